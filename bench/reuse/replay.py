@@ -47,7 +47,7 @@ class Size(NamedTuple):
     time_scale: float
 
 
-ON_CPU, SHORT_ON_CPU, ON_CUDA = Size(40, 1 / 8, 0.1), Size(8, 1 / 16, 1.0), Size(200, 1.0, 1.0)
+ON_CPU, SHORT_ON_CPU, ON_CUDA = Size(40, 1 / 8, 0.1), Size(8, 1 / 16, 1.0), Size(160, 1.0, 1.0)
 
 
 class Mechanism(NamedTuple):
