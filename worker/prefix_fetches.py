@@ -33,6 +33,9 @@ MEMORY = 0.7
 FORGET = 0.97
 """What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
 fetch would be the last one."""
+PAUSE = 10.0
+"""Seconds without fetches from a worker that did not answer, or with which a transfer failed. Otherwise each
+prompt would wait for it again."""
 MOST_PEERS = 1000
 """Workers with measured fetches. One more replaces the oldest."""
 
@@ -45,20 +48,27 @@ class _Link:
     waited: float = 0.0  # seconds until the first frame
     seconds: float = 0.0  # from then on
     tokens: float = 0.0
+    paused_until: float = 0.0  # time.monotonic()
 
-    def expected(self, tokens: int) -> float:
-        """Seconds to fetch so many tokens. 0: not known."""
-        return self.waited / self.fetches + tokens * self.seconds / self.tokens if self.tokens else 0.0
+    def pays(self, tokens: int, seconds: float, now: float) -> bool:
+        """Whether a fetch of so many tokens takes less than `seconds`, as far as known. 0: not known.
+
+        After many noes a fetch is tried again."""
+        if now < self.paused_until:
+            return False
+        if not seconds or not self.tokens:
+            return True
+        if self.waited / self.fetches + tokens * self.seconds / self.tokens < seconds:
+            return True
+        self.waited *= FORGET
+        self.seconds *= FORGET
+        return False
 
     def measured(self, tokens: int, waited: float, seconds: float) -> None:
         self.fetches = MEMORY * self.fetches + 1
         self.waited = MEMORY * self.waited + waited
         self.seconds = MEMORY * self.seconds + seconds
         self.tokens = MEMORY * self.tokens + tokens
-
-    def forget(self) -> None:
-        self.waited *= FORGET
-        self.seconds *= FORGET
 
 
 class _Waiting(NamedTuple):
@@ -90,7 +100,7 @@ class PrefixFetches:
         self._counts = counts
         self._fetches: dict[bytes, _Fetch] = {}  # by fetch id, until the receiver writes no more
         self._open: dict[bytes, _Fetch] = {}  # by key, those that prompts may wait for
-        self._links: dict[str, _Link] = {}  # by address
+        self._links: dict[tuple[str, int], _Link] = {}  # by address and incarnation
 
     def start(
         self, request: EngineRequest, source: ContentSource, then: Callable[[int], None], fetched: bytes = b""
@@ -109,15 +119,14 @@ class PrefixFetches:
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
         speed = self._engine.prompt_tokens_per_s
         seconds = tokens / speed if speed else 0.0
-        same = self._open.get(key)
+        same, now = self._open.get(key), time.monotonic()
         link = same.link if same is not None else self._link(source)
-        if seconds and link.expected(tokens if same is None else same.tokens) >= seconds:
-            link.forget()
+        if not link.pays(same.tokens if same is not None else tokens, seconds, now):
             return False
         if same is not None:
             same.waiting[request.id] = _Waiting(request, source, then)
             return True
-        fetch_id, now = os.urandom(16), time.monotonic()
+        fetch_id = os.urandom(16)
         block_ids = exchange.start_import(fetch_id, missing)
         if block_ids is None:
             return False
@@ -136,9 +145,10 @@ class PrefixFetches:
         return True
 
     def _link(self, source: ContentSource) -> _Link:
-        if source.kv_address not in self._links and len(self._links) >= MOST_PEERS:
+        peer = source.kv_address, source.incarnation
+        if peer not in self._links and len(self._links) >= MOST_PEERS:
             del self._links[next(iter(self._links))]
-        return self._links.setdefault(source.kv_address, _Link())
+        return self._links.setdefault(peer, _Link())
 
     def cancel(self, request_id: bytes) -> None:
         """The request has ended. Its `then` is not called."""
@@ -159,6 +169,8 @@ class PrefixFetches:
             self._counts.prefix_fetched_bytes += stats.bytes
             waited = stats.first_frame_at - stats.fetch_at
             fetch.link.measured(stats.tokens, waited, stats.fetch_seconds - waited)
+        elif isinstance(event, FetchFailed) and event.reason not in ("gone", "busy"):
+            fetch.link.paused_until = time.monotonic() + PAUSE
         exchange.end_import(event.decode_id, fetched and fetch.first_chunk * CHUNK_TOKENS + fetched)
         for request, source, then in fetch.waiting.values():
             if source is None:
@@ -171,8 +183,10 @@ class PrefixFetches:
         now = time.monotonic()
         for fetch_id, fetch in self._fetches.items():
             if fetch.waiting and fetch.until <= now:
-                if self._receiver.began(fetch_id):  # else the time says nothing about the link
+                if self._receiver.began(fetch_id):
                     fetch.link.measured(fetch.tokens, 0.0, now - fetch.started)
+                else:
+                    fetch.link.paused_until = now + PAUSE
                 waiting, fetch.waiting = fetch.waiting, {}
                 self._give_up(fetch_id, fetch)
                 for _, _, then in waiting.values():

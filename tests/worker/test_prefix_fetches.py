@@ -132,12 +132,23 @@ def test_a_short_prefix_is_computed_if_the_first_frame_takes_longer(world: World
     assert world.empty
 
 
-def test_a_worker_that_does_not_answer_says_nothing_about_the_bandwidth(world: World) -> None:
+def test_a_worker_that_does_not_answer_is_left_alone_for_a_while(world: World) -> None:
     world.engine.prompt_tokens_per_s = 256.0
     world.start()
     world.now = 3.0
     world.fetches.expire()
-    assert world.start(b"next")
+    assert not world.start(b"next")
+    assert world.start(b"other", OTHER)
+    world.inject(4, 0.1)
+    world.now = 3.0 + prefix_fetches.PAUSE
+    assert world.start(b"next"), "the time said nothing about its speed"
+
+
+@pytest.mark.parametrize(("reason", "again"), [("gone", True), ("busy", True), ("integrity", False)])
+def test_a_worker_is_asked_again_after_a_stale_hint(world: World, reason: str, again: bool) -> None:
+    world.start()
+    world.fetches.handle(FetchFailed(world.asked[0], reason))
+    assert world.start() is again
 
 
 def test_a_slow_fetch_is_not_the_last_one(world: World) -> None:
