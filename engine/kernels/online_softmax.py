@@ -159,8 +159,9 @@ def attend(
     total = total * shrink + tl.sum(weights, axis=1)
     if FP8:
         new_unit = tl.maximum(unit, power_of_two(tl.max(v_scale, axis=0)))
-        weights *= (v_scale / new_unit)[None, :]
-        shrink *= unit / new_unit
+        inverse = 1.0 / new_unit  # exact
+        weights *= (v_scale * inverse)[None, :]
+        shrink *= unit * inverse
         unit = new_unit
     acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
     return new_m, total, acc, unit

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from engine.execution.memory import (
     MemoryUse,
     PoolSize,
     check_weights_fit,
+    choose_kv_dtype,
     memory_for,
     size_pool,
 )
 from engine.execution.rehearsal import Rehearsal, warm_up
+from engine.kernels import FP8
 from engine.layers.ranks import Ranks
 from engine.loader.hf import read_config
 from engine.model_config import ModelConfig
@@ -50,6 +53,28 @@ def test_the_pool_takes_the_rest_of_this_process_share() -> None:
     assert pool(use(free=20)).num_blocks == int(17.5 * GIB) // BLOCK_BYTES
     # A second worker with the same share changes nothing.
     assert pool(use(free=30), gpu_memory_utilization=0.45) == pool(use(), gpu_memory_utilization=0.45)
+
+
+def test_the_pool_holds_nearly_twice_the_tokens_in_fp8() -> None:
+    limits = replace(LIMITS, cache=cache_spec(LLAMA, FP8))
+    assert limits.token_bytes == LIMITS.token_bytes * (128 + 4) // (2 * 128)
+    plain, fp8 = (pool(use(), limits).num_blocks for limits in (LIMITS, limits))
+    assert fp8 == pytest.approx(plain * 256 / 132, rel=1e-3)
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((9, 0), True), ((8, 9), True), ((8, 0), False)])
+def test_kv_in_fp8_needs_a_gpu_that_reads_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fits: bool
+) -> None:
+    config, gpu = EngineConfig("llama", kv_cache_dtype="fp8"), torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if fits:
+        assert choose_kv_dtype(config, torch.bfloat16, gpu) is FP8
+    else:
+        with pytest.raises(ValueError, match=r"--kv-cache-dtype fp8: .* capability 8\.0 cannot read FP8"):
+            choose_kv_dtype(config, torch.bfloat16, gpu)
+    with pytest.raises(ValueError, match="--kv-cache-dtype 'fp4': choose one of auto, fp8"):
+        EngineConfig("llama", kv_cache_dtype="fp4")
 
 
 def test_the_log_says_how_memory_is_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,6 +28,7 @@ def rounded(exact: torch.Tensor) -> torch.Tensor:
     return (exact / scales).to(FP8).float() * scales
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("sent", "kept", "ranks"),
     [
@@ -37,10 +38,10 @@ def rounded(exact: torch.Tensor) -> torch.Tensor:
         ("float8_e4m3fn", "float32", (1, 1)),
     ],
 )
-def test_a_transfer(make_pair: Any, sent: str, kept: str, ranks: tuple[int, int]) -> None:
+def test_a_transfer(make_pair: Any, sent: str, kept: str, ranks: tuple[int, int], device: str) -> None:
     """From blocks of 32 into blocks of 48. Decode has a part of the prompt. A layer takes several frames."""
     n, start = 230, 41
-    both: dict[str, Any] = {"slot_bytes": 8192, "slots": 32, "device": "cpu", "blocks": 24}
+    both: dict[str, Any] = {"slot_bytes": 8192, "slots": 32, "device": device, "blocks": 24}
     pair = make_pair(
         {"layout": layout(sent), "ranks": ranks[0], "block_size": 32, **both},
         {"layout": layout(kept), "ranks": ranks[1], "block_size": 48, **both},
@@ -59,7 +60,9 @@ def test_a_transfer(make_pair: Any, sent: str, kept: str, ranks: tuple[int, int]
             assert torch.equal(here, there)
             pair.assert_same(blocks, decode_id, start, n)
         elif kept == "float8_e4m3fn":
-            assert torch.equal(here, rounded(there))
+            # A quotient that lies between two FP8 numbers may be rounded to either.
+            torch.testing.assert_close(here, rounded(there), rtol=0.13, atol=1e-5)
+            assert (here != rounded(there)).float().mean() < (0.02 if device == "cuda" else 1e-9)
         else:
             assert torch.equal(here, there.to(FLOATS[kept]).float())
         assert not pair.decode.exact_rows(reserved, layer, 0, start).any(), "nothing else is written"
