@@ -17,6 +17,7 @@ import trustme
 from hypothesis import HealthCheck, settings
 
 from tests.device import DEVICE
+from tests.interpreter import patch_once
 from tests.shallow import shallow
 
 pytest_plugins = ["tests.leftovers"]
@@ -50,9 +51,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def kernel_device() -> str:
+def kernel_device() -> Iterator[str]:
     """Where Triton kernels run: compiled on a GPU, or on the CPU in Triton's interpreter."""
-    return DEVICE
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":
+            patch_once(patch)
+        yield DEVICE
 
 
 @pytest.fixture(scope="module")
