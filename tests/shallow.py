@@ -7,8 +7,6 @@ as in the whole model, so that float32 tokens do not depend on the batch.
 import struct
 from pathlib import Path
 
-from gguf import GGUFReader
-
 LAYERS = 6
 _COUNT = b"llama.block_count"
 HEADER = struct.Struct("<4sIQQ")
@@ -17,20 +15,23 @@ HEADER = struct.Struct("<4sIQQ")
 
 def shallow(source: Path, target: Path) -> Path:
     """Writes the GGUF file `source` with its first `LAYERS` layers to `target`. Returns `target`."""
-    reader = GGUFReader(source)
-    file = source.read_bytes()
-    starts = [tensor.field.offset for tensor in reader.tensors]
-    ends = [*starts[1:], starts[-1] + sum(part.nbytes for part in reader.tensors[-1].field.parts)]
-    kept = [
-        file[start:end]
-        for tensor, start, end in zip(reader.tensors, starts, ends, strict=True)
-        if not tensor.name.startswith("blk.") or int(tensor.name.split(".")[1]) < LAYERS
-    ]
+    from engine.loader.gguf_file import GGUFFile  # imports torch
+
+    file, parsed = source.read_bytes(), GGUFFile(source)
+    first = next(iter(parsed.tensors)).encode()
+    end = begin = file.index(struct.pack("<Q", len(first)) + first)
+    kept = []
+    for name, tensor in parsed.tensors.items():
+        # The name and its length, the number of dimensions and their sizes, type and offset.
+        start, end = end, end + 8 + len(name) + 4 + 8 * len(tensor.shape) + 4 + 8
+        if not name.startswith("blk.") or int(name.split(".")[1]) < LAYERS:
+            kept.append(file[start:end])
     magic, version, _, entries = HEADER.unpack_from(file)
-    metadata = bytearray(file[HEADER.size : starts[0]])
+    metadata = bytearray(file[HEADER.size : begin])
     struct.pack_into("<I", metadata, metadata.index(_COUNT) + len(_COUNT) + 4, LAYERS)
     header = HEADER.pack(magic, version, len(kept), entries) + metadata + b"".join(kept)
     # Offsets of tensors count from the data section, which is aligned.
-    padding = -len(header) % reader.alignment
-    target.write_bytes(header + bytes(padding) + file[reader.data_offset :])
+    alignment = parsed.metadata.get("general.alignment", 32)
+    padding, data = -len(header) % alignment, end + -end % alignment
+    target.write_bytes(header + bytes(padding) + file[data:])
     return target

@@ -19,17 +19,17 @@ def engine(embedded_model_path: Path) -> Engine:
         model=str(embedded_model_path),
         dtype="float32",
         device=DEVICE,
-        max_num_batched_tokens=256,
+        max_num_batched_tokens=64,
         num_threads=1,
     )
     return build_engine(config)
 
 
-@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.long)])
-def test_greedy_tokens_equal_transformers(engine: Engine, run: Any, request_of: Any, each: int) -> None:
+@pytest.mark.parametrize("which", [slice(2, None, 4), pytest.param(slice(None), marks=pytest.mark.long)])
+def test_greedy_tokens_equal_transformers(engine: Engine, run: Any, request_of: Any, which: slice) -> None:
     """All at once, so that chunks of long prompts share steps with decodes. The system tests use all
     prompts."""
-    goldens = GOLDENS[each - 1 :: each]
+    goldens = GOLDENS[which]
     requests = [request_of(i, golden["prompt_ids"], max_tokens=32) for i, golden in enumerate(goldens)]
     results = run(engine, requests)
     engine.assert_whole()
@@ -39,6 +39,6 @@ def test_greedy_tokens_equal_transformers(engine: Engine, run: Any, request_of: 
 
 def test_greedy_tokens_equal_transformers_alone(engine: Engine, run: Any, request_of: Any) -> None:
     golden = GOLDENS[8]
-    request = request_of(1, golden["prompt_ids"], max_tokens=32)
-    assert run(engine, [request])[request.id].tokens == golden["output_ids"]
+    request = request_of(1, golden["prompt_ids"], max_tokens=16)
+    assert run(engine, [request])[request.id].tokens == golden["output_ids"][:16]
     engine.assert_whole()

@@ -15,6 +15,7 @@ import pytest
 from bench.chaos.cluster import LocalCluster, free_port
 from bench.chaos.streams import expected
 from cluster.model import EMBEDDED_NAME
+from engine import Engine, EngineConfig, build_engine
 from tests.otlp import Receiver
 
 from .machine import Machine
@@ -44,6 +45,13 @@ def server(grpc_address: str) -> Iterator[Serve]:
     finally:
         server.kill()
         machine.remove()
+
+
+@pytest.fixture(scope="package")
+def one_engine(embedded_model_path: Path) -> Engine:
+    """The model of `server` in one engine, in this process."""
+    config = EngineConfig(model=str(embedded_model_path), dtype="float32", num_blocks=512, num_threads=1)
+    return build_engine(config)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ its client got."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import urllib.request
@@ -184,6 +185,8 @@ async def test_prometheus_finds_data_for_every_query(broken: Broken, tmp_path: P
     async def load() -> None:
         while not loaded.is_set():
             await broken.ride([LONG[0], SHORT[0]])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(loaded.wait(), 0.5)
 
     def look() -> None:
         with Prometheus(tmp_path, RULES, cluster.url.removeprefix("http://")) as prometheus:

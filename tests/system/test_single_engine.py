@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
 import openai
 
-from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
+from engine import Engine, EngineRequest, SamplingParams
 
 from .serve import Serve
 
 PROMPT_LENGTHS = (1, 17, 63, 300)  # one for each variant; the cluster's step budget is 256
-NUM_TOKENS = 16
+NUM_TOKENS = 8
 VARIANTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 11},
@@ -32,8 +31,7 @@ def requests() -> list[tuple[list[int], dict[str, Any]]]:
     ]
 
 
-def single_engine(model: Path, work: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
-    engine = build_engine(EngineConfig(model=str(model), dtype="float32", num_blocks=512, num_threads=1))
+def tokens_of(engine: Engine, work: list[tuple[list[int], dict[str, Any]]]) -> list[list[int]]:
     tokens: dict[bytes, list[int]] = {}
     for i, (prompt, sampling) in enumerate(work):
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
@@ -47,7 +45,7 @@ def single_engine(model: Path, work: list[tuple[list[int], dict[str, Any]]]) -> 
 
 
 async def test_equals_one_engine(
-    server: Serve, aclient: openai.AsyncOpenAI, model_id: str, embedded_model_path: Path
+    server: Serve, aclient: openai.AsyncOpenAI, model_id: str, one_engine: Engine
 ) -> None:
     work = requests()
 
@@ -59,7 +57,7 @@ async def test_equals_one_engine(
         return answer.choices[0].token_ids
 
     got = await asyncio.gather(*(ask(prompt, sampling) for prompt, sampling in work))
-    want = single_engine(embedded_model_path, work)
+    want = tokens_of(one_engine, work)
     for (prompt, sampling), cluster, one in zip(work, got, want, strict=True):
         assert cluster == one, f"{len(prompt)} prompt tokens, {sampling}"
     server.assert_whole()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 
-from engine import EngineConfig, EngineRequest, SamplingParams, StructuredOutput, build_engine
+from engine import Engine, EngineRequest, SamplingParams, StructuredOutput
 
 from .serve import Serve
 
@@ -37,7 +36,7 @@ PROMPT = "A person in one line of JSON, with name, age and tags:"
 
 
 async def test_output_is_valid_and_equals_one_engine(
-    server: Serve, aclient: openai.AsyncOpenAI, model_id: str, embedded_model_path: Path
+    server: Serve, aclient: openai.AsyncOpenAI, model_id: str, one_engine: Engine
 ) -> None:
     async def ask(body: dict[str, Any], seed: int) -> Any:
         answer = await aclient.completions.create(
@@ -47,16 +46,14 @@ async def test_output_is_valid_and_equals_one_engine(
         return answer.choices[0]
 
     choices = await asyncio.gather(*(ask(body, seed) for seed, (body, _) in enumerate(ASKED)))
-    config = EngineConfig(model=str(embedded_model_path), dtype="float32", num_blocks=128, num_threads=1)
-    engine = build_engine(config)
     expected: dict[bytes, list[int]] = {}
     for seed, (body, wanted) in enumerate(ASKED):
         limit = body.get("max_tokens", 100)
         params = SamplingParams(max_tokens=limit, seed=seed, temperature=0.5 * seed, structured_output=wanted)
         expected[seed.to_bytes(16)] = []
-        engine.add(EngineRequest(seed.to_bytes(16), choices[seed].prompt_token_ids, [], params))
-    while engine.has_work:
-        for output in engine.step().outputs:
+        one_engine.add(EngineRequest(seed.to_bytes(16), choices[seed].prompt_token_ids, [], params))
+    while one_engine.has_work:
+        for output in one_engine.step().outputs:
             expected[output.id].append(output.token)
     assert [choice.token_ids for choice in choices] == list(expected.values())
     assert [choice.finish_reason for choice in choices[:2]] == ["stop", "stop"]

@@ -25,13 +25,13 @@ async def ask(client: openai.AsyncOpenAI, model: str, golden: dict[str, Any]) ->
     return answer.choices[0].token_ids, answer.usage.prompt_tokens
 
 
-@pytest.mark.parametrize("which", [slice(-1, None, -3), pytest.param(slice(None), marks=pytest.mark.long)])
+@pytest.mark.parametrize("which", [slice(1, None, 3), pytest.param(slice(None), marks=pytest.mark.long)])
 async def test_eight_at_a_time(
     server: Serve, aclient: openai.AsyncOpenAI, model_id: str, goldens: list[dict[str, Any]], which: slice
 ) -> None:
     goldens = [goldens[0], *goldens[which]]
     lengths = [len(golden["prompt_ids"]) for golden in goldens]
-    assert (min(lengths), max(lengths) >= 1500) == (1, True)
+    assert (min(lengths), max(lengths) >= 600) == (1, True)
     gate = asyncio.Semaphore(8)
 
     async def one(golden: dict[str, Any]) -> tuple[list[int], int]:
