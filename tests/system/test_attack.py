@@ -75,13 +75,12 @@ def attack(target: Target) -> Iterator[list[dict[str, Any]]]:
 
 async def known(cluster: LocalCluster) -> dict[Case, list[int]]:
     """Requests, and the tokens of their answers before the attack."""
-    right = {}
+    asked = cases(STREAMS, 16)
     async with new_session(KEY) as http:
-        for case in cases(STREAMS, 32):
-            stream = await read(http, cluster.url, case)
-            assert len(stream.token_ids) == case.max_tokens, stream.error
-            right[case] = stream.token_ids
-    return right
+        streams = await asyncio.gather(*(read(http, cluster.url, case) for case in asked))
+    for stream in streams:
+        assert len(stream.token_ids) == stream.case.max_tokens, stream.error
+    return {stream.case: stream.token_ids for stream in streams}
 
 
 async def served(cluster: LocalCluster, right: dict[Case, list[int]], seconds: float) -> float:
