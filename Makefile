@@ -3,6 +3,8 @@ VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 ARGS   ?=
+# Tests start hundreds of Python processes. Without compiled files, each compiles all modules that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 # Not quiet: pip shows what it downloads, which takes minutes (torch alone is hundreds of megabytes).
 PIP    := $(BIN)/python -m pip install
 PINNED := $(PIP) --require-hashes --no-deps --requirement

@@ -42,8 +42,7 @@ KILLED, HUNG = "(pid {pid}) was killed by SIGKILL", "gave no sign of life"
 DEATHS = [
     Death("prefill", "engine", signal.SIGKILL, KILLED, failures=1),
     Death("prefill", "engine", signal.SIGSTOP, HUNG, failures=1),
-    Death("decode", "transfer", signal.SIGKILL, KILLED),
-    Death("prefill", "transfer", signal.SIGTERM, "(pid {pid}) exited with 0"),
+    Death("decode", "transfer", signal.SIGTERM, "(pid {pid}) exited with 0"),
     Death("prefill", "transfer", signal.SIGSTOP, HUNG),
     Death("decode", "service", signal.SIGKILL),
 ]

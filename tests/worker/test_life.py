@@ -52,9 +52,9 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]
     worker = start_worker("prefill", tiny_model(directory / "model"), directory, index=3, engine=TINY)
     try:
         yield worker.wait_ready()
-        assert worker.stop() == 0
     finally:
         worker.popen.kill()
+        worker.popen.wait()
 
 
 # ---------------------------------------------------------------- start
@@ -146,7 +146,6 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worke
         "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"hold": 1.0}},
         "drains decode": {"role": "decode", "engine": TINY},
         "hurried": {"role": "prefill", "engine": TINY, "deadlines": {"drain": 0.5}},
-        "interrupted": {"role": "decode", "engine": TINY},
     }
     with side_by_side(tmp_path_factory.mktemp("ending"), workers) as started:
         yield started
@@ -192,21 +191,6 @@ async def test_a_drain_ends_at_its_deadline(ending: dict[str, WorkerProcess]) ->
         worker.popen.terminate()
         assert (await stream.failure(held)).code == pb.FAILURE_CODE_DRAINING
         assert await exit_code(worker) == 0
-
-
-async def test_ctrl_c_ends_the_worker_without_a_drain(ending: dict[str, WorkerProcess]) -> None:
-    worker = ending["interrupted"].wait_ready()
-    tree = worker.tree()
-    async with attached(worker) as stream:
-        source = pb.PrefillSource(prefill_id=os.urandom(16), kv_address="127.0.0.1:9", incarnation=1)
-        decode_id = await stream.submit_decode(request([1], ENDLESS), source)
-        await stream.reserved(decode_id)
-        began = time.monotonic()
-        for process in tree:
-            process.send_signal(signal.SIGINT)
-        assert await exit_code(worker) == 0
-        assert time.monotonic() - began < 5
-    assert_nothing_left(worker, tree)
 
 
 # ---------------------------------------------------------------- routers that misbehave
@@ -277,3 +261,21 @@ async def test_the_stream_of_a_router_that_does_not_read_is_ended(prefill: Worke
         stream.may_read.set()
         await asyncio.wait_for(stream.ended.wait(), 30)
         assert await stream.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# ---------------------------------------------------------------- the end of the shared worker
+
+
+async def test_ctrl_c_ends_the_worker_without_a_drain(prefill: WorkerProcess) -> None:
+    """The last test of `prefill`."""
+    worker, tree = prefill, prefill.tree()
+    async with attached(worker) as stream:
+        source = pb.PrefillSource(prefill_id=os.urandom(16), kv_address="127.0.0.1:9", incarnation=1)
+        decode_id = await stream.submit_decode(request([1], ENDLESS), source)
+        await stream.reserved(decode_id)
+        began = time.monotonic()
+        for process in tree:
+            process.send_signal(signal.SIGINT)
+        assert await exit_code(worker) == 0
+        assert time.monotonic() - began < 5
+    assert_nothing_left(worker, tree)
