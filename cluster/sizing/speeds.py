@@ -19,6 +19,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -109,11 +110,11 @@ class Speeds:
         self._matrix_bytes = matrix_bytes
         self._active = gemm_parameters(model, 1) / gemm_parameters(REFERENCE, 1)
         self._attention = _attention_width(model) / _attention_width(REFERENCE)
-        cache = cache_spec(model, kv_dtype)
+        caches = cache_spec(model, kv_dtype)
         # Of all ranks. With fewer KV heads than ranks, each head is there several times.
         copies = ranks * model.of_rank(ranks).num_kv_heads // model.num_kv_heads
-        self.kv_bytes_per_token = cache_bytes_per_token(cache) * copies
-        self._spans = Counter(layer.span for layer in cache)
+        self.kv_bytes_per_token = cache_bytes_per_token(caches) * copies
+        self._spans = Counter(layer.span for layer in caches)
         reference_kv = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
         self._reference_kv_seconds = CONTEXT * reference_kv / gpu.kv_bytes_per_s  # of one request
         self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, self._matrix_bytes)
@@ -121,6 +122,7 @@ class Speeds:
         (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
         self._quadratic = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))
         self._linear = short_s / short - self._quadratic * short / 2
+        self._step_products = cache(self._products_of_step)  # a simulation asks for each batch often
 
     def prefill(self, uncached: int, cached: int = 0) -> float:
         """Seconds to compute one prompt. Implements `simulator.worker.Speed`."""
@@ -132,10 +134,15 @@ class Speeds:
 
     def step(self, batch: int, positions: float) -> float:
         """Seconds of a decode step of `batch` requests that have `positions` tokens in total."""
-        batch, reading = max(1, batch), self._products(1)
-        products = reading * self._read(batch) + (self._products(batch) - reading) * self._active
+        batch = max(1, batch)
         kv_bytes = self._seen(batch, positions) * self.kv_bytes_per_token
-        return (products + kv_bytes / self._gpu.kv_bytes_per_s) / self.ranks + self._sums(batch)
+        kv_seconds = kv_bytes / self._gpu.kv_bytes_per_s
+        return (self._step_products(batch) + kv_seconds) / self.ranks + self._sums(batch)
+
+    def _products_of_step(self, batch: int) -> float:
+        """Seconds of the matrix products of a decode step."""
+        reading = self._products(1)
+        return reading * self._read(batch) + (self._products(batch) - reading) * self._active
 
     def _sums(self, rows: int) -> float:
         """Seconds of the all-reduces of a step."""
