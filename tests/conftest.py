@@ -33,7 +33,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-gc.disable()  # until all modules are imported: imports make no garbage, and collection slows them by two thirds
+gc.disable()  # until all modules are imported: imports make no garbage, and collections double their time
 
 
 def pytest_collection_finish() -> None:
