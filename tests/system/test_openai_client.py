@@ -55,9 +55,7 @@ def test_completion_stream_equals_answer(client: openai.OpenAI, model_id: str) -
 
 def test_another_seed_is_another_answer(client: openai.OpenAI, model_id: str) -> None:
     texts = {
-        client.completions.create(model=model_id, prompt="My favourite", max_tokens=6, seed=s)
-        .choices[0]
-        .text
+        client.completions.create(model=model_id, prompt="My favourite", max_tokens=6, seed=s).choices[0].text
         for s in range(3)
     }
     assert len(texts) == 3
