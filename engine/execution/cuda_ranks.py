@@ -21,6 +21,10 @@ More rows go in parts."""
 SENT_BYTES = 8 << 20
 """With more than two ranks: most bytes that a rank sends for a sum and its norm in one kernel. Each rank gets
 all of them, so many bytes are faster as a two-shot all-reduce."""
+LOGITS_BYTES = 64 << 20
+"""Memory of rank 0 for logits of the others. With two ranks: 512 rows of half of 128,000 bfloat16 each."""
+TOKENS_BYTES = 64 << 10
+"""Memory of a rank for what rank 0 broadcasts."""
 TWO_SHOT_BYTES = 64 << 20
 """Most bytes of a two-shot all-reduce; NCCL is as fast from there on."""
 
@@ -35,6 +39,7 @@ class CudaRanks(Group):
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
+        from engine.kernels.peer_copy import PeerCopy, counts_bytes
         from engine.kernels.sum_norm import SumNorm
 
         super().__init__(rank, size, device)
@@ -47,9 +52,17 @@ class CudaRanks(Group):
         self._two_shot_bytes = TWO_SHOT_BYTES if size in (4, 8) else 0  # torch's kernel is for these sizes
         self._shared = symmetric_memory.empty(max(16, self._two_shot_bytes), dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self._shared, self._name)
-        self._inboxes = symmetric_memory.empty(INBOX_BYTES, dtype=torch.uint8, device=device).zero_()
-        addresses = symmetric_memory.rendezvous(self._inboxes, self._name).buffer_ptrs
-        self._sum_norm = SumNorm(rank, addresses, INBOX_BYTES, device)
+        self._inboxes: list[Tensor] = []
+
+        def inboxes(nbytes: int) -> list[int]:
+            """Memory of so many zero bytes on each rank. Returns where this device sees them."""
+            self._inboxes.append(symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_())
+            return symmetric_memory.rendezvous(self._inboxes[-1], self._name).buffer_ptrs
+
+        self._sum_norm = SumNorm(rank, inboxes(INBOX_BYTES), INBOX_BYTES, device)
+        logits, tokens = (counts_bytes(size) + nbytes for nbytes in (LOGITS_BYTES, TOKENS_BYTES))
+        self._of_logits = PeerCopy(rank, inboxes(logits), logits, device)
+        self._of_tokens = PeerCopy(rank, inboxes(tokens), tokens, device)
         dist.barrier()  # no rank writes to an inbox before its owner has cleared it
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -67,8 +80,16 @@ class CudaRanks(Group):
             return super().add_rms_norm(kernels, residual, delta, weight, eps)
         return self._sum_norm(residual, delta, weight, eps)
 
+    def gather(self, x: Tensor, size: int) -> Tensor:
+        if self._of_logits.can_gather(len(x), -(-size // self.size), x.itemsize):
+            return self._of_logits.gather(x, size)
+        return super().gather(x, size)
+
     def broadcast(self, x: Tensor) -> None:
-        dist.broadcast(x, 0)
+        if self._of_tokens.can_broadcast(x):
+            self._of_tokens.broadcast(x)
+        else:
+            dist.broadcast(x, 0)
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -311,8 +311,9 @@ class StepGraphs:
         self._hidden[:rows].copy_(hidden)
 
     def _run_logits(self, rows: int, _: LayerDone) -> None:
-        sampled = self._hidden[self._static["sampled_rows"][:rows]]
-        self._logits[:rows].copy_(self._network.logits(sampled))
+        logits = self._network.logits(self._hidden[self._static["sampled_rows"][:rows]])
+        if self._ranks.rank == 0:
+            self._logits[:rows].copy_(logits)
 
     def _run_choose(self, rows: int, variant: Variant, _: LayerDone) -> None:
         self._tokens[:rows].copy_(self._network.choose(self._logits[:rows], variant, self.draws(rows)))

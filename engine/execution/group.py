@@ -15,7 +15,7 @@ class Group(Ranks):
         self.size = size
         self._device = device
 
-    def all_gather(self, x: Tensor, size: int) -> Tensor:
+    def gather(self, x: Tensor, size: int) -> Tensor:
         share = -(-size // self.size)
         parts = self._gather(F.pad(x, (0, share - x.shape[1])) if x.shape[1] < share else x)
         return parts.transpose(0, 1).reshape(len(x), self.size * share)[:, :size]

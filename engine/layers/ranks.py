@@ -5,7 +5,7 @@ with its inner columns, embedding and output projection with its tokens. Ranks m
 
     embedding            each rank has some of the rows, the others are zero    ─▶ the next norm sums them
     output, down         each rank has a term of the sum                        ─▶ the next norm sums them
-    logits               each rank has some of the columns                      ─▶ all_gather
+    logits               each rank has some of the columns                      ─▶ rank 0 gathers them
 
 A mixture of experts is like the MLP: a rank has some inner columns of every expert. With *expert parallelism*
 it has whole experts instead. Every rank has all tokens, so it computes those that its experts are chosen for,
@@ -55,7 +55,8 @@ class Ranks:
     """The ranks of a model, as one of them sees them. This class is a model with one rank, which has nothing
     to exchange; `engine.execution.group` has the others.
 
-    All ranks call the collectives in the same order. Their results have equal bits on all ranks."""
+    All ranks call the collectives in the same order. But for `gather`, their results have equal bits on all
+    ranks."""
 
     rank = 0
     size = 1
@@ -94,8 +95,9 @@ class Ranks:
             delta = self.all_reduce(delta)
         return kernels.add_rms_norm(residual, delta, weight, eps)
 
-    def all_gather(self, x: Tensor, size: int) -> Tensor:
-        """The parts of all ranks side by side: [rows, part] → [rows, size]."""
+    def gather(self, x: Tensor, size: int) -> Tensor:
+        """The parts of all ranks side by side, on rank 0: [rows, part] → [rows, size]. On other ranks the
+        result is undefined."""
         return x
 
     def broadcast(self, x: Tensor) -> None:

@@ -40,9 +40,9 @@ class OutputProjection:
             )
         else:
             self.product = weights.linear(["lm_head"], [embedding.tokens], whole(config.hidden_size))
-        self.all_gather = weights.ranks.all_gather
+        self.gather = weights.ranks.gather
         self.vocab_size = config.vocab_size
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden_size] → [rows, vocab_size]."""
-        return self.all_gather(self.product(hidden), self.vocab_size)
+        """[rows, hidden_size] → [rows, vocab_size], on rank 0."""
+        return self.gather(self.product(hidden), self.vocab_size)

@@ -43,6 +43,7 @@ def main() -> None:
     from engine.kernels import FP8, KV, AttentionMetadata, Fp8Experts, Fp8KV, HeadNorm, parts, sampling
     from engine.kernels.fp8_linear import Fp8Linear
     from engine.kernels.int4_linear import Int4Linear
+    from engine.kernels.peer_copy import PeerCopy
     from engine.kernels.skinny_linear import SkinnyLinear
     from engine.kernels.sum_norm import SumNorm
     from engine.kernels.thresholds import thresholds
@@ -131,6 +132,9 @@ def main() -> None:
         memory = [4096 * (i + 1) for i in range(ranks)]
         x = torch.zeros(3, 8192, dtype=torch.bfloat16)
         SumNorm(rank, memory, 64 << 20, torch.device("cpu"))(x, x, x[0], 1e-5)
+        copies = PeerCopy(rank, memory, 64 << 20, torch.device("cpu"))
+        copies.gather(x, ranks * x.shape[1])
+        copies.broadcast(torch.zeros(256, dtype=torch.int64))
 
     print("-- experts")
     for dtype in (torch.bfloat16, torch.float32):

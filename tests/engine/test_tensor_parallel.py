@@ -195,7 +195,7 @@ def test_ranks_exchange_tensors_of_any_size(size: int, monkeypatch: pytest.Monke
                 columns = ranks.part(7)
                 part = torch.arange(rows * 7.0).view(rows, 7)[:, columns.indices].contiguous()
                 found += [
-                    ranks.all_gather(part, 7).tolist(),
+                    ranks.gather(part, 7).tolist(),
                     ranks.all_reduce(x).tolist(),
                     ranks.least(5 - rank),
                 ]
