@@ -374,19 +374,6 @@ def test_every_lane_is_pinged(make_prefill: Any, until: Any, lane_processes: int
             assert unpack(body[:length]) == [prefill.incarnation, 0]
 
 
-@pytest.mark.parametrize("hangs", ["prefill", "decode"])
-def test_an_engine_that_hangs_is_told_to_its_peer(make_pair: Any, hangs: str) -> None:
-    """By the PINGs of its own transfer process, which is well; the other side ends the session."""
-    quick = {"deadlines": kv.TransferDeadlines(ping=0.1, engine_dead=0.5)}
-    pair = make_pair(quick, quick)
-    worker, peer = getattr(pair, hangs), pair.decode if hangs == "prefill" else pair.prefill
-    worker.heartbeat.tick()  # and never again
-    prefill_id = pair.prefill.open(20)
-    pair.decode.fetch(pair.prefill, prefill_id, 20)
-    pair.until(lambda: peer.stats().deadlines.get("engine_dead"), "its peer to notice")
-    assert worker.stats().deadlines == {}
-
-
 @pytest.mark.parametrize("lane_processes", [0, 1])
 def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(
     make_decode: Any, until: Any, lane_processes: int

@@ -64,12 +64,6 @@ def test_refused_at_hello(
     until(lambda: prefill.stats().lanes == 0, "the lanes to close")
 
 
-def test_nobody_listens(make_pair: Any) -> None:
-    pair = make_pair(decode={"deadlines": kv.TransferDeadlines(unreachable=0.6)})
-    decode_id = pair.decode.fetch(pair.prefill, os.urandom(16), 10, kv_address="127.0.0.1:1")
-    assert pair.event(decode_id) == kv.FetchFailed(decode_id, "unreachable")
-
-
 def test_without_a_descriptor_for_who_connects_it_does_not_spin(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     assert prefill.stats().lanes == 0, "it is up"
@@ -136,27 +130,6 @@ def test_a_lane_is_bound_to_its_interface() -> None:
     ):
         names = [s.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) for s in (bound, free)]
     assert names == [b"lo\0", b""]
-
-
-def test_drain_lets_what_runs_end(make_pair: Any) -> None:
-    pair = make_pair()
-    prefill_id = pair.prefill.open(50)
-    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 50)
-    pair.until(lambda: pair.prefill.sender.has_fetch(prefill_id), "the FETCH")
-    pair.prefill.service.send(kv.encode(kv.Drain(10.0)))
-    late = pair.decode.fetch(pair.prefill, os.urandom(16), 10)
-    assert pair.event(late) == kv.FetchFailed(late, "busy")
-    pair.prefill.sender.ready(prefill_id, None, 0, 50)
-    pair.prefill.sender.commit(prefill_id, kv.FirstToken(1))
-    assert isinstance(pair.event(decode_id), kv.Injected)
-
-    def drained() -> bool:
-        if not select.select([pair.prefill.service], [], [], 0)[0]:
-            return False  # both engines go on meanwhile: the ACK is theirs
-        return kv.decode_from_transfer(pair.prefill.service.recv(1 << 16)) == kv.Drained(0)
-
-    pair.until(drained, "Drained")
-    pair.assert_whole()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer as kv
-from kv_transfer import device
 from kv_transfer import ranks as ranks_module
 from kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from kv_transfer.channel import ChannelClosed
@@ -22,7 +18,7 @@ from kv_transfer.device import Event, Pool, Staged
 from kv_transfer.layout import KVLayout, cut
 from kv_transfer.ranks import open_ranks
 
-from .ranks import Ranks, as_bytes, mapped, positions
+from .ranks import Ranks, mapped, positions
 
 BLOCKS = 40
 SLOT = 4096
@@ -102,121 +98,6 @@ def test_from_group_to_group(heads: int, sender: int, receiver: int, device: str
         for layer in range(2):
             sent = source.rows(layer, positions(here, size[0], start, n))
             assert torch.equal(target.rows(layer, positions(there, size[1], start, n)), sent)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (3, 4)])
-def test_kv_at_decode_equals_kv_at_prefill(
-    make_pair: Any, prefill_ranks: int, decode_ranks: int, device: str
-) -> None:
-    """Bit for bit, over lanes, while the prefill computes.
-
-    Chunks do not fit the blocks of either side. A part of the prompt is cached at prefill, and a part at
-    decode. The first token is known before the last rank has written the last layers.
-    """
-    n, cached, missing = 333, 70, 41
-    layout = KVLayout(3, 12, 16, "bfloat16")
-    both: dict[str, Any] = {"layout": layout, "slot_bytes": 2 * SLOT, "slots": 32, "device": device}
-    pair = make_pair(
-        {"ranks": prefill_ranks, "block_size": 32, "blocks": 24, **both},
-        {"ranks": decode_ranks, "block_size": 48, "blocks": 24, **both},
-    )
-    ranks = pair.prefill.ranks
-    prefill_id = pair.prefill.open(n)
-    blocks = pair.prefill.held[prefill_id]
-    decode_id = pair.decode.fetch(pair.prefill, prefill_id, n, start=missing)
-    for start, stop in ((cached, 117), (117, 230), (230, n)):
-        for layer in range(3):
-            ranks.layer_done_on_rank_0()
-            if start == cached and layer == 0:
-                pair.prefill.sender.ready(prefill_id, None, 0, cached)
-            pair.prefill.sender.ready(prefill_id, layer, start, stop)
-            if stop < n:  # the other ranks have written it, too
-                for copier in ranks.copiers:
-                    copier.layer_done(layer)
-    pair.prefill.sender.commit(prefill_id, kv.FirstToken(5))
-    if ranks.copiers:
-        frames = pair.until(lambda: pair.decode.stats().frames_received, "the first frames")
-        assert frames
-        assert decode_id not in pair.decode.events, "a rank has not written the last layers"
-    for copier in ranks.copiers:
-        for layer in range(3):
-            copier.layer_done(layer)
-    event = pair.event(decode_id)
-    assert event.stats.bytes == (n - missing) * layout.bytes_per_token
-    pair.assert_same(blocks, decode_id, missing, n)
-    here = pair.decode.rows(pair.decode.reserved[decode_id], 0, 0, missing)
-    assert not as_bytes(here).any(), "positions that decode has did not travel"
-    pair.until(lambda: pair.prefill.released == {prefill_id: "acked"}, "the ACK")
-    pair.assert_whole()
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The ranks from 1 on copy only once this is set."""
-    gate = threading.Event()
-
-    def behind_gate(copy: Any) -> Any:
-        def gated(pool: Any, *args: Any) -> Any:
-            if threading.current_thread().name == "kv copies":
-                assert gate.wait(20)
-            return copy(pool, *args)
-
-        return gated
-
-    for pool, name in itertools.product((device.HostPool, device.CudaPool), ("gather", "scatter")):
-        monkeypatch.setattr(pool, name, behind_gate(getattr(pool, name)))
-    yield gate
-    gate.set()
-
-
-@pytest.mark.parametrize("then", ["acked", "cancelled", "retargeted"])
-def test_a_prefill_is_held_until_every_rank_of_decode_has_copied(
-    make_pair: Any, gate: threading.Event, then: str
-) -> None:
-    """And no block of either side is given back before."""
-    pair = make_pair(decode={"ranks": 2, "slots": 64})
-    prefill_id, other = pair.prefill.hold(60), pair.prefill.hold(60, token=9)
-    blocks = pair.prefill.held[prefill_id if then == "acked" else other]
-    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 60)
-    pair.until(lambda: pair.decode.stats().frames_received == 12, "all frames")
-    if then == "cancelled":
-        pair.decode.receiver.cancel(decode_id)
-    elif then == "retargeted":
-        pair.decode.receiver.fetch(
-            decode_id, prefill_id=other, kv_address=pair.prefill.address, attempt=1,
-            incarnation=pair.prefill.incarnation, block_ids=pair.decode.reserved[decode_id], num_tokens=60,
-        )  # fmt: skip
-        pair.until(lambda: pair.decode.stats().frames_received == 24, "all frames of the other prefill")
-    pair.poll()
-    assert not pair.decode.events
-    assert not pair.prefill.released
-    gate.set()
-    event = pair.event(decode_id)
-    if then == "cancelled":
-        assert event == kv.Closed(decode_id)
-    else:
-        assert event.first_token.token_id == (7 if then == "acked" else 9)
-        pair.assert_same(blocks, decode_id, 0, 60)
-        pair.until(lambda: pair.prefill.released, "the ACK")
-    for held in list(pair.prefill.held):
-        pair.prefill.sender.close(held, "cancelled")
-    pair.assert_whole()
-
-
-def test_a_prefill_is_released_only_after_every_rank_has_copied(
-    make_pair: Any, gate: threading.Event
-) -> None:
-    pair = make_pair({"ranks": 2})
-    prefill_id = pair.prefill.hold(60)
-    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 60)
-    pair.until(lambda: pair.decode.stats().frames_received, "the heads of rank 0")
-    pair.prefill.sender.close(prefill_id, "cancelled")
-    assert pair.event(decode_id) == kv.FetchFailed(decode_id, "cancelled")
-    assert not pair.prefill.released
-    gate.set()
-    pair.until(lambda: pair.prefill.released == {prefill_id: "cancelled"}, "the release")
-    pair.assert_whole()
 
 
 def test_a_rank_gathers_a_layer_only_when_it_has_written_it(until: Any) -> None:
