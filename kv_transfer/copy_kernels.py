@@ -27,6 +27,7 @@ FIELDS = 8  # of a line: see `line`
 CONVERTED_FIELDS = 10
 CONVERTED_HEADS = 32  # of one program
 LARGEST, LEAST = tl.constexpr(convert.LARGEST), tl.constexpr(convert.LEAST)
+SHIFT = tl.constexpr(2.0**120)
 
 
 def line(
@@ -184,9 +185,11 @@ def _convert(
     inside = token < tokens
     from_head = (half * tokens + token) * dense_heads + tl.load(entry + 8) + head
     dims = tl.arange(0, HEAD_DIM)[None, :]
-    dense = address.to(tl.pointer_type(FROM)) + from_head[:, None] * HEAD_DIM + dims
-    x = tl.load(dense, mask=inside[:, None]).to(tl.float32)
-    if tl.float8e4nv == FROM:
+    at = from_head[:, None] * HEAD_DIM + dims
+    if tl.float8e4nv != FROM:
+        x = tl.load(address.to(tl.pointer_type(FROM)) + at, mask=inside[:, None]).to(tl.float32)
+    else:
+        x = _decoded(tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=inside[:, None], other=0))
         scales = (address + 2 * tokens * dense_heads * HEAD_DIM).to(tl.pointer_type(tl.float32))
         x *= tl.load(scales + from_head, mask=inside)[:, None]
     position = start + token
@@ -200,3 +203,13 @@ def _convert(
     row = block * BLOCK + position % BLOCK
     paged = pool + half * pool_half + ((row * POOL_HEADS + to_head) * HEAD_DIM)[:, None] + dims
     tl.store(paged, x.to(TO), mask=inside[:, None])
+
+
+@triton.jit
+def _decoded(bits):
+    """FP8 numbers (e4m3, uint8) as float32, also on GPUs that have no FP8. Exponent and mantissa keep their
+    order of bits. The exponent of float32 has another bias, so the number is 2¹²⁰ times too small."""
+    bits = bits.to(tl.int32)
+    magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * SHIFT
+    magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
+    return tl.where(bits >= 0x80, -magnitude, magnitude)

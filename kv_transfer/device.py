@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kv_transfer.arena import Arena
 from kv_transfer.convert import Dense
-from kv_transfer.layout import FP8, ITEM_BYTES, Range, Slice, convertible, runs, slice_bytes
+from kv_transfer.layout import FP8, ITEM_BYTES, KVLayout, Range, Slice, convertible, runs, slice_bytes
 from kv_transfer.transport import PagedKV
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
@@ -94,6 +94,10 @@ def open_pool(kv: PagedKV, arena: Arena) -> Pool:
             return HostPool(kv, arena)
 
 
+def _of_each_dtype(layout: KVLayout) -> dict[str, KVLayout]:
+    return {dtype: replace(layout, dtype=dtype) for dtype in ITEM_BYTES}
+
+
 def _heads(piece: Slice) -> int:
     """Of all positions of a slice."""
     return piece.token_count * piece.head_count
@@ -112,11 +116,10 @@ class HostPool:
     def __init__(self, kv: PagedKV, arena: Arena) -> None:
         # layer → [2, rows, heads, bytes of a head], and [2, blocks, block_size, heads]
         self._rows = [t.flatten(1, 2).view(torch.uint8).numpy() for t in kv.layers]
-        self._scales = [
-            t.transpose(2, 3).numpy() for t in kv.scales
-        ]  # layer → [2, blocks, block_size, heads]
+        self._scales = [t.transpose(2, 3).numpy() for t in kv.scales]
         self._block_size = kv.block_size
         self._layout = kv.layout
+        self._layouts = _of_each_dtype(kv.layout)
         self._heads = kv.heads
         self._arena = arena
 
@@ -145,7 +148,7 @@ class HostPool:
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         for item in batch:
             dtype = item.dtype or self._layout.dtype
-            dense = Dense.of(self._arena.slot(item.slot), item.piece, replace(self._layout, dtype=dtype))
+            dense = Dense.of(self._arena.slot(item.slot), item.piece, self._layouts[dtype])
             if dtype != self._layout.dtype:
                 dense = dense.converted(dtype, self._layout.dtype)
             for pool, staged in self._rows_of(item, dense.values):
@@ -230,6 +233,7 @@ class CudaPool:
         self._device = kv.layers[0].device
         self._block_size = kv.block_size
         self._layout = layout
+        self._layouts = _of_each_dtype(layout)
         self._heads = kv.heads
         self._slot_bytes = arena.slot_bytes
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
@@ -239,17 +243,17 @@ class CudaPool:
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
-        # Compiles all kernels now, not during the first transfer: one position of block 0, there and back.
+        # Compiles all kernels now, not during the first transfer: one position of block 0, there and back,
+        # and none for the kernels that convert, since they would not give back the same bytes.
         row = Staged(Slice(0, 0, layout.num_kv_heads, 0, 1), 0, self.table([0], 1))
-        own = layout.dtype
-        foreign = [dtype for dtype in ITEM_BYTES if dtype != own and convertible(dtype, own)]
-        most = max(replace(layout, dtype=dtype).bytes_per_token_layer for dtype in ITEM_BYTES)
+        nothing = Staged(Slice(0, 0, layout.num_kv_heads, 0, 0), 0, row.table)
         with torch.cuda.stream(self._stream):
-            dense = torch.zeros(most, dtype=torch.uint8, device=self._device)
+            dense = torch.empty(layout.bytes_per_token_layer, dtype=torch.uint8, device=self._device)
             for into_pool in (False, True):
                 self._copy([(row, dense.data_ptr())], into_pool=into_pool)
-            for dtype in foreign:
-                self._convert([(row, dense.data_ptr())], dtype)
+            for dtype in ITEM_BYTES:
+                if dtype != layout.dtype and convertible(dtype, layout.dtype):
+                    self._convert([(nothing, dense.data_ptr())], dtype)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
@@ -308,10 +312,7 @@ class CudaPool:
         byte of that memory, size)."""
         batch = sorted(batch, key=lambda x: x.slot)
         copies, offsets = coalesce(
-            [
-                (x.slot, slice_bytes(replace(self._layout, dtype=x.dtype or self._layout.dtype), x.piece))
-                for x in batch
-            ],
+            [(x.slot, slice_bytes(self._layouts[x.dtype or self._layout.dtype], x.piece)) for x in batch],
             self._slot_bytes,
         )
         dense = torch.empty(copies[-1][1] + copies[-1][2], dtype=torch.uint8, device=self._device)
@@ -345,7 +346,7 @@ class CudaPool:
             for x, address in items
         ]  # fmt: skip
         table = self._upload([field for line in lines for field in line]).view(len(lines), -1)
-        most = max(_heads(x.piece) for x, _ in items)
+        most = max(1, *(_heads(x.piece) for x, _ in items))
         self._kernels.launch_converting(table, self._layers[0], getattr(torch, dtype), most)
 
     def _upload(self, numbers: list[int]) -> torch.Tensor:

@@ -67,8 +67,7 @@ def test_torch_kernels(seed: int) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "dtype", "span", "with_sinks"),
     [
-        (64, 16, F32, None, False),
-        (64, 24, F16, None, True),
+        (64, 24, F32, None, True),
         (128, 128, BF16, None, False),
         (64, 128, F16, Span(70), True),
         (16, 16, BF16, Span(24, chunked=True), True),
@@ -79,7 +78,8 @@ def test_triton_kernels(
     span: Span | None, with_sinks: bool,
 ) -> None:  # fmt: skip
     """Products of FP8 are in float16, so the interpreter computes bfloat16, too."""
-    step = Step([*RAGGED, (150, 190)], (6, 2), head_dim, block_size, dtype, span=span, with_sinks=with_sinks)
+    spans = [(0, 1), (70, 71), (3, 20), (150, 190)]
+    step = Step(spans, (3, 1), head_dim, block_size, dtype, span=span, with_sinks=with_sinks)
     check(step, triton_kernels, kernel_device)
 
 
@@ -93,10 +93,9 @@ def test_scales_may_be_very_different(triton_kernels: Kernels, kernel_device: st
     check(step, triton_kernels, kernel_device)
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("part", [slice(4, 5), slice(6, 7)], ids=["key", "value"])
 def test_numbers_that_are_not_finite_spoil_their_request_alone(
-    triton_kernels: Kernels, kernel_device: str, broken: float, part: slice
+    triton_kernels: Kernels, kernel_device: str, part: slice
 ) -> None:
     step = Step([(20, 21), (40, 41), (0, 9), (5, 20)], (4, 2), 64, 16, F32)
     rows = {0: slice(0, 1), 1: slice(1, 2), 2: slice(2, 11), 3: slice(11, 26)}
@@ -116,12 +115,12 @@ def test_numbers_that_are_not_finite_spoil_their_request_alone(
     for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
         before = run(kernels, device)
         sound = step.qkv.clone()
-        for request in (0, 3):
+        for request, broken in ((0, torch.nan), (1, torch.inf), (3, -torch.inf)):
             step.qkv[rows[request].stop - 1, part, 5] = broken
         after = run(kernels, device)
         step.qkv = sound
         for request, its in rows.items():
-            if request in (0, 3):
+            if request != 2:
                 assert not after[its][-1, :2].isfinite().all(dim=-1).any(), "both query heads of the KV head"
             else:
                 assert torch.equal(after[its], before[its])
@@ -137,11 +136,11 @@ def test_rows_that_pad_a_graph_write_nothing(triton_kernels: Kernels, kernel_dev
     assert int(written.sum()) == 9 + 40 + 42
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GptOss"])
 def test_an_engine_on_these_kernels(
-    kind: str, tmp_path: Path, save_tiny: Any, check_tokens_of_kernels: Callable[..., None]
+    tmp_path: Path, save_tiny: Any, check_tokens_of_kernels: Callable[..., None]
 ) -> None:
-    save_tiny(tmp_path, kind, num_hidden_layers=1)
+    """A model with windows and sinks."""
+    save_tiny(tmp_path, "GptOss", num_hidden_layers=1)
     check_tokens_of_kernels(tmp_path, kv_cache_dtype="fp8")
 
 

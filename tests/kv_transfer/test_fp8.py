@@ -82,6 +82,20 @@ def test_numbers_that_are_not_finite_spoil_their_head_alone() -> None:
     assert ours[~sound].isnan().any(dim=-1).all()
 
 
+def test_a_gpu_that_does_not_know_fp8_decodes_it(kernel_device: str) -> None:
+    """All 256 numbers, two of them NaN, with a scale of 1."""
+    from kv_transfer import copy_kernels
+
+    piece = Slice(0, 0, 8, 0, 1)
+    bits = torch.arange(256).to(torch.uint8)
+    dense = torch.cat((bits, torch.ones(16).view(torch.uint8))).to(kernel_device)
+    pool = torch.zeros(2, 1, 1, 8, 16, device=kernel_device)
+    block = torch.tensor([0], device=kernel_device)
+    line = copy_kernels.line_to_convert(pool, None, block, dense.data_ptr(), piece, (0, 8), 0)
+    copy_kernels.launch_converting(torch.tensor([line], device=kernel_device), pool, FP8, 8)
+    torch.testing.assert_close(pool.cpu().flatten(), bits.view(FP8).float(), equal_nan=True, rtol=0, atol=0)
+
+
 def test_kernel_of_scales(kernel_device: str) -> None:
     from kv_transfer import copy_kernels
 
