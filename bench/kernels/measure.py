@@ -200,18 +200,19 @@ def fp8_choices(cases: Fp8Cases) -> Choices:
 
 
 def int4_choices(cases: Int4Cases) -> Choices:
-    from engine.kernels import int4_linear
+    from engine.kernels import int4_gemv, int4_linear
 
-    programs = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 1), (128, 8, 2)]
-    few, some, many = 1, 64, 256
+    programs = [(8, 4), (8, 2), (16, 4), (16, 2), (4, 4), (4, 8)]
+    shared = [(64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 1)]
     return [
-        (int4_linear, {"NARROW": programs, "MAX_WORDS": [64, 128]}, partial(cases.layer, few)),
-        (int4_linear, {"WIDE": programs, "MAX_WORDS": [32, 64]}, partial(cases.layer, some)),
-        *((int4_linear, {"MAX_SPLITS": [1, 2, 4]}, partial(cases.layer, rows)) for rows in (few, some)),
         *(
-            (int4_linear, {"MAX_FEW_ROWS": [0, rows], "MAX_BLOCK_M": [64, 128]}, partial(cases.layer, rows))
-            for rows in (some, 2 * some, many)
+            (int4_gemv, {"PROGRAMS": [{rows: program} for program in programs]}, partial(cases.layer, rows))
+            for rows in (1, 2, 4)
         ),
+        *((int4_gemv, {"MAX_ROWS": [0, 4]}, partial(cases.layer, rows)) for rows in (1, 2, 4, 8, 16)),
+        (int4_linear, {"FEW": shared, "MAX_WORDS": [32, 64]}, partial(cases.layer, 8)),
+        (int4_linear, {"SOME": shared, "MAX_WORDS": [32, 64]}, partial(cases.layer, 64)),
+        (int4_linear, {"MANY": shared, "MAX_FEW_ROWS": [0, 256]}, partial(cases.layer, 256)),
     ]
 
 

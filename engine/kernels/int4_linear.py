@@ -1,10 +1,11 @@
 """y = x Wᵀ + b with W in 4 bits, in groups of columns that share a scale: w = (code − 8) · scale + zero.
 
-    few rows    The kernel below writes W into registers, in x's dtype, and multiplies it with tensor cores.
-    many rows   W is written to memory in x's dtype, and cuBLAS multiplies.
+    up to 4 rows   `int4_gemv` multiplies the codes, and then the sums of groups by their scales.
+    few rows       The kernel below writes W into registers, in x's dtype. Tensor cores multiply it.
+    many rows      W is written to memory in x's dtype, and cuBLAS multiplies.
 
-Both multiply the same numbers, rounded once to x's dtype, so the number of rows changes only the order of the
-sum. Scales and zeros are in x's dtype, too.
+The last two multiply the same numbers, rounded once to x's dtype, so the number of rows changes only the
+order of the sum. The first rounds no weight. Scales and zeros are in x's dtype, too.
 
 A word of 16 bits holds the codes of four columns: i, i + WORDS, i + 2 WORDS and i + 3 WORDS of a block of
 4 WORDS columns. So one shift and one mask give a *plane*, the codes of WORDS adjacent columns, and a register
@@ -25,17 +26,18 @@ from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels import overlap
+from engine.kernels import int4_gemv, overlap
+from engine.kernels.int4_gemv import to_float
 from engine.kernels.overlap import inputs_ready
 from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
 
-MAX_FEW_ROWS = 64
-MAX_BLOCK_M = 64
-MAX_WORDS = 64  # and at most a group, so that a plane of codes has one scale
-NARROW, WIDE = (64, 4, 2), (128, 8, 1)
-"""Rows of W of a program, its warps, and programs that share a multiprocessor. The first for up to
-NARROW_ROWS rows of x."""
-NARROW_ROWS = 16
+MAX_FEW_ROWS = 256
+MAX_BLOCK_M = 128
+MAX_WORDS = 32  # and at most a group, so that a plane of codes has one scale
+FEW, SOME, MANY = (64, 4, 4), (128, 4, 2), (128, 8, 1)
+"""Rows of W of a program, its warps, and programs that share a multiprocessor: for tiles of up to FEW_ROWS
+rows of x, up to SOME_ROWS, and more."""
+FEW_ROWS, SOME_ROWS = 16, 64
 MAX_SPLITS = 8
 MAX_STAGES = 6
 
@@ -51,7 +53,7 @@ class Tiling(NamedTuple):
 def tiling(rows: int, blocks: int, words: int, size: int, multiprocessors: int) -> Tiling:
     """The tiling for x of these rows and W of `size` rows, with `blocks` blocks of columns."""
     block_m = max(16, triton.next_power_of_2(min(rows, MAX_BLOCK_M)))
-    block_n, warps, each = NARROW if block_m <= NARROW_ROWS else WIDE
+    block_n, warps, each = FEW if block_m <= FEW_ROWS else SOME if block_m <= SOME_ROWS else MANY
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(size, block_n)
     splits = max(1, min(each * multiprocessors // tiles, blocks, MAX_SPLITS))
     sharing = min(each, triton.cdiv(tiles * splits, multiprocessors))
@@ -79,7 +81,8 @@ class Int4Linear:
         self._scales = _by_group(scales.to(dtype))
         self._zeros = _by_group(zeros.to(dtype)) if zeros.any() else None
         self._bias, self._multiprocessors = bias, multiprocessors
-        tiles = triton.cdiv(self._size, min(NARROW[0], WIDE[0])) * triton.cdiv(MAX_FEW_ROWS, MAX_BLOCK_M)
+        least = min(block_n for block_n, _, _ in (FEW, SOME, MANY))
+        tiles = triton.cdiv(self._size, least) * triton.cdiv(MAX_FEW_ROWS, MAX_BLOCK_M)
         self._finished = counters(tiles, codes.device)
 
     @staticmethod
@@ -89,6 +92,9 @@ class Int4Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in], contiguous. Returns [rows, out]."""
+        if len(x) <= int4_gemv.MAX_ROWS:
+            weight = self._packed, self._scales, self._zeros, self._bias
+            return int4_gemv.gemv(x, *weight, words=self._words, group=self._group, size=self._size)
         if len(x) <= MAX_FEW_ROWS:
             return self.triton(x)
         return F.linear(x, self.dequantized(), self._bias)
@@ -129,7 +135,7 @@ class Int4Linear:
     def dequantized(self) -> Tensor:
         """W [out, in]."""
         out = torch.empty(self._size, self._inner, dtype=self._scales.dtype, device=self._packed.device)
-        grid = (triton.cdiv(self._size, NARROW[0]), self._packed.shape[1] // self._words)
+        grid = (triton.cdiv(self._size, FEW[0]), self._packed.shape[1] // self._words)
         _dequantize[grid](
             self._packed,
             self._scales,
@@ -139,7 +145,7 @@ class Int4Linear:
             self._inner,
             self._scales.stride(0),
             GROUP=self._group,
-            BLOCK_N=NARROW[0],
+            BLOCK_N=FEW[0],
             WORDS=self._words,
             COMPILED=isinstance(_dequantize, JITFunction),
         )
@@ -158,14 +164,6 @@ def _by_group(values: Tensor) -> Tensor:
     return F.pad(values.T, (0, -len(values) % 8)).clone(memory_format=torch.contiguous_format)
 
 
-@triton.constexpr_function
-def _to_float(plane: int, base: int) -> str:
-    """PTX that takes the codes of a plane from two words, and makes them the lowest bits of two numbers."""
-    return (
-        f"{{ .reg .b32 t; shr.b32 t, $1, {4 * plane}; lop3.b32 $0, t, 0xF000F, {base << 16 | base}, 0xEA; }}"
-    )
-
-
 @triton.jit
 def _plane(words, scale, zero, PLANE: tl.constexpr, COMPILED: tl.constexpr):
     """The values of a plane of codes, in the dtype of the scales. The compiler would shift each word for
@@ -175,7 +173,7 @@ def _plane(words, scale, zero, PLANE: tl.constexpr, COMPILED: tl.constexpr):
     MIDDLE: tl.constexpr = 136.0 if scale.dtype == tl.bfloat16 else 1032.0
     if COMPILED:
         numbers = tl.inline_asm_elementwise(
-            _to_float(PLANE, BASE), "=r,r", [words], dtype=scale.dtype, is_pure=True, pack=2
+            to_float(PLANE, BASE), "=r,r", [words], dtype=scale.dtype, is_pure=True, pack=2
         )
     else:
         numbers = ((words >> 4 * PLANE) & 15 | BASE).to(scale.dtype, bitcast=True)

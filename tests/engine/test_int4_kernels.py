@@ -15,16 +15,19 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
     ("size", "columns", "out", "rows", "symmetric"),
     [
         (32, 96, 40, 1, False),
-        (32, 576, 100, 17, True),
-        (64, 256, 64, 3, False),
-        (128, 640, 130, 64, True),
-        (128, 512, 64, 65, False),
+        (32, 576, 100, 9, True),
+        (32, 192, 30, 3, True),
+        (64, 256, 64, 4, False),
+        (128, 640, 130, 17, True),
+        (128, 4224, 20, 2, True),  # a second pass over the columns
+        (128, 512, 64, 130, False),
+        (64, 256, 64, 257, True),
     ],
 )
 def test_int4_products(
     size: int, columns: int, out: int, rows: int, symmetric: bool, dtype: torch.dtype, kernel_device: str
 ) -> None:
-    """Few rows, which may be split, and many rows multiply the same numbers, rounded once."""
+    """By each of the kernels: up to 4 rows, few rows, which may be split, and many rows."""
     from engine.kernels.int4_linear import Int4Linear
 
     codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(kernel_device))
