@@ -87,7 +87,7 @@ def check_tokens_of_kernels(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., None]:
     """Asserts that an engine with `triton_kernels` gives the tokens of an engine with torch kernels."""
-    requests = [request(i, range(3 + i, 8 + i), max_tokens=3, ignore_eos=True) for i in range(2)]
+    requests = [request(i, range(3 + i, 8 + i), max_tokens=2, ignore_eos=True) for i in range(2)]
 
     def tokens(path: Path, device: str, **formats: Any) -> list[list[int]]:
         config = EngineConfig(

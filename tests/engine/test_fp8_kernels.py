@@ -100,10 +100,15 @@ def random_weight(inner: int, size: int, grouped: bool) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
-    ("rows", "inner", "size", "multiprocessors"),
-    [(1, 512, 128, 4), (3, 1008, 200, 32), (20, 528, 64, 8), (100, 512, 300, 12), (130, 256, 200, 4)],
+    ("rows", "inner", "size", "multiprocessors", "bias"),
+    [
+        (1, 512, 128, 4, False),
+        (3, 1008, 200, 32, True),
+        (20, 528, 64, 8, False),
+        (100, 512, 300, 12, True),
+        (130, 256, 200, 4, False),
+    ],
 )
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_linear(
     kernel_device: str,

@@ -154,7 +154,7 @@ def test_a_disaggregated_run_gives_the_tokens_of_a_single_engine(
 
     lengths = [3, 40, 129, 250, 17, 64]
     requests = [
-        request_of(i, range(100 + 31 * i, 100 + 31 * i + n), max_tokens=24, ignore_eos=True)
+        request_of(i, range(100 + 31 * i, 100 + 31 * i + n), max_tokens=12, ignore_eos=True)
         for i, n in enumerate(lengths)
     ]
     single = engine()

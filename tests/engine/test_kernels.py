@@ -187,16 +187,20 @@ MIXES = [
     ),
     ("two-are-empty", (400, 4, 64, 24, Scoring.SOFTMAX)),  # the largest tiles
 ]
+IN_TURN = [(*mix, (F16, F32)[i % 2]) for i, mix in enumerate(reversed(MIXES))]
+"""Each leaning and each shape in both dtypes, except the last shape."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("leaning", "shape"), MIXES)
+@pytest.mark.parametrize(
+    ("leaning", "shape", "dtype"),
+    [*IN_TURN, *(pytest.param(*mix, BF16, marks=pytest.mark.gpu) for mix in MIXES)],
+)
 def test_mix_experts(
     triton_kernels: Kernels,
     kernel_device: str,
-    dtype: torch.dtype,
     leaning: str,
     shape: tuple[int, int, int, int, Scoring],
+    dtype: torch.dtype,
 ) -> None:
     """All tilings, tiles that are partly empty in each dimension, rows that the copy engine cannot read, and
     experts without a token. `shape`: tokens, experts of each, size, inner, scoring."""

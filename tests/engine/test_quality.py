@@ -52,8 +52,8 @@ def test_fp8_weights_and_activations(
 
 
 def test_packed_weights(engine_of: Callable[..., Engine], reference: Tensor) -> None:
-    """The default on a CPU. The last quarter of the text is decoded, which has kernels of its own."""
-    found = quality(logits(engine_of(dtype="auto", device="cpu"), decoded=160), reference)
+    """The default on a CPU. The last tenth of the text is decoded, which has kernels of its own."""
+    found = quality(logits(engine_of(dtype="auto", device="cpu"), decoded=64), reference)
     assert found.perplexity <= 1.01 * quality(reference, reference).perplexity
     assert found.equal >= 0.94
 
