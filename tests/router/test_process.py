@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -137,19 +138,18 @@ async def test_sigint_ends_the_router_at_once(start: Callable):
     assert await router.exit_code() == 0
 
 
-async def test_a_mistake_of_the_user_is_reported(start: Callable, directory: Path, tmp_path: Path):
-    router = await start()
-    port = int(router.url.rpartition(":")[2])
-    cases: list[tuple[dict[str, Any], bytes]] = [
-        ({"model": str(directory), "port": port}, b"the port is in use"),
-        ({"model": str(tmp_path)}, b"no tokenizer.json"),
-    ]
-    for wrong, named in cases:
-        process, reports = await asyncio.to_thread(launch, **wrong)
-        _, errors = await asyncio.to_thread(process.communicate)
-        assert process.returncode != 0
-        assert named in errors
-        assert not any("ready" in report for report in reports)
+async def test_a_mistake_of_the_user_is_reported(directory: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        cases: list[tuple[dict[str, Any], bytes]] = [
+            ({"model": str(directory), "port": taken.getsockname()[1]}, b"the port is in use"),
+            ({"model": str(tmp_path)}, b"no tokenizer.json"),
+        ]
+        for wrong, named in cases:
+            process, reports = await asyncio.to_thread(launch, **wrong)
+            _, errors = await asyncio.to_thread(process.communicate)
+            assert process.returncode != 0
+            assert named in errors
+            assert not any("ready" in report for report in reports)
 
 
 async def test_a_large_body_does_not_block_the_event_loop(start: Callable):
