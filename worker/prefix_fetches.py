@@ -42,12 +42,12 @@ MOST_PEERS = 1000
 
 @dataclass(slots=True)
 class _Link:
-    """What recent fetches from one worker took. All values are sums, in which older fetches weigh less."""
+    """What recent fetches from one worker took. In all averages, older fetches weigh less."""
 
     fetches: float = 0.0
-    waited: float = 0.0  # seconds until the first frame
-    seconds: float = 0.0  # from then on
-    tokens: float = 0.0
+    waited: float = 0.0  # seconds until the first frame; a sum
+    transfers: dict[int, float] = field(default_factory=dict)
+    """Average seconds from then on, by size. Sizes differ by a factor of two."""
     paused_until: float = 0.0  # time.monotonic()
 
     def pays(self, tokens: int, seconds: float, now: float) -> bool:
@@ -56,19 +56,29 @@ class _Link:
         After many noes a fetch is tried again."""
         if now < self.paused_until:
             return False
-        if not seconds or not self.tokens:
-            return True
-        if self.waited / self.fetches + tokens * self.seconds / self.tokens < seconds:
+        if not seconds or not self.fetches or self._expected(tokens) < seconds:
             return True
         self.waited *= FORGET
-        self.seconds *= FORGET
+        self.transfers = {size: FORGET * took for size, took in self.transfers.items()}
         return False
+
+    def _expected(self, tokens: int) -> float:
+        """Seconds to fetch so many tokens. Short fetches say little about the speed of long ones. So a size
+        beyond those known should take no longer than the largest of them: that is tried, and measured."""
+        shorter = [size for size in self.transfers if size <= tokens.bit_length()]
+        if shorter:
+            transfer = self.transfers[max(shorter)]
+        else:
+            size = min(self.transfers)
+            transfer = self.transfers[size] * tokens / (1 << size)
+        return self.waited / self.fetches + transfer
 
     def measured(self, tokens: int, waited: float, seconds: float) -> None:
         self.fetches = MEMORY * self.fetches + 1
         self.waited = MEMORY * self.waited + waited
-        self.seconds = MEMORY * self.seconds + seconds
-        self.tokens = MEMORY * self.tokens + tokens
+        size = tokens.bit_length()
+        before = self.transfers.get(size, seconds)
+        self.transfers[size] = (MEMORY * before + seconds) / (MEMORY + 1)
 
 
 class _Waiting(NamedTuple):

@@ -132,6 +132,18 @@ def test_a_short_prefix_is_computed_if_the_first_frame_takes_longer(world: World
     assert world.empty
 
 
+def test_a_long_prefix_is_fetched_though_short_ones_are_computed(world: World) -> None:
+    world.engine.prompt_tokens_per_s = 1000.0
+    world.missing |= {b"short": CHUNKS[:1], b"long": CHUNKS}
+    assert world.start(b"short")
+    world.inject(1, seconds=0.07)
+    assert not world.start(b"short"), "it takes 0.064 s to compute"
+    assert world.start(b"long"), "which takes 0.256 s to compute, and four times 0.07 to fetch if all is slow"
+    world.inject(4, seconds=0.3)
+    assert not world.start(b"long"), "as measured"
+    assert world.empty
+
+
 def test_a_worker_that_does_not_answer_is_left_alone_for_a_while(world: World) -> None:
     world.engine.prompt_tokens_per_s = 256.0
     world.start()
