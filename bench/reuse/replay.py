@@ -47,7 +47,8 @@ class Size(NamedTuple):
     time_scale: float
 
 
-ON_CPU, SHORT_ON_CPU, ON_CUDA = Size(40, 1 / 8, 0.1), Size(8, 1 / 16, 1.0), Size(160, 1.0, 1.0)
+SIZES = {"cpu": Size(40, 1 / 8, 0.1), "cuda": Size(160, 1.0, 1.0)}
+SHORT = {"cpu": Size(8, 1 / 16, 1.0), "cuda": Size(60, 1.0, 1.0)}
 
 
 class Mechanism(NamedTuple):
@@ -184,7 +185,7 @@ def moved(cluster: LocalCluster) -> float:
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises ValueError for a trace that cannot be read, and RuntimeError if a request fails."""
-    size = SHORT_ON_CPU if args.short else ON_CUDA if args.device == "cuda" else ON_CPU
+    size = (SHORT if args.short else SIZES)[args.device]
     scale, count = args.length_scale or size.length_scale, args.requests or size.requests
     lines = synthetic(count, seed=0) if args.trace == DEFAULT else read_trace(Path(args.trace))
     most = CONTEXT[args.device] / scale
