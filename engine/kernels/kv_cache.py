@@ -7,6 +7,7 @@ A scale depends on its token alone. So what a request computes does not depend o
 block sizes. If a head of a token has NaN or an infinite number, only requests that see this token get NaN.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -35,4 +36,13 @@ def gathered(kv: KV, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(kv, Tensor):
         return kv.index_select(1, blocks)
     scales = kv.scales.index_select(1, blocks).transpose(2, 3)[..., None]
-    return kv.values.index_select(1, blocks).to(dtype).mul_(scales)
+    bits = kv.values.view(torch.uint8).index_select(1, blocks)
+    # A table is four times as fast as torch's conversion on a CPU.
+    values = _numbers(dtype).index_select(0, bits.flatten().int()).view(bits.shape)
+    return values.mul_(scales)
+
+
+@functools.cache
+def _numbers(dtype: torch.dtype) -> Tensor:
+    """All FP8 numbers, by their bits."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
