@@ -40,6 +40,7 @@ from engine.api.request import (
     StepResult,
     check_request,
 )
+from engine.api.reasoning import Reasoning
 from engine.api.sampling_params import SamplingParams
 from engine.api.structured_output import StructuredOutput
 
@@ -60,6 +61,7 @@ __all__ = [
     "MixedStep",
     "Output",
     "PrefillChunk",
+    "Reasoning",
     "Reservation",
     "SamplingParams",
     "StepResult",

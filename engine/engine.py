@@ -365,9 +365,8 @@ class Engine:
 
     def _prepare(self, live: LiveRequest) -> None:
         live.longest = min(live.longest, self.model_config.max_model_len)
-        wanted = live.request.sampling.structured_output
-        if wanted is not None:
-            live.grammar = self._grammars.compile(wanted, live.request)
+        if live.request.sampling.has_grammar:
+            live.grammar = self._grammars.compile(live.request)
 
     def close(self) -> None:
         """Computes nothing more, and ends the other ranks."""

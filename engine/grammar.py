@@ -7,6 +7,9 @@ bit for each token of the vocabulary. A matcher consumes the request's generated
 mask. So a request that joins, is prefilled again with its output, or is retargeted needs nothing special.
 EOS is allowed only where the grammar may end.
 
+A request may reason first, up to a token that ends the reasoning. The matcher gets only the tokens after that.
+Meanwhile every token is allowed except EOS, and only the ending token once the budget is spent.
+
 The first grammar reads the model's tokenizer, which holds Python's lock for a fraction of a second. Grammars
 compile without that lock, and a request that waits for its grammar delays no other request.
 """
@@ -14,12 +17,13 @@ compile without that lock, and a request that waits for its grammar delays no ot
 from array import array
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.api.request import EngineRequest
+from engine.api.reasoning import Reasoning
 from engine.api.structured_output import StructuredOutput
 from engine.core.live_request import Grammar
 from engine.loader.tokenizer_json import tokenizer_json
@@ -47,31 +51,85 @@ def _source(wanted: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(wanted.text)
 
 
+class Allowed(NamedTuple):
+    """The tokens that may come next."""
+
+    matcher: LLMatcher | None = None
+    """Allows its tokens. None: all tokens are allowed."""
+    also: int | None = None
+    """A token that is allowed, too."""
+    only: int | None = None
+    """The only token that is allowed."""
+    eos: bool = True
+    """False: EOS is not allowed."""
+
+
 class CompiledGrammar:
     """The grammar of one request. Owned by its `LiveRequest`; used in the engine's thread."""
 
-    def __init__(self, compiling: "Future[LLMatcher]", position: int) -> None:
-        """`compiling` gives a matcher that has consumed the generated tokens before `position`."""
+    def __init__(
+        self, compiling: "Future[LLMatcher] | None", reasoning: Reasoning | None, prompt: int, consumed: int
+    ) -> None:
+        """Args:
+        compiling: gives a matcher that has consumed the first `consumed` tokens of the answer. None: the
+            request has no structure.
+        prompt: number of prompt tokens.
+        """
         self._compiling = compiling
-        self._position = position
+        self._reasoning = reasoning
+        self._prompt = prompt
+        self._consumed = consumed
+        self._read = prompt  # tokens before this position are known not to end the reasoning
+        self._answer = prompt if reasoning is None else None
 
     @property
     def ready(self) -> bool:
-        return self._compiling.done()
+        return self._compiling is None or self._compiling.done()
 
     def abandon(self) -> None:
         """Cancels the compilation, since the request has ended."""
-        self._compiling.cancel()
+        if self._compiling is not None:
+            self._compiling.cancel()
 
-    def after(self, token_ids: "array[int]") -> LLMatcher:
-        """The matcher, after it consumed all of the request's tokens. Later calls need the same tokens and
-        may add some. Raises `ValueError` if the grammar is not valid, exceeds a limit, or does not allow the
-        tokens."""
+    def after(self, token_ids: "array[int]") -> Allowed:
+        """Returns what may come after the request's tokens. Later calls need the same tokens and may add some.
+
+        Raises `ValueError` if the grammar is not valid, exceeds a limit, or does not allow the tokens."""
+        reasoning = self._reasoning
+        if reasoning is None:
+            return Allowed(self._matcher(token_ids, self._prompt))
+        if self._answer is None and len(token_ids) > self._prompt:
+            self._answer = answer_start(reasoning, token_ids, self._prompt, self._read)
+            self._read = len(token_ids)
+        if self._answer is not None:
+            return Allowed(self._matcher(token_ids, self._answer))
+        num_output = len(token_ids) - self._prompt
+        if not num_output and reasoning.start_id is not None:
+            return Allowed(self._matcher(token_ids, self._prompt), also=reasoning.start_id)
+        spent = num_output - (reasoning.start_id is not None)
+        if reasoning.budget is not None and spent >= reasoning.budget:
+            return Allowed(only=reasoning.end_id)
+        return Allowed(eos=self._compiling is None)
+
+    def _matcher(self, token_ids: "array[int]", answer: int) -> LLMatcher | None:
+        if self._compiling is None:
+            return None
         matcher = self._compiling.result()
-        matcher.consume_tokens(token_ids[self._position :].tolist())
-        self._position = len(token_ids)
+        matcher.consume_tokens(token_ids[answer + self._consumed :].tolist())
+        self._consumed = len(token_ids) - answer
         check(matcher)
         return matcher
+
+
+def answer_start(reasoning: Reasoning, token_ids: Sequence[int], prompt: int, read: int) -> int | None:
+    """Returns the position where the answer starts; None: the output still reasons.
+
+    `prompt`: position of the first output token, which must exist. `read`: the position from which on the end
+    of the reasoning is searched."""
+    if reasoning.start_id not in (None, token_ids[prompt]):
+        return prompt
+    new = token_ids[read:]
+    return read + new.index(reasoning.end_id) + 1 if reasoning.end_id in new else None
 
 
 class Grammars:
@@ -87,12 +145,19 @@ class Grammars:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._compiling: set[Future[LLMatcher]] = set()
 
-    def compile(self, wanted: StructuredOutput, request: EngineRequest) -> CompiledGrammar:
+    def compile(self, request: EngineRequest) -> CompiledGrammar:
         """Starts to compile the grammar of a request. `CompiledGrammar.after` raises its errors."""
-        future = self._thread.submit(self._compile, wanted, request.output_ids)
-        self._compiling.add(future)
-        future.add_done_callback(self._compiling.discard)
-        return CompiledGrammar(future, len(request.prompt_ids) + len(request.output_ids))
+        wanted, reasoning = request.sampling.structured_output, request.sampling.reasoning
+        answer: Sequence[int] = request.output_ids
+        if reasoning is not None:
+            start = answer_start(reasoning, answer, 0, 0) if answer else None
+            answer = [] if start is None else answer[start:]
+        future = None
+        if wanted is not None:
+            future = self._thread.submit(self._compile, wanted, answer)
+            self._compiling.add(future)
+            future.add_done_callback(self._compiling.discard)
+        return CompiledGrammar(future, reasoning, len(request.prompt_ids), len(answer))
 
     def wait(self, seconds: float) -> None:
         """Waits until one of the grammars that are being compiled is ready, at most this long."""
@@ -105,34 +170,53 @@ class Grammars:
         row has one. Also returns, by row, the error of each grammar that failed. The bits of a failed row
         mean nothing."""
         failed: dict[int, str] = {}
-        matchers: list[tuple[LLMatcher, int]] = []  # with the row of the mask
+        limits: list[Allowed] = []
         rows: list[int] = []
         for row, (grammar, token_ids) in enumerate(batch):
             if grammar is None:
                 continue
             try:
-                matchers.append((grammar.after(token_ids), len(rows)))
-                rows.append(row)
+                allowed = grammar.after(token_ids)
             except ValueError as error:
                 failed[row] = str(error)
-        if not matchers:
+            else:
+                if allowed != Allowed():
+                    limits.append(allowed)
+                    rows.append(row)
+        if not rows:
             return None, failed
-        if self._executor is None:
-            self._executor = LLExecutor()
-        bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
-        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(rows))
-        for (matcher, _), row in zip(matchers, rows, strict=True):
-            try:
-                check(matcher)
-            except ValueError as error:
-                failed[row] = str(error)
-        return (rows, bits), failed
+        return (rows, self._bits(limits, rows, failed)), failed
 
-    def _compile(self, wanted: StructuredOutput, output_ids: list[int]) -> LLMatcher:
+    def _bits(self, limits: Sequence[Allowed], rows: Sequence[int], failed: dict[int, str]) -> np.ndarray:
+        """Returns `engine.step.TokenMask.bits`. Adds to `failed` the rows where a matcher failed."""
+        bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
+        matchers = [(limit.matcher, i) for i, limit in enumerate(limits) if limit.matcher is not None]
+        if matchers:
+            if self._executor is None:
+                self._executor = LLExecutor()
+            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(rows))
+        words = bits.view(np.uint32)
+        for limit, row, word in zip(limits, rows, words, strict=True):
+            if limit.matcher is not None:
+                try:
+                    check(limit.matcher)
+                except ValueError as error:
+                    failed[row] = str(error)
+            elif limit.only is None:
+                word[:] = 0xFFFFFFFF
+            for token in (limit.also, limit.only):
+                if token is not None:
+                    word[token // 32] |= np.uint32(1 << token % 32)
+            if not limit.eos:
+                for token in self._eos_ids:
+                    word[token // 32] &= ~np.uint32(1 << token % 32)
+        return bits
+
+    def _compile(self, wanted: StructuredOutput, output_ids: Sequence[int]) -> LLMatcher:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         matcher = LLMatcher(self._tokenizer, _source(wanted), log_level=0, limits=LLParserLimits(**LIMITS))
-        matcher.consume_tokens(output_ids)
+        matcher.consume_tokens(list(output_ids))
         return matcher
 
     def _load_tokenizer(self) -> LLTokenizer:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine import EngineRequest, SamplingParams, StructuredOutput, check_request
+from engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
 from rpc import worker_pb2 as pb
 from rpc.tracing import valid_traceparent
 from worker import messages
@@ -119,6 +119,7 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
             logit_bias=dict(sampling.logit_bias),
             logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
             structured_output=_structured_output(sampling),
+            reasoning=_reasoning(sampling),
         ),
         priority=asked.priority,
         alone=asked.alone,
@@ -136,6 +137,17 @@ def _structured_output(sampling: pb.SamplingParams) -> StructuredOutput | None:
     if kind is None:
         raise ValueError("structured_output has no kind")
     return StructuredOutput(kind, getattr(sampling.structured_output, kind))
+
+
+def _reasoning(sampling: pb.SamplingParams) -> Reasoning | None:
+    if not sampling.HasField("reasoning"):
+        return None
+    sent = sampling.reasoning
+    return Reasoning(
+        sent.end_id,
+        sent.start_id if sent.HasField("start_id") else None,
+        sent.budget if sent.HasField("budget") else None,
+    )
 
 
 def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:

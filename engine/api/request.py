@@ -44,6 +44,7 @@ def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None
         ("output_ids", request.output_ids),
         ("stop_token_ids", request.sampling.stop_token_ids),
         ("logit_bias", request.sampling.logit_bias),
+        ("reasoning", request.sampling.reasoning.ids if request.sampling.reasoning else ()),
     ):
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
             token = min(ids) if min(ids) < 0 else max(ids)

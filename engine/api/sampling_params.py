@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.api.reasoning import Reasoning
 from engine.api.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
@@ -47,6 +48,15 @@ class SamplingParams:
     structured_output: StructuredOutput | None = None
     """Structure of the output. The output ends with EOS where the structure is complete, even below
     min_tokens."""
+    reasoning: Reasoning | None = None
+    """The structure holds after the reasoning. It has no effect without a structure and without a budget."""
+
+    @property
+    def has_grammar(self) -> bool:
+        """True if earlier tokens of the output decide which tokens may come next."""
+        return self.structured_output is not None or (
+            self.reasoning is not None and self.reasoning.budget is not None
+        )
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, bound: str) -> None:

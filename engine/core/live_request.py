@@ -23,8 +23,8 @@ class Grammar(Protocol):
         ...
 
     def after(self, token_ids: "array[int]", /) -> Any:
-        """The matcher, after it consumed the request's tokens. Raises `ValueError` if the grammar is not
-        valid, exceeds a limit, or does not allow these tokens."""
+        """Returns what may come after the request's tokens. Raises `ValueError` if the grammar is not valid,
+        exceeds a limit, or does not allow these tokens."""
         ...
 
     def abandon(self) -> None:
@@ -113,8 +113,7 @@ class LiveRequest:
         p, prompt = self.request.sampling, len(self.request.prompt_ids)
         self.longest = prompt + p.max_tokens
         penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
-        structured = p.structured_output is not None
-        special = penalised or structured or p.logit_bias or p.logprobs is not None
+        special = penalised or p.has_grammar or p.logit_bias or p.logprobs is not None
         self.plain_from = math.inf if special else prompt + p.min_tokens
         seed = p.seed & (1 << 64) - 1
         self.draw = np.array((seed, p.temperature, p.top_k, p.top_p, p.min_p), DRAW).tobytes()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine import Engine, StructuredOutput
+from engine import Engine, Reasoning, StructuredOutput
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.step_builder import build_adjustments
 from engine.execution.sampler import adjust
@@ -286,14 +286,57 @@ def test_a_preempted_request_continues_its_structure(
     assert all(re.fullmatch("([a-z]{5} ){8}", text_of(r.tokens[:-1])) for r in results.values())
 
 
+@pytest.mark.parametrize("structure", [StructuredOutput("regex", "ab{2,4}c"), None])
+@pytest.mark.parametrize("start", [None, 30])
+@pytest.mark.parametrize("budget", [0, 6])
+def test_the_structure_follows_the_reasoning(
+    spelled_engine: Any, run: Any, request_of: Any, text_of: Any,
+    structure: StructuredOutput | None, start: int | None, budget: int,
+) -> None:  # fmt: skip
+    """A bias makes EOS the most likely token, and the start of the reasoning more likely than others."""
+    end = 31
+    shape = {
+        "max_tokens": 30, "temperature": 1.0, "seed": 3, "structured_output": structure,
+        "logit_bias": {EOS: 8.0 if structure else -100.0, 30: 100.0 if start else 0.0, end: -100.0},
+        "reasoning": Reasoning(end, start, budget),
+    }  # fmt: skip
+    engine = spelled_engine()
+    request = request_of(1, [1, 9], **shape)
+    result = run(engine, [request])[request.id]
+    begun = int(start is not None)
+    assert result.tokens[:begun] == [30] * begun
+    assert EOS not in result.tokens[: begun + budget]
+    assert result.tokens.index(end) == begun + budget, "the budget allows the end only"
+    if structure is None:
+        assert len(result.tokens) == 30
+        return
+    answer = result.tokens[begun + budget + 1 : -1]
+    assert re.fullmatch("ab{2,4}c", text_of(answer))
+    for cut in range(1, len(result.tokens)):
+        again = request_of(2, [1, 9], output_ids=result.tokens[:cut], **shape)
+        assert run(engine, [again])[again.id].tokens == result.tokens[cut:], cut
+
+
+def test_a_model_that_does_not_reason_gives_the_structure_at_once(
+    spelled_engine: Any, run: Any, request_of: Any, text_of: Any
+) -> None:
+    request = request_of(
+        1, [1, 9], logit_bias={30: -100.0}, max_tokens=30, reasoning=Reasoning(31, 30),
+        structured_output=StructuredOutput("regex", "ab{2,4}c"),
+    )  # fmt: skip
+    result = run(spelled_engine(), [request])[request.id]
+    assert re.fullmatch("ab{2,4}c", text_of(result.tokens[:-1]))
+
+
 def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: Path, request_of: Any) -> None:
     """From a GGUF file's vocabulary."""
     tokenizer = Tokenizer.from_str(tokenizer_json(str(embedded_model_path)))
     text = 'The temperature_celsius of {"Größe": "München"} is 12.5 degrees.'
-    request = request_of(1, [1, 5], max_tokens=60)
+    wanted = StructuredOutput("regex", re.escape(text))
+    request = request_of(1, [1, 5], max_tokens=60, structured_output=wanted)
     live = LiveRequest(request, Phase.RUNNING, 1)
     grammars = Grammars(str(embedded_model_path), 49152, {EOS})
-    live.grammar = grammars.compile(StructuredOutput("regex", re.escape(text)), request)
+    live.grammar = grammars.compile(request)
     for expected in [*tokenizer.encode(text).ids, EOS]:
         mask, failed = grammars.allowed([(live.grammar, live.token_ids)])
         assert not failed
