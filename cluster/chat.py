@@ -15,6 +15,7 @@ import aiohttp
 from cluster.http import checked, session
 from cluster.options import ChatOptions, EndpointOptions
 
+_DIM = "\x1b[2m{}\x1b[0m" if sys.stdout.isatty() else "{}"
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 
 
@@ -96,11 +97,13 @@ class Answer:
         if usage := event.get("usage"):
             self._tokens = usage["completion_tokens"]
         for choice in event.get("choices", ()):
-            if piece := choice["delta"].get("content"):
-                self._last = time.perf_counter()
-                self._first = self._first or self._last
-                self.text += piece
-                print(piece, end="", flush=True)
+            content, reasoning = (choice["delta"].get(name) or "" for name in ("content", "reasoning"))
+            if not content and not reasoning:
+                continue
+            self._last = time.perf_counter()
+            self._first = self._first or self._last
+            self.text += content
+            print(_DIM.format(reasoning) if reasoning else "", content, sep="", end="", flush=True)
 
     def figures(self) -> str:
         """Time to the first token, and tokens per second after it."""

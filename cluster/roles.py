@@ -130,6 +130,7 @@ def run_router(given: options.RouterRole) -> int:
             control_fd=given.one_of_several.control_fd,
             chat_template=_path(given.front.chat_template),
             tool_call_parser=given.front.tool_call_parser,
+            reasoning_parser=given.front.reasoning_parser,
             tls=given.front.tls(),
             cluster_tls=given.secret.tls(),
             api_keys=given.front.keys(),

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.api.config import EngineConfig
 from engine.api.expert_stats import ExpertStats
+from engine.api.reasoning import Reasoning
 from engine.api.request import (
     CachedBlock,
     CacheObserver,
@@ -40,7 +41,6 @@ from engine.api.request import (
     StepResult,
     check_request,
 )
-from engine.api.reasoning import Reasoning
 from engine.api.sampling_params import SamplingParams
 from engine.api.structured_output import StructuredOutput
 

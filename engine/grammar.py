@@ -7,8 +7,9 @@ bit for each token of the vocabulary. A matcher consumes the request's generated
 mask. So a request that joins, is prefilled again with its output, or is retargeted needs nothing special.
 EOS is allowed only where the grammar may end.
 
-A request may reason first, up to a token that ends the reasoning. The matcher gets only the tokens after that.
-Meanwhile every token is allowed except EOS, and only the ending token once the budget is spent.
+A request may reason first, up to a token that ends the reasoning. The matcher gets only the tokens after it.
+Until then every token is allowed, except EOS if a structure follows. When the budget of the reasoning is
+spent, only its ending token is allowed.
 
 The first grammar reads the model's tokenizer, which holds Python's lock for a fraction of a second. Grammars
 compile without that lock, and a request that waits for its grammar delays no other request.
@@ -22,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.api.request import EngineRequest
 from engine.api.reasoning import Reasoning
+from engine.api.request import EngineRequest
 from engine.api.structured_output import StructuredOutput
 from engine.core.live_request import Grammar
 from engine.loader.tokenizer_json import tokenizer_json
@@ -92,9 +93,11 @@ class CompiledGrammar:
             self._compiling.cancel()
 
     def after(self, token_ids: "array[int]") -> Allowed:
-        """Returns what may come after the request's tokens. Later calls need the same tokens and may add some.
+        """Returns what may come after the request's tokens.
 
-        Raises `ValueError` if the grammar is not valid, exceeds a limit, or does not allow the tokens."""
+        Later calls need the same tokens and may add some. Raises `ValueError` if the grammar is not valid,
+        exceeds a limit, or does not allow the tokens.
+        """
         reasoning = self._reasoning
         if reasoning is None:
             return Allowed(self._matcher(token_ids, self._prompt))

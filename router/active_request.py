@@ -111,6 +111,7 @@ class ActiveRequest:
         prompts: token ids of each prompt.
         echoes: the texts that the choices of each prompt begin with. Empty unless the client asked for
             `echo`.
+        beginning: whether the outputs begin with reasoning.
         name: the request's id as its client knows it.
         choices: `body.n` for each prompt, in the order of the prompts.
         metrics: those of the router.
@@ -130,6 +131,7 @@ class ActiveRequest:
         body = self.body = prepared.options
         self.prompts = prepared.prompts
         self.echoes = prepared.echoes
+        self.beginning = prepared.beginning
         self.name = name
         self.choices = [
             Choice(

@@ -6,7 +6,7 @@ from typing import Any
 
 from router.admission.keys import ApiKey
 from router.policy import PREFILL_POLICIES
-from router.tools import FORMATS
+from router.tools import FORMATS, REASONING
 from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
 from rpc import TlsFiles, logs
 
@@ -27,6 +27,9 @@ class RouterConfig:
     """Path of a Jinja file. None: the model's own chat template."""
     tool_call_parser: str | None = None
     """The format of tool calls, one of `router.tools.FORMATS`. None: found in the chat template."""
+    reasoning_parser: str | None = None
+    """How the model writes its reasoning, one of `router.tools.REASONING`, or "none". None: found in the chat
+    template."""
     host: str = "127.0.0.1"
     port: int = 8000
     """0: the system chooses, and the router reports it."""
@@ -125,6 +128,13 @@ class RouterConfig:
             self.tool_call_parser in (None, *FORMATS),
             f"one of {parsers}",
             self.tool_call_parser,
+        )
+        parsers = ", ".join(REASONING)
+        require(
+            "reasoning-parser",
+            self.reasoning_parser in (None, "none", *REASONING),
+            f"one of {parsers}, none",
+            self.reasoning_parser,
         )
         names = ", ".join(PREFILL_POLICIES)
         require(

@@ -63,7 +63,13 @@ def main(config: RouterConfig) -> int:
         revision=config.revision,
         chat_template=config.chat_template,
         tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
+    for flag, parser in (
+        ("tool-call-parser", tokenizer.tool_format),
+        ("reasoning-parser", tokenizer.reasoning_parser),
+    ):
+        log.info("--%s: %s", flag, "none" if parser is None else parser.name)
     gc.collect()
     gc.freeze()  # each full collection would take some 15 ms longer
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

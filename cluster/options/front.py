@@ -42,6 +42,10 @@ class FrontOptions:
         Literal["hermes", "llama3_json", "mistral"] | None,
         opt("How the model writes tool calls.", "FORMAT", shown="as in the chat template"),
     ] = None
+    reasoning_parser: Annotated[
+        Literal["deepseek_r1", "qwen3", "none"] | None,
+        opt("How the model writes its reasoning.", "FORMAT", shown="as in the chat template"),
+    ] = None
     api_key: Annotated[list[str], opt(f"Require one of these keys from clients. {NO_ARGV}", "KEY")] = field(
         default_factory=list
     )

@@ -220,6 +220,9 @@ class ChatOptions(RenderedBody, GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: Nullable[bool] = True
+    thinking_token_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """-1: no limit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -269,6 +272,11 @@ class ChatOptions(RenderedBody, GenerationBody):
     def many_calls(self) -> bool:
         """True if the output may have several tool calls."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        """Limit for the tokens of reasoning."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     @property
     def logprobs_wanted(self) -> int | None:

@@ -28,6 +28,7 @@ def make_jobs(
     cache_salt: bytes,
     tenant: bytes,
     structure: Structure | None,
+    reasoning: pb.Reasoning | None,
 ) -> list[Job]:
     """Returns `n` jobs for each prompt, in the order of the choices. Raises InvalidRequest.
 
@@ -35,6 +36,7 @@ def make_jobs(
     session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size)
     sampling["structured_output"] = structure and structure.message
+    sampling["reasoning"] = reasoning
     jobs: list[Job] = []
     if len(prompts) * body.n > MAX_CHOICES:
         text = f"n: {len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices"

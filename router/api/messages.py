@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from router.api.fields import TextPart, invalid, text
 from router.api.unsupported import refuse
@@ -49,6 +49,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)] = ""
     name: str | None = None
+    reasoning: str | None = Field(None, validation_alias=AliasChoices("reasoning", "reasoning_content"))
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -79,6 +80,8 @@ class Message(BaseModel):
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,
         }
+        if self.reasoning is not None:
+            message |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
         if self.tool_calls:
             message["tool_calls"] = [
                 {

@@ -77,6 +77,8 @@ class AssistantMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning: str | None = None
+    """What the model wrote before its answer. Absent if the model is not known to reason."""
     tool_calls: list[OutputToolCall] | None = None
 
 
@@ -119,6 +121,7 @@ class ToolCallDelta(ResponseModel):
 class AssistantDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

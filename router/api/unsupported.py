@@ -16,7 +16,7 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (), "custom_params": ({},), "documents": ([],), "ebnf": (),
     "ec_transfer_params": ({},), "extra_key": (), "function_call": ("none",), "functions": ([],),
     "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
-    "include_reasoning": (True,), "include_stop_str_in_output": (False,),
+    "include_stop_str_in_output": (False,),
     "input_ids": (), "json_schema": (), "kv_transfer_params": ({},), "length_penalty": (1,),
     "logits_processors": ([],), "logprob_token_ids": (), "lora_path": (), "lora_request": (),
     "modalities": (["text"],), "moderation": (), "no_stop_trim": (False,), "prediction": (),
@@ -24,21 +24,28 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "request_id": (), "return_hidden_states": (False,), "return_prompt_text": (False,),
     "return_prompt_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "rid": (), "session_params": ({},), "stop_regex": ([],),
-    "suffix": ("",), "thinking_token_budget": (-1,), "truncate_prompt_tokens": (),
+    "suffix": ("",), "truncate_prompt_tokens": (),
     "use_beam_search": (False,), "verbosity": ("medium",), "vllm_xargs": ({},),
     "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip
 COMPLETION: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "max_completion_tokens": (),
-    "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "include_reasoning": (True,),
+    "max_completion_tokens": (), "thinking_token_budget": (-1,), "tool_choice": ("none", "auto"),
+    "tools": ([],), "top_logprobs": (0,),
 }  # fmt: skip
 CHAT: dict[str, tuple[Any, ...]] = {"echo": (False,)}
 TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": (), "return_token_strs": (False,)}
+REFUSED = {
+    "/v1/chat/completions": GENERATION | CHAT,
+    "/v1/completions": GENERATION | COMPLETION,
+    "/tokenize": TOKENIZE,
+}
+"""The refused fields of each endpoint."""
 
 _ROUTED = "Baton chooses the workers and moves the KV cache by itself; leave it out"
 _NAMED = "name the request in the header x-request-id"
 # What the client can do instead, added to the error message.
-_REMEDIES = {
+REMEDIES = {
     "bootstrap_host": _ROUTED,
     "bootstrap_port": _ROUTED,
     "bootstrap_room": _ROUTED,
@@ -49,7 +56,6 @@ _REMEDIES = {
     "guided_grammar": "use structured_outputs.grammar",
     "guided_json": "use structured_outputs.json",
     "guided_regex": "use structured_outputs.regex",
-    "include_reasoning": "use reasoning_effort, which may turn thinking off",
     "input_ids": "send the token ids as prompt to /v1/completions",
     "json_schema": "use structured_outputs.json",
     "kv_transfer_params": _ROUTED,
@@ -62,7 +68,6 @@ _REMEDIES = {
     "return_token_strs": "send the token ids to /detokenize",
     "rid": _NAMED,
     "stop_regex": "use stop",
-    "thinking_token_budget": "limit the whole output with max_tokens",
     "top_logprobs": "use logprobs",
     "vllm_xargs": "Baton has no such extensions; leave it out",
 }
@@ -77,6 +82,6 @@ def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = Fals
     for name, harmless in fields.items():
         value = data.get(name) if isinstance(data, dict) else None
         if value is not None and value not in harmless:
-            remedy = f": {_REMEDIES[name]}" if name in _REMEDIES else ""
+            remedy = f": {REMEDIES[name]}" if name in REMEDIES else ""
             raise unsupported(f"{name} is not supported{remedy}", None if nested else name)
     return data

@@ -21,6 +21,8 @@ from router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
 from router.preparation.prepare import Kind, Prepared, Served
 from router.preparation.preparer import Preparer
+from router.tools.reasoning import END, START
+from rpc import worker_pb2 as pb
 from rpc.tracing import valid_traceparent
 
 TOKEN_BYTES = 4
@@ -134,6 +136,7 @@ class Frontend:
                 cache_salt=entry.key.cache_salt,
                 tenant=entry.key.tenant,
                 structure=structure,
+                reasoning=self._reasoning(prepared, structure),
             )
         return ActiveRequest(
             self._services,
@@ -157,6 +160,19 @@ class Frontend:
             account.leave()
         assert isinstance(response, bytes)
         return response
+
+    def _reasoning(self, prepared: Prepared, structure: Structure | None) -> pb.Reasoning | None:
+        """Returns what workers must know of the reasoning. None: nothing. Raises Unsupported."""
+        body, tokenizer = prepared.options, self._services.tokenizer
+        budget = body.reasoning_budget if isinstance(body, ChatOptions) else None
+        if tokenizer.reasoning_parser is None and budget is not None:
+            reason = "this model's way to reason is unknown, see --reasoning-parser"
+            text = f"thinking_token_budget is not supported: {reason}"
+            raise Unsupported(text, param="thinking_token_budget")
+        if prepared.beginning == "answer" or (structure is None and budget is None):
+            return None
+        start = tokenizer.token_id(START) if prepared.beginning == "either" else None
+        return pb.Reasoning(end_id=tokenizer.token_id(END), start_id=start, budget=budget)
 
     async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
         """Returns the constraint that workers must enforce on the output. Raises InvalidRequest."""

@@ -118,6 +118,9 @@ class ChatResponseBuilder(ResponseBuilder):
         self._only_calls = body.must_call
         tool_format = tokenizer.tool_format if body.offered_tools else None
         self._parsers = [tool_format() for _ in request.choices] if tool_format is not None else []
+        reasoning = tokenizer.reasoning_parser
+        self._reasoning = [reasoning(request.beginning) for _ in request.choices] if reasoning else []
+        self._with_reasoning = body.include_reasoning
 
     def whole(self) -> dict[str, Any]:
         whole = super().whole()
@@ -132,8 +135,11 @@ class ChatResponseBuilder(ResponseBuilder):
         return chunk
 
     def _choice(self, index: int, part: _Part) -> dict[str, Any]:
-        content, calls = self._parsed(index, "".join(part.texts), last=True)
+        reasoning, text = self._divided(index, "".join(part.texts), last=True)
+        content, calls = self._parsed(index, text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._reasoning:
+            message |= {"content": content or None, "reasoning": reasoning or None}
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
@@ -141,13 +147,26 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _chunk_choice(self, index: int, part: _Part) -> dict[str, Any]:
         delta = part.last
-        content, calls = self._parsed(index, delta.text, last=delta.finish_reason is not None)
+        last = delta.finish_reason is not None
+        reasoning, text = self._divided(index, delta.text, last=last)
+        content, calls = self._parsed(index, text, last=last)
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
-        if content or not calls:
+        if reasoning:
+            message["reasoning"] = reasoning
+        if content or not (calls or reasoning):
             message["content"] = content
         if calls:
             message["tool_calls"] = calls
         return {"index": index, "delta": message, **self._rest(index, part)}
+
+    def _divided(self, index: int, text: str, *, last: bool) -> tuple[str, str]:
+        """Returns reasoning and other text of the next piece of a choice's text. `last`: no piece follows."""
+        if not self._reasoning:
+            return "", text
+        parser = self._reasoning[index]
+        pieces = [parser.push(text), *([parser.finish()] if last else [])]
+        reasoning = "".join(piece.reasoning for piece in pieces) if self._with_reasoning else ""
+        return reasoning, "".join(piece.content for piece in pieces)
 
     def _parsed(self, index: int, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Returns content and tool calls of the next piece of a choice's text. `last`: no piece follows."""

@@ -22,6 +22,7 @@ from router.api.jobs import output_room
 from router.api.messages import Message
 from router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from router.text.tokenizer import ModelTokenizer
+from router.tools import Beginning, continues_reasoning
 
 Kind = Literal["chat", "completion", "message", "tokenize", "detokenize"]
 """What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call."""
@@ -45,6 +46,8 @@ class Prepared:
     """Token ids."""
     echoes: list[str]
     """The text that the choices of each prompt begin with. Empty unless the client asked for `echo`."""
+    beginning: Beginning = "answer"
+    """Whether the outputs begin with reasoning."""
 
 
 def prepare(
@@ -79,7 +82,13 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served) -> Prepared
     text = _rendered(tokenizer, body, body.messages)
     special = bool(body.add_special_tokens)
     prompt = _encoded(tokenizer, text, field, served, add_special_tokens=special)
-    return Prepared(body, [prompt], [])
+    beginning: Beginning = "answer"
+    if tokenizer.reasoning_parser is not None:
+        if not body.continue_final_message:
+            beginning = tokenizer.reasoning_parser.beginning(text)
+        elif continues_reasoning(body.messages[-1].content):
+            beginning = "reasoning"
+    return Prepared(body, [prompt], [], beginning)
 
 
 def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:

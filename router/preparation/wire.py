@@ -13,6 +13,7 @@ import msgspec
 from router.api.bodies import ChatOptions, CompletionOptions
 from router.errors import ApiError, InvalidRequest, all_errors
 from router.preparation.prepare import Kind, Prepared, Served
+from router.tools import Beginning
 from rpc.logs import stack_without_text
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class _Prepared(msgspec.Struct, tag=True, array_like=True):
     options: bytes
     prompts: list[bytes]
     echoes: list[str]
+    beginning: Beginning
 
 
 class _Response(msgspec.Struct, tag=True, array_like=True):
@@ -74,7 +76,8 @@ def encode_prepared(prepared: Prepared | bytes) -> bytes:
         text = f"the fields beside the prompt take {len(options)} bytes, more than {MAX_OPTIONS_BYTES}"
         raise InvalidRequest(text)
     prompts = [array("I", prompt).tobytes() for prompt in prepared.prompts]
-    return _encode(_Prepared(isinstance(chosen, ChatOptions), options, prompts, prepared.echoes))
+    chat = isinstance(chosen, ChatOptions)
+    return _encode(_Prepared(chat, options, prompts, prepared.echoes, prepared.beginning))
 
 
 def encode_error(error: ApiError) -> bytes:
@@ -88,10 +91,10 @@ def encode_crash(error: Exception) -> bytes:
 def read_reply(reply: bytes) -> Prepared | bytes:
     """Raises the ApiError that the child raised, or one without details if the child had a defect."""
     match _decode(reply):
-        case _Prepared(chat, options, prompts, echoes):
+        case _Prepared(chat, options, prompts, echoes, beginning):
             kind = ChatOptions if chat else CompletionOptions
             token_ids = [array("I", prompt).tolist() for prompt in prompts]
-            return Prepared(kind.model_validate_json(options), token_ids, echoes)
+            return Prepared(kind.model_validate_json(options), token_ids, echoes, beginning)
         case _Response(body):
             return body
         case _Error(error, message, param):

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from router.text.chat_template import ChatTemplate
 from router.text.gguf_tokenizer import read_gguf
 from router.text.model_files import locate, read_directory
-from router.tools import FORMATS, ToolParser, format_of
+from router.tools import FORMATS, REASONING, ReasoningParser, ToolParser, format_of, reasoning_of
+from router.tools.reasoning import END, START
 from rpc import vocabulary_fingerprint
 
 
@@ -22,6 +23,7 @@ class ModelTokenizer:
         max_model_len: context length of the model. Its workers may serve a shorter one.
         takes_tools: the chat template can describe tools.
         tool_format: the format of the model's tool calls. None: unknown.
+        reasoning_parser: finds the reasoning in the model's text. None: it is content.
         vocab_size: every token id is below it.
         longest_token: characters of the longest token.
         vocabulary_fingerprint: differs from a worker's if the same ids mean other text there.
@@ -33,10 +35,12 @@ class ModelTokenizer:
         template: ChatTemplate | None,
         max_model_len: int,
         tool_format: type[ToolParser] | None = None,
+        reasoning_parser: type[ReasoningParser] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.takes_tools = template is not None and template.takes_tools
         self.tool_format = tool_format
+        self.reasoning_parser = reasoning_parser
         self._template = template
         self.max_model_len = max_model_len
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -46,7 +50,8 @@ class ModelTokenizer:
         self._spell = _speller(tokenizer)
         self._bytes: dict[int, bytes] = {}
         added = tokenizer.get_added_tokens_decoder()
-        shown = tool_format.specials if tool_format is not None else ()
+        shown = set(tool_format.specials if tool_format is not None else ())
+        shown |= {START, END} if reasoning_parser is not None else set()
         self._special = frozenset(i for i, t in added.items() if t.special and t.content not in shown)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
 
@@ -58,6 +63,7 @@ class ModelTokenizer:
             "template": None if self._template is None else self._template.state,
             "max_model_len": self.max_model_len,
             "tool_format": None if self.tool_format is None else self.tool_format.name,
+            "reasoning_parser": None if self.reasoning_parser is None else self.reasoning_parser.name,
         }
         return json.dumps(state).encode()
 
@@ -65,12 +71,13 @@ class ModelTokenizer:
     def restored(cls, state: bytes) -> Self:
         """Returns a copy of the tokenizer with this `state`."""
         given = json.loads(state)
-        template, name = given["template"], given["tool_format"]
+        template, name, reasoning = given["template"], given["tool_format"], given["reasoning_parser"]
         return cls(
             Tokenizer.from_str(given["tokenizer"]),
             None if template is None else ChatTemplate(**template),
             given["max_model_len"],
             None if name is None else FORMATS[name],
+            None if reasoning is None else REASONING[reasoning],
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -96,9 +103,13 @@ class ModelTokenizer:
             continue_final_message=continue_final_message,
         )
 
+    def token_id(self, text: str) -> int | None:
+        """Returns the token that is this text. None: there is none."""
+        return self._tokenizer.token_to_id(text)
+
     def lark(self, text: str) -> str:
         """Returns the Lark expression for `text`: a token, if it is one, or else a string."""
-        token_id = self._tokenizer.token_to_id(text)
+        token_id = self.token_id(text)
         return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -127,12 +138,14 @@ def load_tokenizer(
     revision: str | None = None,
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
 ) -> ModelTokenizer:
     """Loads the tokenizer of a Hugging Face directory, a GGUF file or a hub id.
 
     Args:
         chat_template: path of a Jinja file that replaces the model's own template.
         tool_call_parser: name of a tool format. None: found in the chat template.
+        reasoning_parser: name of a reasoning parser, or "none". None: found in the chat template.
 
     Raises ValueError when a file is missing, unreadable or not supported.
     """
@@ -160,7 +173,12 @@ def load_tokenizer(
             raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
     template = None if source is None else ChatTemplate(source, bos_token=bos, eos_token=eos)
     tool_format = FORMATS[tool_call_parser] if tool_call_parser else format_of(source or "")
-    return ModelTokenizer(tokenizer, template, max_model_len, tool_format)
+    reasoning = REASONING.get(reasoning_parser) if reasoning_parser else reasoning_of(source or "")
+    if reasoning is not None and tokenizer.token_to_id(END) is None:
+        if reasoning_parser:
+            raise ValueError(f"--reasoning-parser {reasoning_parser}: this model has no token {END}")
+        reasoning = None
+    return ModelTokenizer(tokenizer, template, max_model_len, tool_format, reasoning)
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:

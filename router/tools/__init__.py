@@ -1,12 +1,25 @@
-"""Tool calls in the text of a model.
+"""Reasoning and tool calls in the text of a model.
 
 A *format* is the way in which a family of models writes tool calls. Each format is one file with two parts:
 
 - a parser. It takes the model's text in pieces of any size and yields content and tool calls;
 - a grammar. Workers enforce it when `tool_choice` demands a call.
+
+`reasoning` divides the text before that into reasoning and content.
 """
 
 from router.tools.formats import FORMATS, format_of
 from router.tools.parser import Piece, ToolParser
+from router.tools.reasoning import REASONING, Beginning, ReasoningParser, continues_reasoning, reasoning_of
 
-__all__ = ["FORMATS", "Piece", "ToolParser", "format_of"]
+__all__ = [
+    "FORMATS",
+    "REASONING",
+    "Beginning",
+    "Piece",
+    "ReasoningParser",
+    "ToolParser",
+    "continues_reasoning",
+    "format_of",
+    "reasoning_of",
+]

@@ -199,14 +199,12 @@ def test_unsupported_fields_are_refused_by_name(field, value):
         ("rid", "mine", "x-request-id"),
         ("return_prompt_token_ids", True, "return_token_ids"),
         ("logprob_token_ids", [5], "logprobs"),
-        ("thinking_token_budget", 100, "max_tokens"),
         ("repetition_detection", {"max_pattern_size": 5}, "repetition_penalty"),
         ("regex", "a+", "structured_outputs.regex"),
         ("ebnf", "root ::= x", "structured_outputs.grammar"),
         ("json_schema", "{}", "structured_outputs.json"),
         ("stop_regex", "a+", "stop"),
         ("bootstrap_room", 5, "leave it out"),
-        ("include_reasoning", False, "reasoning_effort"),
     ],
 )
 def test_fields_of_other_servers_are_refused_with_a_remedy(field, value, remedy):

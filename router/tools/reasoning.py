@@ -1,0 +1,117 @@
+"""Reasoning in the text of a model: what it writes between <think> and </think>, before its answer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from router.tools.parser import SPACE, Marker
+
+START, END = "<think>", "</think>"
+
+Beginning = Literal["reasoning", "answer", "either"]
+"""What an output begins with. "either": it begins with reasoning if its first text is <think>."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of an output. Later text cannot change it."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class ReasoningParser:
+    """Divides one text into reasoning and content.
+
+    Reads one character at a time, so the result does not depend on the pieces in which the text arrives.
+    """
+
+    name: ClassVar[str]
+    """The name for --reasoning-parser, as in vLLM."""
+    without_mark: ClassVar[Beginning]
+    """What an output begins with if the prompt does not end with <think> or </think>."""
+
+    def __init__(self, beginning: Beginning) -> None:
+        self._beginning = beginning
+        self._state: Literal["begin", "reasoning", "answer"] = "answer" if beginning == "answer" else "begin"
+        self._held = ""  # the beginning, which may become <think>
+        self._end = Marker(END)
+
+    @classmethod
+    def beginning(cls, prompt: str) -> Beginning:
+        """Returns what follows this prompt. Only its end counts: messages may quote the marks."""
+        prompt = prompt.rstrip(SPACE)
+        if prompt.endswith(START):
+            return "reasoning"
+        return "answer" if prompt.endswith(END) else cls.without_mark
+
+    def push(self, text: str) -> Text:
+        """Takes the next text. Returns what is certain now."""
+        return _joined(self._take(text))
+
+    def finish(self) -> Text:
+        """Returns the text that was held back, at the end of the output."""
+        if self._state == "begin":
+            return Text(self._held) if self._beginning == "reasoning" else Text(content=self._held)
+        return Text(self._end.held)
+
+    def _take(self, text: str) -> Iterator[Text]:
+        for i, character in enumerate(text):
+            match self._state:
+                case "begin":
+                    yield from self._begin(character)
+                case "reasoning":
+                    reasoning, ended = self._end.take(character)
+                    yield Text(reasoning)
+                    if ended:
+                        self._state = "answer"
+                case "answer":
+                    yield Text(content=text[i:])
+                    return
+
+    def _begin(self, character: str) -> Iterator[Text]:
+        self._held += character
+        mark = self._held.lstrip(SPACE)
+        if mark == START:
+            self._state = "reasoning"
+        elif not START.startswith(mark):
+            if self._beginning == "reasoning":
+                self._state = "reasoning"
+                yield from self._take(self._held)
+            else:
+                self._state = "answer"
+                yield Text(content=self._held)
+
+
+def _joined(pieces: Iterator[Text]) -> Text:
+    both = list(pieces)
+    return Text("".join(p.reasoning for p in both), "".join(p.content for p in both))
+
+
+class Qwen3Parser(ReasoningParser):
+    """The model writes <think> itself, or the prompt ends with it. It may answer without reasoning."""
+
+    name = "qwen3"
+    without_mark = "either"
+
+
+class DeepSeekR1Parser(ReasoningParser):
+    """The model always reasons first. It may leave out <think>."""
+
+    name = "deepseek_r1"
+    without_mark = "reasoning"
+
+
+def continues_reasoning(message: str) -> bool:
+    """True if this message of the assistant, which the output continues, ends inside its reasoning."""
+    return message.rfind(START) > message.rfind(END)
+
+
+REASONING: dict[str, type[ReasoningParser]] = {p.name: p for p in (Qwen3Parser, DeepSeekR1Parser)}
+
+
+def reasoning_of(template: str) -> type[ReasoningParser] | None:
+    """Returns the parser for a model with this chat template. None: its template knows no reasoning."""
+    if START not in template and END not in template:
+        return None
+    return DeepSeekR1Parser if "<｜Assistant｜>" in template else Qwen3Parser

@@ -1,0 +1,182 @@
+"""Reasoning beside content: the parsers, responses and streams, and what workers get to enforce."""
+
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from router.api import responses
+from router.text.tokenizer import ModelTokenizer, load_tokenizer
+from router.tools import REASONING, Beginning, continues_reasoning, reasoning_of
+from rpc import worker_pb2 as pb
+
+from .conftest import Cluster, make_cluster
+from .test_tools import ONE, TOOLS
+
+CHAT = [{"role": "user", "content": "What does <think> mean?"}]
+TEMPLATE = """
+{%- if tools %}<tool_call></tool_call>{{ tools | tojson }}{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{{- message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+THOUGHT, ANSWER = "\nIt is a tag, a < b.\n", "\n\nA mark."
+SCHEMA = {"type": "object"}
+
+CASES: list[tuple[str, Beginning, str, str, str]] = [
+    ("qwen3", "either", f"<think>{THOUGHT}</think>{ANSWER}", THOUGHT, ANSWER),
+    ("qwen3", "either", "\n<think></think>", "", ""),
+    ("qwen3", "either", "<think>never ends </thin", "never ends </thin", ""),
+    ("qwen3", "either", " No <think>mark</think>", "", " No <think>mark</think>"),
+    ("qwen3", "either", "<thi", "", "<thi"),
+    ("qwen3", "answer", "<think>a</think>", "", "<think>a</think>"),
+    ("qwen3", "reasoning", f"{THOUGHT}</think>{ANSWER}</think>", THOUGHT, f"{ANSWER}</think>"),
+    ("deepseek_r1", "reasoning", "a</think>b", "a", "b"),
+    ("deepseek_r1", "reasoning", "<think>\na</think>b", "\na", "b"),
+    ("deepseek_r1", "reasoning", "\n<th", "\n<th", ""),
+    ("deepseek_r1", "reasoning", " <b>a</think>", " <b>a", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "beginning", "text", "reasoning", "content"), CASES)
+def test_every_split_of_a_text_gives_the_same_result(
+    name: str, beginning: Beginning, text: str, reasoning: str, content: str
+):
+    splits = [[text], list(text)]
+    for i, j in itertools.combinations_with_replacement(range(len(text) + 1), 2):
+        splits.append([text[:i], text[i:j], text[j:]])
+    for pieces in splits:
+        parser = REASONING[name](beginning)
+        got = [*(parser.push(piece) for piece in pieces), parser.finish()]
+        assert ("".join(p.reasoning for p in got), "".join(p.content for p in got)) == (reasoning, content)
+
+
+def test_the_end_of_the_prompt_says_what_the_output_begins_with():
+    qwen, deepseek = REASONING["qwen3"], REASONING["deepseek_r1"]
+    assert qwen.beginning("<|im_start|>assistant\n<think>\n") == "reasoning"
+    assert qwen.beginning("<think>\n\n</think>\n\n") == deepseek.beginning("</think>") == "answer"
+    assert qwen.beginning("<think><|im_end|>\n<|im_start|>assistant\n") == "either"
+    assert deepseek.beginning("</think>x<｜Assistant｜>") == "reasoning"
+    assert continues_reasoning("<think>so far")
+    assert not continues_reasoning("<think>all</think> so")
+    assert not continues_reasoning("text")
+
+
+def test_the_parser_follows_from_the_chat_template():
+    assert reasoning_of(TEMPLATE) is REASONING["qwen3"]
+    assert reasoning_of("{{ c.split('</think>')[-1] }}<｜Assistant｜>") is REASONING["deepseek_r1"]
+    assert reasoning_of("{{ messages }}") is None
+
+
+@pytest.fixture(scope="module")
+def thinking_path(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with Qwen 3's tokens and template."""
+    path = tmp_path_factory.mktemp("thinking")
+    for file in directory.iterdir():
+        (path / file.name).symlink_to(file)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    (path / "tokenizer.json").unlink()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def thinking_tokenizer(thinking_path: Path) -> ModelTokenizer:
+    return load_tokenizer(str(thinking_path))
+
+
+@pytest.fixture
+async def thinking(thinking_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    text = f"<think>{THOUGHT}</think>{ANSWER}{ONE}"
+    async with make_cluster(thinking_tokenizer, tmp_path, text=text) as made:
+        yield made
+        await made.idle()
+
+
+async def test_reasoning_of_responses_and_streams(thinking: Cluster):
+    for more, expected in (
+        ({}, {"content": ANSWER + ONE, "reasoning": THOUGHT}),
+        ({"tools": TOOLS}, {"content": ANSWER.rstrip(), "reasoning": THOUGHT}),
+        ({"include_reasoning": False}, {"content": ANSWER + ONE, "reasoning": None}),
+        ({"max_tokens": 5}, {"content": None, "reasoning": THOUGHT[:8]}),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"content": f"<think>{THOUGHT}</think>{ANSWER}{ONE}", "reasoning": None},
+        ),
+    ):
+        body = {"messages": CHAT, **more}
+        status, result = await thinking.post("/v1/chat/completions", **body)
+        assert status == 200, result
+        responses.ChatResponse.model_validate(result)
+        message = result["choices"][0]["message"]
+        assert {name: message[name] for name in expected} == expected, more
+        assert ("tool_calls" in message) == ("tools" in more)
+        deltas = [
+            event["choices"][0]["delta"] for event in await thinking.events("/v1/chat/completions", **body)
+        ]
+        joined = {name: "".join(d.get(name) or "" for d in deltas) or None for name in expected}
+        assert joined == expected, more
+
+
+async def test_workers_learn_where_the_structure_starts(thinking: Cluster):
+    async def sampling(**body: Any) -> pb.SamplingParams:
+        status, result = await thinking.post("/v1/chat/completions", messages=CHAT, max_tokens=9, **body)
+        assert status == 200, result
+        sent = thinking.prefills[0].submitted[-1].prefill.request.sampling
+        assert sent == thinking.decodes[0].submitted[-1].decode.request.sampling
+        return sent
+
+    start, end = map(thinking.tokenizer.token_id, ("<think>", "</think>"))
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    both = pb.Reasoning(start_id=start, end_id=end)
+    assert (await sampling(response_format=schema)).reasoning == both
+    assert (await sampling(tools=TOOLS, tool_choice="required")).reasoning == both
+    limited = await sampling(thinking_token_budget=0)
+    assert limited.reasoning == pb.Reasoning(start_id=start, end_id=end, budget=0)
+    for body in ({}, {"response_format": schema, **off}, {"thinking_token_budget": -1}):
+        assert not (await sampling(**body)).HasField("reasoning")
+    continued = [*CHAT, {"role": "assistant", "content": "<think>I"}]
+    final = {"messages": continued, "continue_final_message": True, "max_tokens": 3}
+    status, result = await thinking.post("/v1/chat/completions", **final, response_format=schema)
+    assert status == 200, result
+    assert thinking.prefills[0].submitted[-1].prefill.request.sampling.reasoning == pb.Reasoning(end_id=end)
+
+
+async def test_reasoning_of_earlier_messages_reaches_the_template(thinking: Cluster):
+    for name in ("reasoning", "reasoning_content"):
+        messages = [*CHAT, {"role": "assistant", "content": "b", name: "aa"}, *CHAT]
+        _, result = await thinking.post("/tokenize", messages=messages)
+        assert "<think>aa</think>b" in thinking.tokenizer.decode(result["tokens"], skip_special_tokens=False)
+
+
+async def test_a_model_that_is_not_known_to_reason(cluster: Cluster):
+    body = {"messages": CHAT, "max_tokens": 3}
+    status, result = await cluster.post("/v1/chat/completions", **body, thinking_token_budget=5)
+    assert (status, result["error"]["param"]) == (400, "thinking_token_budget")
+    assert "--reasoning-parser" in result["error"]["message"]
+    _, result = await cluster.post("/v1/chat/completions", **body)
+    assert "reasoning" not in result["choices"][0]["message"]
+
+
+def test_the_flag_overrides_the_template(thinking_path: Path, directory: Path):
+    for flag, expected in (("none", None), ("deepseek_r1", REASONING["deepseek_r1"])):
+        assert load_tokenizer(str(thinking_path), reasoning_parser=flag).reasoning_parser is expected
+    with pytest.raises(ValueError, match="--reasoning-parser qwen3: this model has no token </think>"):
+        load_tokenizer(str(directory), reasoning_parser="qwen3")
+
+
+def test_a_child_process_gets_the_parser(thinking_tokenizer: ModelTokenizer):
+    restored = ModelTokenizer.restored(thinking_tokenizer.state)
+    assert restored.reasoning_parser is REASONING["qwen3"]
