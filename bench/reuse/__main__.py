@@ -227,7 +227,10 @@ def main() -> int:
     args = p.parse_args()
     if args.trace is not None:
         require_gpus(args)
-        replay.measure(args).finish()
+        try:
+            replay.measure(args).finish()
+        except ValueError as error:
+            p.error(str(error))
         return 0
     default = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
     turns = Turns(args.history or default.history, args.answer or default.answer)

@@ -323,6 +323,15 @@ def test_runs_reuse(
     assert rows["reuse.cpu.bytes_over_missing"] == 1
 
 
+def test_reuse_names_a_trace_that_cannot_be_read(
+    run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contract, "gpus", list)
+    with pytest.raises(SystemExit):
+        run("reuse", "--trace", "/nowhere")
+    assert "trace /nowhere: No such file" in capsys.readouterr().err
+
+
 def test_overlap_gives_each_rank_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
