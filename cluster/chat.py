@@ -20,12 +20,17 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 
 
 def run(endpoint: EndpointOptions, options: ChatOptions) -> int:
-    model = options.chat_model or asyncio.run(first_model(endpoint))
+    card: dict[str, Any] = (
+        {"id": options.chat_model} if options.chat_model else asyncio.run(first_model(endpoint))
+    )
+    model = card["id"]
     chat = Chat(endpoint, options, model)
     if options.message is not None:
         chat.turn(options.message)
         return 0
     print(f"{model} at {endpoint.url}. Ctrl-C interrupts an answer, Ctrl-D ends the chat.")
+    if defaults := card.get("default_sampling_params"):
+        print(f"Sampling defaults of the server: {', '.join(f'{n} {v:g}' for n, v in defaults.items())}.")
     try:
         while True:
             if question := input("\n> ").strip():
@@ -126,6 +131,7 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
             yield json.loads(body)
 
 
-async def first_model(endpoint: EndpointOptions) -> str:
+async def first_model(endpoint: EndpointOptions) -> dict[str, Any]:
+    """The card of the first model that the server has."""
     async with session(endpoint, TIMEOUT) as client, client.get("v1/models") as response:
-        return (await (await checked(response)).json())["data"][0]["id"]
+        return (await (await checked(response)).json())["data"][0]

@@ -131,6 +131,7 @@ def run_router(given: options.RouterRole) -> int:
             chat_template=_path(given.front.chat_template),
             tool_call_parser=given.front.tool_call_parser,
             reasoning_parser=given.front.reasoning_parser,
+            generation_config=given.front.generation_config,
             tls=given.front.tls(),
             cluster_tls=given.secret.tls(),
             api_keys=given.front.keys(),

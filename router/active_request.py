@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from router.admission.queue import Admission, Entry
+from router.api.bodies import GenerationBody
 from router.errors import ApiError, TooSlow
 from router.generation.choice import Choice, Delta
 from router.generation.generation import Generation
@@ -42,6 +43,8 @@ class Services:
     metrics: Metrics
     tracer: Tracer
     model_name: str
+    defaults: GenerationBody
+    """Fields that a request gets if it leaves them out."""
     request_timeout: float
     worker_wait: float
     active: "ActiveRequests" = field(default_factory=lambda: ActiveRequests())

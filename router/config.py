@@ -30,6 +30,9 @@ class RouterConfig:
     reasoning_parser: str | None = None
     """How the model writes its reasoning, one of `router.tools.REASONING`, or "none". None: found in the chat
     template."""
+    generation_config: str = "auto"
+    """The sampling defaults. "auto": those of the model; "vllm": none; or the path of a directory with a
+    generation_config.json."""
     host: str = "127.0.0.1"
     port: int = 8000
     """0: the system chooses, and the router reports it."""

@@ -24,6 +24,8 @@ from aiohttp import web
 
 from router.active_request import Services
 from router.admission.queue import Admission
+from router.api.bodies import GenerationBody
+from router.api.defaults import sampling_defaults, shown
 from router.config import RouterConfig
 from router.endpoints.frontend import Frontend
 from router.endpoints.grpc_server import GrpcEndpoint
@@ -35,6 +37,7 @@ from router.policy import PREFILL_POLICIES
 from router.processes.control import Commands, serve_commands
 from router.processes.listen import BACKLOG, listen
 from router.status import router_status
+from router.text.model_files import locate
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from router.workers.fit import RouterModel
 from router.workers.pool import WorkerPool
@@ -70,10 +73,12 @@ def main(config: RouterConfig) -> int:
         ("reasoning-parser", tokenizer.reasoning_parser),
     ):
         log.info("--%s: %s", flag, "none" if parser is None else parser.name)
+    defaults = sampling_defaults(config.generation_config, locate(config.model, config.revision))
+    log.info("--generation-config %s: %s", config.generation_config, shown(defaults) or "no defaults")
     gc.collect()
     gc.freeze()  # each full collection would take some 15 ms longer
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, tokenizer))
+        return runner.run(serve(config, tokenizer, defaults))
 
 
 def _return_large_buffers() -> None:
@@ -105,7 +110,9 @@ class RunningRouter:
 
 
 @contextlib.asynccontextmanager
-async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncIterator[RunningRouter]:
+async def running(
+    config: RouterConfig, tokenizer: ModelTokenizer, defaults: GenerationBody
+) -> AsyncIterator[RunningRouter]:
     """Listens while the context is open. Requests that still run when it closes end with an error."""
     policy = PREFILL_POLICIES[config.routing_policy]
     model = RouterModel(config.model_name, tokenizer.vocab_size, tokenizer.vocabulary_fingerprint)
@@ -136,6 +143,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
             {"baton.index": config.index, "service.instance.id": config.incarnation},
         ),
         model_name=config.model_name,
+        defaults=defaults,
         request_timeout=config.request_timeout,
         worker_wait=config.worker_wait,
     )
@@ -188,7 +196,7 @@ async def running(config: RouterConfig, tokenizer: ModelTokenizer) -> AsyncItera
         await asyncio.to_thread(services.tracer.close)
 
 
-async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
+async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: GenerationBody) -> int:
     """Serves until a signal. Returns the exit status."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -196,7 +204,7 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer) -> int:
         # With several processes, the supervisor gets the signals and sends commands to each.
         given = (lambda: None) if config.supervised else partial(signals.put_nowait, number)
         loop.add_signal_handler(number, given)
-    async with running(config, tokenizer) as router:
+    async with running(config, tokenizer, defaults) as router:
         log.info("listening on %s, gRPC: %s", router.url, router.grpc_address or "off")
         ready = {"url": router.url, "grpc_address": router.grpc_address, "pid": os.getpid()}
         _report(config.ready_fd, {"ready": ready}, last=True)

@@ -46,6 +46,14 @@ class FrontOptions:
         Literal["deepseek_r1", "qwen3", "none"] | None,
         opt("How the model writes its reasoning.", "FORMAT", shown="as in the chat template"),
     ] = None
+    generation_config: Annotated[
+        str,
+        opt(
+            "Sampling defaults: auto (the model's generation_config.json), vllm (none) or a directory with "
+            "that file.",
+            "auto|vllm|PATH",
+        ),
+    ] = "auto"
     api_key: Annotated[list[str], opt(f"Require one of these keys from clients. {NO_ARGV}", "KEY")] = field(
         default_factory=list
     )

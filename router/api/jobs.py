@@ -6,7 +6,7 @@ from typing import Any
 import xxhash
 
 from content import prompt_hints
-from router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions
+from router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions, GenerationBody
 from router.api.structured import Structure
 from router.errors import ContextLengthExceeded, InvalidRequest
 from router.job import Job
@@ -29,12 +29,13 @@ def make_jobs(
     tenant: bytes,
     structure: Structure | None,
     reasoning: pb.Reasoning | None,
+    defaults: GenerationBody,
 ) -> list[Job]:
     """Returns `n` jobs for each prompt, in the order of the choices. Raises InvalidRequest.
 
-    `content_root` is that of the workers."""
+    `content_root` is that of the workers. `defaults` are those of the model."""
     session = session or body.prompt_cache_key or body.user
-    sampling = _sampling(body, vocab_size)
+    sampling = _sampling(body, vocab_size, defaults)
     sampling["structured_output"] = structure and structure.message
     sampling["reasoning"] = reasoning
     jobs: list[Job] = []
@@ -44,7 +45,7 @@ def make_jobs(
     for prompt_ids in prompts:
         if not prompt_ids:
             raise InvalidRequest(f"{body.prompt_field}: must not be empty", param=body.prompt_field)
-        max_tokens = _max_tokens(body, len(prompt_ids), context)
+        max_tokens = _max_tokens(body, len(prompt_ids), context, defaults.max_tokens)
         if body.min_tokens > max_tokens:
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
@@ -66,21 +67,25 @@ def output_room(prompt_tokens: int, field: str, context: int) -> int:
     return room
 
 
-def _max_tokens(body: ChatOptions | CompletionOptions, prompt_tokens: int, context: int) -> int:
+def _max_tokens(
+    body: ChatOptions | CompletionOptions, prompt_tokens: int, context: int, limit: int | None
+) -> int:
     room = output_room(prompt_tokens, body.prompt_field, context)
     wanted = body.max_tokens_wanted
     if wanted is None:
-        return min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else room
+        wanted = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else room
     if wanted > room:
         name = body.max_tokens_field
         text = f"{name}: {wanted} and a prompt of {prompt_tokens} tokens exceed the context of {context}"
         raise ContextLengthExceeded(text, param=name)
-    return wanted
+    return wanted if limit is None else min(wanted, limit)
 
 
-def _sampling(body: ChatOptions | CompletionOptions, vocab_size: int) -> dict[str, Any]:
-    def given(value: Any, otherwise: Any) -> Any:
-        return otherwise if value is None else value
+def _sampling(
+    body: ChatOptions | CompletionOptions, vocab_size: int, defaults: GenerationBody
+) -> dict[str, Any]:
+    def given(*values: Any) -> Any:
+        return next(value for value in values if value is not None)
 
     bias: dict[int, float] = {}
     for key, value in (body.logit_bias or {}).items():
@@ -93,11 +98,11 @@ def _sampling(body: ChatOptions | CompletionOptions, vocab_size: int) -> dict[st
             text = f"stop_token_ids: {token_id} is not below the vocabulary's {vocab_size}"
             raise InvalidRequest(text, param="stop_token_ids")
     return {
-        "temperature": given(body.temperature, 1.0),
-        "top_k": max(0, given(body.top_k, 0)),
-        "top_p": given(body.top_p, 1.0),
-        "min_p": given(body.min_p, 0.0),
-        "repetition_penalty": given(body.repetition_penalty, 1.0),
+        "temperature": given(body.temperature, defaults.temperature, 1.0),
+        "top_k": max(0, given(body.top_k, defaults.top_k, 0)),
+        "top_p": given(body.top_p, defaults.top_p, 1.0),
+        "min_p": given(body.min_p, defaults.min_p, 0.0),
+        "repetition_penalty": given(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         "presence_penalty": given(body.presence_penalty, 0.0),
         "frequency_penalty": given(body.frequency_penalty, 0.0),
         "min_tokens": body.min_tokens,

@@ -188,6 +188,8 @@ class ModelCard(ResponseModel):
     root: str
     parent: None
     max_model_len: int
+    default_sampling_params: dict[str, float]
+    """Fields that a request gets if it leaves them out. `max_tokens` also limits all requests."""
 
 
 class ModelList(ResponseModel):

@@ -137,6 +137,7 @@ class Frontend:
                 tenant=entry.key.tenant,
                 structure=structure,
                 reasoning=self._reasoning(prepared, structure),
+                defaults=self._services.defaults,
             )
         return ActiveRequest(
             self._services,

@@ -15,6 +15,7 @@ from router import errors
 from router.active_request import Services
 from router.admission.account import Account
 from router.api.bodies import MAX_TIMEOUT
+from router.api.defaults import shown
 from router.api.openapi import OPERATIONS, description
 from router.config import RouterConfig
 from router.endpoints.frontend import Frontend, request_name
@@ -166,6 +167,7 @@ class HttpEndpoints:
         return {
             "id": name, "object": "model", "created": self._created, "owned_by": "baton", "root": name,
             "parent": None, "max_model_len": self._frontend.capacity,
+            "default_sampling_params": shown(self._services.defaults),
         }  # fmt: skip
 
     async def _convert(self, request: web.Request, kind: Literal["tokenize", "detokenize"]) -> web.Response:

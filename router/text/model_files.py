@@ -1,4 +1,4 @@
-"""Finds the tokenizer, chat template and context length of a model, on disk or on the hub."""
+"""Finds the files of a model that a router reads, on disk or on the hub."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,13 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja"]
+HUB_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+]
 
 
 @dataclass(frozen=True)

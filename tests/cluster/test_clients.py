@@ -36,6 +36,9 @@ STATUS: dict[str, Any] = {
 }  # fmt: skip
 
 
+CARD = {"id": "tiny", "default_sampling_params": {"temperature": 0.6, "top_k": 20}}
+
+
 class Router(BaseHTTPRequestHandler):
     """Answers every chat with the words of its last question, each a token; "wait" never ends."""
 
@@ -46,7 +49,7 @@ class Router(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") == "Bearer wrong":
             self._json(401, {"error": {"message": "unknown key"}})
         else:
-            self._json(200, STATUS if self.path == "/status" else {"data": [{"id": "tiny"}]})
+            self._json(200, STATUS if self.path == "/status" else {"data": [CARD]})
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -119,6 +122,7 @@ def test_a_chat_remembers_its_turns(url: str) -> None:
     result = baton("chat", "--url", url, typed="one\n\ntwo words\n")
     assert result.exit_code == 0
     assert [m["content"] for m in Router.requests[1]["messages"]] == ["one", "ONE ", "two words"]
+    assert "Sampling defaults of the server: temperature 0.6, top_k 20." in result.stdout
 
 
 def test_a_failed_turn_does_not_end_the_chat_and_is_forgotten(url: str) -> None:

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from bench.fakes.worker import SECRET, FakeWorker, Lanes
+from router.api.bodies import GenerationBody
 from router.config import RouterConfig
 from router.server import RunningRouter, running
 from router.text.gguf_tokenizer import read_gguf
@@ -19,6 +20,7 @@ from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import TlsFiles
 from rpc import worker_pb2 as pb
 
+NO_DEFAULTS = GenerationBody()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
 
 
@@ -130,6 +132,7 @@ async def make_cluster(
     wait: bool = True,
     secret: bytes = SECRET,
     worker_tls: TlsFiles | None = None,
+    defaults: GenerationBody = NO_DEFAULTS,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     lanes, output_ids = Lanes(), [*tokenizer.encode(text), 2]
@@ -144,7 +147,7 @@ async def make_cluster(
     workers_file.write_text("".join(f"{worker.address}\n" for worker in workers))
     config = {"request_timeout": 60.0, "grpc_port": 0, **config}
     made = RouterConfig(model="fake", secret=secret, port=0, workers_file=str(workers_file), **config)
-    async with running(made, tokenizer) as router, aiohttp.ClientSession() as http:
+    async with running(made, tokenizer, defaults) as router, aiohttp.ClientSession() as http:
         cluster = Cluster(router, http, tokenizer, lanes, output_ids, workers)
         for worker in cluster.workers:
             worker.transfer = cluster.heard

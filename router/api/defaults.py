@@ -1,0 +1,40 @@
+"""Sampling defaults of a model: what its generation_config.json recommends, as vLLM takes it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from router.api.bodies import GenerationBody, validate
+from router.errors import InvalidRequest
+
+FILE = "generation_config.json"
+NONE = "vllm"
+"""The value of --generation-config without any recommended defaults."""
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(chosen: str, model: Path) -> GenerationBody:
+    """Returns the fields that a request gets if it leaves them out. `max_tokens` also limits all requests.
+
+    Args:
+        chosen: the value of --generation-config: auto, vllm, or the path of a directory.
+        model: the path of the model.
+
+    Raises ValueError when the file is missing in that directory, or has a value out of range.
+    """
+    file = (model if chosen == "auto" else Path(chosen)) / FILE
+    if chosen == NONE or (chosen == "auto" and not file.is_file()):
+        return GenerationBody()
+    try:
+        recommended: dict[str, Any] = json.loads(file.read_text())
+        fields = {name: recommended.get(name) for name in _NAMES}
+        return validate(GenerationBody, fields | {"max_tokens": recommended.get("max_new_tokens")})
+    except OSError as error:
+        raise ValueError(f"--generation-config {chosen}: {file} cannot be read: {error}") from error
+    except (ValueError, AttributeError, InvalidRequest) as error:
+        raise ValueError(f"--generation-config {chosen}: {file}: {error}; {NONE} ignores the file") from error
+
+
+def shown(defaults: GenerationBody) -> dict[str, float]:
+    """Returns the fields that have a value."""
+    return defaults.model_dump(include={*_NAMES, "max_tokens"}, exclude_none=True)

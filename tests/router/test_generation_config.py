@@ -1,0 +1,62 @@
+"""Sampling defaults from generation_config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.api import responses
+from router.api.defaults import sampling_defaults, shown
+from router.text.tokenizer import ModelTokenizer
+
+from .conftest import make_cluster
+
+QWEN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "eos_token_id": [1, 2]}
+DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def written(path: Path, content: Any) -> Path:
+    (path / "generation_config.json").write_text(json.dumps(content))
+    return path
+
+
+def test_the_defaults_come_from_the_chosen_file(tmp_path: Path):
+    assert shown(sampling_defaults("auto", tmp_path)) == {}, "the model needs no such file"
+    model = written(tmp_path, QWEN)
+    assert shown(sampling_defaults("auto", model)) == DEFAULTS
+    assert shown(sampling_defaults("vllm", model)) == {}
+    (tmp_path / "other").mkdir()
+    other = written(tmp_path / "other", {"max_new_tokens": 9, "repetition_penalty": 1.05})
+    assert shown(sampling_defaults(str(other), model)) == {"max_tokens": 9, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [({"temperature": -1}, "temperature"), ({"top_k": "20"}, "top_k"), ([], "generation_config.json")],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, content: Any, reason: str):
+    with pytest.raises(ValueError, match=f"--generation-config auto.*{reason}"):
+        sampling_defaults("auto", written(tmp_path, content))
+
+
+def test_a_chosen_directory_must_have_the_file(tmp_path: Path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        sampling_defaults(str(tmp_path / "none"), tmp_path)
+
+
+async def test_requests_get_the_defaults_unless_they_say_otherwise(tokenizer: ModelTokenizer, tmp_path: Path):
+    defaults = sampling_defaults("auto", written(tmp_path, {**QWEN, "max_new_tokens": 9}))
+    async with make_cluster(tokenizer, tmp_path, defaults=defaults) as cluster:
+        for body, expected in (
+            ({"max_tokens": None}, (0.6, 20, 0.95, 9)),
+            ({"max_tokens": 4, "temperature": 0, "top_k": -1, "top_p": 1.0}, (0, 0, 1, 4)),
+            ({"max_tokens": 100}, (0.6, 20, 0.95, 9)),
+        ):
+            await cluster.complete(**body)
+            sent = cluster.prefills[0].submitted[-1].prefill.request.sampling
+            assert (sent.temperature, sent.top_k, sent.top_p, sent.max_tokens) == expected
+        async with cluster.http.get(cluster.url + "/v1/models") as response:
+            listed = responses.ModelList.model_validate(await response.json())
+        assert listed.data[0].default_sampling_params == DEFAULTS | {"max_tokens": 9}
+        await cluster.idle()
