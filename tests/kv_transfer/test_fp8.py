@@ -70,6 +70,19 @@ def test_a_transfer(make_pair: Any, sent: str, kept: str, ranks: tuple[int, int]
     pair.assert_whole()
 
 
+def test_chunks_of_a_prefix_cache(make_pair: Any) -> None:
+    """The tokens of a fetch are counted, not computed from its bytes. The holder lacks the last chunk."""
+    pair = make_pair(*[{"layout": layout("float8_e4m3fn"), "slot_bytes": 8192, "device": "cpu"}] * 2)
+    names = pair.prefill.cache(3)
+    fetch_id = pair.decode.fetch_content(pair.prefill, [*names[1:], bytes(16)], first_chunk=1)
+    event = pair.event(fetch_id)
+    assert isinstance(event, kv.Injected)
+    assert event.stats.tokens == 128
+    for layer in range(3):
+        there = pair.prefill.exact_rows(pair.prefill.cached_blocks, layer, 64, 192)
+        assert torch.equal(pair.decode.exact_rows(pair.decode.reserved[fetch_id], layer, 64, 192), there)
+
+
 def test_numbers_that_are_not_finite_spoil_their_head_alone() -> None:
     exact = torch.randn(2, 3, 4, 16)
     exact[0, 1, 2, 5], exact[1, 2, 3, 0] = torch.nan, torch.inf
