@@ -10,6 +10,8 @@ import os
 import random
 import select
 import socket
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import xxhash
 
 import kv_transfer as kv
 
+from .conftest import Prefill
 from .second_wire import (
     ABORT,
     ABORTED,
@@ -264,6 +267,13 @@ def test_a_fetch_of_nothing_is_answered(make_prefill: Any, until: Any) -> None:
 # ---------------------------------------------------------------- it does not: at prefill
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Prefill]:
+    """For peers that misbehave, one after the other."""
+    with closing(Prefill()) as prefill:
+        yield prefill
+
+
 def refused(worker: Any, until: Any, reason: str, count: int = 1) -> None:
     until(lambda: worker.stats().refused.get(reason, 0) >= count, f"{reason} to be counted")
 
@@ -271,7 +281,7 @@ def refused(worker: Any, until: Any, reason: str, count: int = 1) -> None:
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
-        (b"GET / HTTP/1.1\r\nHost: prefill\r\nUser-Agent: someone who is lost\r\n\r\n", None),
+        (b"GET / HTTP/1.1\r\nHost: prefill\r\nUser-Agent: someone who is lost\r\n\r\n", "header"),
         (frame(HELLO, b"x", magic=b"HTTP"), "magic"),
         (frame(HELLO, b"x", version=1), "version"),
         (frame(99, b"x"), "type"),
@@ -287,14 +297,14 @@ def refused(worker: Any, until: Any, reason: str, count: int = 1) -> None:
         (frame(HELLO, pack(["open", bytes(15), 0, 1, bytes(32), b""])), "hello"),
     ],
 )
-def test_before_the_handshake(make_prefill: Any, until: Any, data: bytes, kind: str | None) -> None:
-    prefill = make_prefill()
-    lane = Lane(socket.create_connection(("127.0.0.1", prefill.port)))
+def test_before_the_handshake(shared: Prefill, until: Any, data: bytes, kind: str) -> None:
+    before = shared.stats().refused.get(kind, 0)
+    lane = Lane(socket.create_connection(("127.0.0.1", shared.port)))
     lane.sock.sendall(data)
     while lane.read()[0]:
         pass  # at most a word about why
-    until(lambda: prefill.stats().refused.get(kind or "header", 0) == 1, f"{kind} to be counted")
-    until(lambda: prefill.stats().lanes == 0, "the lane to close")
+    until(lambda: shared.stats().refused.get(kind, 0) == before + 1, f"{kind} to be counted")
+    until(lambda: shared.stats().lanes == 0, "the lane to close")
 
 
 def test_a_wrong_secret(make_prefill: Any, until: Any) -> None:
@@ -340,17 +350,16 @@ def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
     ],
 )
 def test_an_authenticated_peer_that_breaks_the_protocol(
-    make_prefill: Any, until: Any, kind: int, body: bytes, reason: str
+    shared: Prefill, until: Any, kind: int, body: bytes, reason: str
 ) -> None:
-    prefill = make_prefill()
-    prefill_id = prefill.open(10)
-    lane = connect(prefill.port)
+    before, prefill_id = shared.stats().refused.get(reason, 0), shared.open(10)
+    lane = connect(shared.port)
     lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], os.urandom(16))
-    until(lambda: prefill.sender.has_fetch(prefill_id), "the FETCH")
+    until(lambda: shared.sender.has_fetch(prefill_id), "the FETCH")
     lane.send(kind, body)
-    refused(prefill, until, reason)
-    until(lambda: not prefill.sender.has_fetch(prefill_id), "its transfer to end with its session")
-    assert prefill.stats().sessions == 0
+    refused(shared, until, reason, before + 1)
+    until(lambda: not shared.sender.has_fetch(prefill_id), "its transfer to end with its session")
+    assert shared.stats().sessions == 0
     assert lane.read()[0] == 0
 
 
