@@ -263,7 +263,7 @@ class DecodeRole:
                 case Closed():
                     self._forget(event.decode_id)
         self._prefix_fetches.expire()
-        self.engine.joins_soon = self._receiver.nearly_injected
+        self.engine.joins_at = self._receiver.next_injection
         self._resume()
         self._expire()
 

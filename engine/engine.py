@@ -107,8 +107,8 @@ class Engine:
         self._chunk_limit = ChunkLimit(
             config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps
         )
-        self.joins_soon = False
-        """Set by the caller: most of the KV of a reservation is there."""
+        self.joins_at = math.inf
+        """Set by the caller: when the next reservation should have its KV (time.monotonic())."""
         self._joined = False  # a request from another worker decodes from the next step on
         self._pace = Pace()
         self._graph_rows = runner.mixed_rows[-1] if runner.mixed_rows else math.inf
@@ -185,12 +185,8 @@ class Engine:
 
     def _prompt_limit(self, now: float) -> int:
         """Most prompt tokens of the next step, if it decodes."""
-        if self._joined or self.joins_soon:
-            # The request waits for the step before its own, and for its own. Both are short, so that it gets
-            # its second token soon.
-            self._joined = False
-            return self._chunk_limit.short_tokens
-        return self._chunk_limit.tokens(self._scheduler.prompts(), now)
+        joins_at, self._joined = now if self._joined else self.joins_at, False
+        return self._chunk_limit.tokens(self._scheduler.prompts(), now, joins_at)
 
     def _sample(self, flight: Flight) -> None:
         adjustments = None

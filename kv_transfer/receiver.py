@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -41,8 +41,22 @@ if TYPE_CHECKING:
     from kv_transfer.device import Staged
 
 _MAX_REFETCHES = 2
-NEARLY = 0.7
-"""Share of the layers of the last tokens after which a fetch is nearly injected."""
+
+
+@dataclass(slots=True)
+class _LayerPace:
+    """Expects when the last layer of a prompt's last tokens comes, at the speed of the layers before."""
+
+    ends_at: float = math.inf
+    _first: int = -1  # layer
+    _since: float = 0.0
+
+    def came(self, layer: int, layers: int, now: float) -> None:
+        if self._first < 0:
+            self._first, self._since = layer, now
+        done, left = layer - self._first, layers - 1 - layer
+        if done > 0 or not left:
+            self.ends_at = now + left * (now - self._since) / max(1, done)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +69,7 @@ class _Fetch:
     frames: int = 0  # taken from the channel
     bytes: int = 0
     heads: int = 0  # of K and V, over all positions and layers
-    nearly: bool = False  # most layers of the last tokens are there
+    pace: _LayerPace = field(default_factory=_LayerPace)  # of the last tokens
     scatter_at: float = 0.0  # the first one
     complete: Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event
@@ -164,8 +178,8 @@ class ArenaReceiver:
         return fetch is not None and bool(fetch.frames or fetch.complete)
 
     @property
-    def nearly_injected(self) -> bool:
-        return any(fetch.nearly for fetch in self._fetches.values())
+    def next_injection(self) -> float:
+        return min((fetch.pace.ends_at for fetch in self._fetches.values()), default=math.inf)
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -219,9 +233,8 @@ class ArenaReceiver:
         fetch.frames += 1
         fetch.bytes += m.length
         fetch.heads += piece.token_count * piece.head_count
-        at_end = piece.token_start + piece.token_count == stop and not fetch.request.chunks
-        if at_end and m.layer + 1 >= NEARLY * self._layout.num_layers:
-            fetch.nearly = True
+        if piece.token_start + piece.token_count == stop and not fetch.request.chunks:
+            fetch.pace.came(m.layer, self._layout.num_layers, time.monotonic())
         return Staged(piece, m.slot, fetch.table, m.dtype)
 
     def _inject(self, batch: list[Staged]) -> None:
@@ -240,7 +253,7 @@ class ArenaReceiver:
         if retry and not fetch.request.chunks and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
             fetch.frames = fetch.bytes = fetch.heads = 0
-            fetch.nearly = False
+            fetch.pace = _LayerPace()
             fetch.scatter_at = 0.0
             fetch.request = msgspec.structs.replace(fetch.request, transfer_id=os.urandom(16))
             self._by_transfer[fetch.request.transfer_id] = fetch

@@ -216,8 +216,9 @@ class Receiver(Protocol):
         """Whether KV of a live fetch has arrived, or will not come any more because nothing is missing."""
 
     @property
-    def nearly_injected(self) -> bool:
-        """Whether some fetch has most of its KV, so that its request joins soon."""
+    def next_injection(self) -> float:
+        """When the first of the fetches should have all of its KV (time.monotonic()), as far as its layers
+        tell. Infinite: not known."""
 
     def fileno(self) -> int:
         """Readable when poll() has something."""

@@ -171,6 +171,8 @@ class Router:
         self._sent_tokens += request.prompt
         request.first_token = partial(self._first_token, request, work, computes, decodes)
         request.ended = partial(self._ended, request, decodes)
+        if computes != decodes:
+            request.ends = partial(self._expect, request, decodes)
         if computes == decodes:
             self._decodes[decodes].sent(request.prompt + 1)
         elif queued:
@@ -178,6 +180,9 @@ class Router:
         else:
             self._reserve(request, decodes)
         self._workers[computes].prefill(request)
+
+    def _expect(self, request: Request, decode: int, computed: float) -> None:
+        self._workers[decode].arriving[request.number] = computed + HANDOVER_SECONDS[1]
 
     def _reserve(self, request: Request, decode: int) -> None:
         self._decodes[decode].sent(request.prompt + 1)
@@ -190,7 +195,6 @@ class Router:
         if computes == decodes:
             worker.decode(request)
         else:
-            worker.arriving += 1
             self._clock.after(self._rng.uniform(*HANDOVER_SECONDS), partial(worker.join, request))
         self._dispatch()
 

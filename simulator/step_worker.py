@@ -6,6 +6,7 @@ reports are those of the engine. Only the cost of a step is simulated (`steps`).
 
 import heapq
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -97,6 +98,9 @@ class Clock:
 def _nothing() -> None: ...
 
 
+def _ignore(at: float) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request for at least two tokens.
@@ -106,6 +110,7 @@ class Request:
         due: when the prompt should be computed.
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
+        ends: called when the last step takes tokens of it, with the time when that is over.
         first_token: called when the prompt is computed.
         ended: called when the request has its last token.
     """
@@ -119,6 +124,7 @@ class Request:
     due: float = 0.0
     token_at: float = 0.0
     started: Event = _nothing
+    ends: Callable[[float], None] = _ignore
     first_token: Event = _nothing
     ended: Event = _nothing
 
@@ -128,7 +134,7 @@ class Worker:
 
     Attributes:
         reserved: requests whose KV will come from another worker.
-        arriving: the part of `reserved` whose KV is on its way.
+        arriving: when the KV of requests should come, by number, as far as known.
     """
 
     def __init__(
@@ -141,7 +147,8 @@ class Worker:
         target_steps: float,
     ) -> None:
         self.name = name
-        self.reserved = self.arriving = 0
+        self.reserved = 0
+        self.arriving: dict[int, float] = {}
         self._clock = clock
         self._outcome = outcome
         self._colocated = colocated
@@ -177,7 +184,7 @@ class Worker:
     def join(self, request: Request) -> None:
         """The KV of a reserved request has come."""
         self.reserved -= 1
-        self.arriving -= 1
+        del self.arriving[request.number]
         self._joined = True
         self._joining.append(request)
         self._wake()
@@ -226,6 +233,9 @@ class Worker:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.prompt - request.left - count) for request, count in chunks]
         seconds = step_seconds(len(self._decodes), self._context, starts)
+        for request, _ in chunks:
+            if not request.left:
+                request.ends(self._clock.now + seconds)
         self._clock.after(seconds, partial(self._end_step, seconds, tokens, chunks, joining))
 
     def _prompt_budget(self) -> int:
@@ -236,11 +246,10 @@ class Worker:
             return BUDGET
         if decodes and self._mixed_steps >= MIXED_STEPS:
             return 0
-        if self._joined or self.arriving:
-            tokens = self._limit.short_tokens
-        else:
-            prompts = ((request.left, request.due) for request in self._prompts)
-            tokens = self._limit.tokens(prompts, self._clock.now)
+        now = self._clock.now
+        joins_at = now if self._joined else min(self.arriving.values(), default=math.inf)
+        prompts = ((request.left, request.due) for request in self._prompts)
+        tokens = self._limit.tokens(prompts, now, joins_at)
         self._joined = False
         return min(BUDGET - decodes, without_padding(tokens, decodes, GRAPH_ROWS))
 

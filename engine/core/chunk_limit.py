@@ -16,6 +16,7 @@ slope comes from recent chunks, and these are as large as the limit. So the limi
 its full time.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
@@ -137,14 +138,18 @@ class ChunkLimit:
         decodes."""
         return max(LEAST, self.fitting(self.short_seconds)) if self._steps else FIRST
 
-    def tokens(self, prompts: Iterable[tuple[int, float]], now: float) -> int:
+    def tokens(self, prompts: Iterable[tuple[int, float]], now: float, joins_at: float = math.inf) -> int:
         """Most prompt tokens of the next step with decodes: at least `LEAST`.
 
         `prompts`: of each prompt, in order, the tokens that are left and the time when they should be
-        computed. The result is the fewest tokens with which all are in time, bounded by a long step.
+        computed. `joins_at`: when a request from another worker joins, which waits until the step is over.
+        The result is the fewest tokens with which all prompts are in time. It is bounded by a long step, and
+        by one that ends a short step after a request joins. So a request that joins waits for a short step
+        at most, and for its own, which is short, too.
         """
         tokens = self.short_tokens
-        most = max(tokens, self.fitting(self.long_seconds))
+        until_joined = max(0.0, joins_at - now)
+        most = max(tokens, self.fitting(min(self.long_seconds, until_joined + self.short_seconds)))
         ahead = 0
         for left, due in prompts:
             if tokens >= most:

@@ -89,6 +89,15 @@ def test_a_prompt_that_is_in_time_finishes_in_time() -> None:
     assert 0.19 <= now <= 0.2 + STEP
 
 
+def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
+    limit = fed(ChunkLimit(0.030, 2048))
+    assert limit.tokens(LATE, 1.0) == pytest.approx(200, abs=1)
+    assert limit.tokens(LATE, 1.0, joins_at=1.004) == pytest.approx(90, abs=1), "4 ms more than a short step"
+    assert limit.tokens(LATE, 1.0, joins_at=1.5) == pytest.approx(200, abs=1)
+    assert limit.tokens(LATE, 1.0, joins_at=1.0) == limit.short_tokens
+    assert limit.tokens(LATE, 1.0, joins_at=0.5) == limit.short_tokens, "later than expected"
+
+
 def test_the_limit_stays_within_the_token_budget() -> None:
     limit = fed(ChunkLimit(9.0, 300))
     assert limit.tokens(LATE, 0.0) == 300

@@ -4,6 +4,7 @@ The test copies KV between them by position.
 """
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -264,21 +265,19 @@ def test_a_join_can_end_the_request(tiny_engine: Callable[..., Engine], request_
 
 
 class KnownLimit:
-    """A chunk limit of 16 tokens for short steps and 40 for others. Notes the prompt tokens of each step."""
-
-    short_tokens = 16
+    """A chunk limit of 16 tokens if a request joins, else 40. Notes the prompt tokens of each step."""
 
     def __init__(self) -> None:
         self.taken: list[int] = []
 
-    def tokens(self, prompts: object, now: float) -> int:
-        return 40
+    def tokens(self, prompts: object, now: float, joins_at: float) -> int:
+        return 16 if joins_at <= now else 40
 
     def record(self, decodes: bool, prompt_tokens: int, seconds: float) -> None:
         self.taken.append(prompt_tokens)
 
 
-def test_a_join_waits_for_short_steps_only(
+def test_the_chunk_limit_knows_when_a_request_joins(
     tiny_engine: Callable[..., Engine], request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, limit = tiny_engine(), KnownLimit()
@@ -294,10 +293,10 @@ def test_a_join_waits_for_short_steps_only(
         parts(kv)[0][:, list(reserved.block_ids)] = 0
     engine.add(request_of(2, range(3, 190)))
     engine.step()
-    engine.joins_soon = True
+    engine.joins_at = 0.0
     for _ in range(2):
         engine.step()
-    engine.joins_soon = False
+    engine.joins_at = math.inf
     engine.step()
     engine.join(joining.id, 7)
     for _ in range(2):

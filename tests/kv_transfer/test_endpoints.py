@@ -7,9 +7,11 @@ handed over or given back, no block is reported free, and nothing is reported in
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 import kv_transfer as kv
 from kv_transfer import channel as ch
 from kv_transfer import device
-from kv_transfer.receiver import ArenaReceiver
+from kv_transfer.receiver import ArenaReceiver, _LayerPace
 from kv_transfer.sender import ArenaSender
 
 LAYOUT = kv.KVLayout(2, 1, 8, "float32")  # 64 B a position and layer
@@ -348,7 +350,7 @@ def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> Non
 
 
 @pytest.mark.parametrize("how", ["injected", "cancelled", "asked again"])
-def test_a_fetch_is_nearly_injected_with_most_layers_of_its_last_tokens(
+def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
     receiving: Any, until: Any, how: str
 ) -> None:
     bench, receiver, pool = receiving
@@ -356,10 +358,11 @@ def test_a_fetch_is_nearly_injected_with_most_layers_of_its_last_tokens(
     arrive(bench, transfer_id, 4, 0)
     bench.channel.send(ch.Arrived(transfer_id, 2, 1, 1, 0, 1, 0, 12, 12 * 64, "float32"))
     receiver.poll()
-    assert not receiver.nearly_injected, "one of two layers, and the first tokens of the other"
+    assert receiver.next_injection == math.inf, "one of two layers, and the first tokens of the other"
     bench.channel.send(ch.Arrived(transfer_id, 3, 2, 1, 0, 1, 12, 8, 8 * 64, "float32"))
+    before = time.monotonic()
     receiver.poll()
-    assert receiver.nearly_injected
+    assert before <= receiver.next_injection <= time.monotonic()
     if how == "injected":
         bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 1.0, 2.0, 2.5))
     elif how == "cancelled":
@@ -368,7 +371,19 @@ def test_a_fetch_is_nearly_injected_with_most_layers_of_its_last_tokens(
         bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
     pool.go(len(pool.work))
     receiver.poll()
-    assert not receiver.nearly_injected
+    assert receiver.next_injection == math.inf
+
+
+def test_the_last_layer_comes_as_fast_as_those_before() -> None:
+    pace = _LayerPace()
+    pace.came(2, 10, 100.0)
+    assert pace.ends_at == math.inf
+    pace.came(4, 10, 101.0)
+    assert pace.ends_at == 103.5, "half a second for each of layers 5 to 9"
+    pace.came(8, 10, 101.5)
+    assert pace.ends_at == pytest.approx(101.75)
+    pace.came(9, 10, 105.0)
+    assert pace.ends_at == 105.0
 
 
 def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
