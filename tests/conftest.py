@@ -18,7 +18,7 @@ import trustme
 from hypothesis import HealthCheck, settings
 
 from tests.device import DEVICE
-from tests.interpreter import patch_once
+from tests.interpreter import interpret_faster
 from tests.shallow import shallow
 
 pytest_plugins = ["tests.leftovers"]
@@ -64,7 +64,7 @@ def kernel_device() -> Iterator[str]:
     """Where Triton kernels run: compiled on a GPU, or on the CPU in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
-            patch_once(patch)
+            interpret_faster(patch)
         yield DEVICE
 
 
