@@ -143,6 +143,7 @@ class ActiveRequest:
                 stop_token_ids=frozenset(body.stop_token_ids or ()),
                 min_tokens=body.min_tokens,
                 skip_special_tokens=body.skip_special_tokens,
+                include_stop=body.include_stop_str_in_output,
             )
             for _ in jobs
         ]

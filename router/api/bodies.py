@@ -24,6 +24,7 @@ from router.api.fields import (
     Stops,
     TemplateSettings,
     TokenId,
+    TruncatedLength,
     invalid,
     prompts,
     stops,
@@ -89,12 +90,21 @@ class GenerationBody(Body):
     ignore_eos: Nullable[bool] = False
     skip_special_tokens: Nullable[bool] = True
     return_token_ids: Nullable[bool] = False
+    return_tokens_as_token_ids: Nullable[bool] = False
+    """In logprobs, `token_id:N` in place of the text of token N."""
+    include_stop_str_in_output: Nullable[bool] = False
+    truncate_prompt_tokens: TruncatedLength | None = None
+    """-1: as many tokens as leave room for `max_tokens`."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Side where tokens of the prompt are dropped. None: left."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Nullable[Annotated[int, Field(ge=-(2**31), lt=2**31)]] = 0
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Requests share cached prefixes only with those of the same API key's salt and the same `cache_salt`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -130,6 +140,15 @@ class GenerationBody(Body):
     def logprobs_wanted(self) -> int | None:
         """Number of alternatives for each token. None: no logprobs at all."""
         raise NotImplementedError
+
+    def truncated(self, prompt: list[int], context: int) -> list[int]:
+        """Returns the tokens of a prompt that `truncate_prompt_tokens` keeps."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return prompt
+        if limit == -1:
+            limit = max(1, context - (self.max_tokens_wanted or 1))
+        return prompt[:limit] if self.truncation_side == "right" else prompt[-limit:]
 
     @property
     def max_tokens_field(self) -> str:
@@ -246,10 +265,11 @@ class ChatOptions(RenderedBody, GenerationBody):
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             reason = f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools"
             raise invalid(reason, "tool_choice")
-        if self.offered_tools and self.structure is not None:
-            field = "response_format" if self.structured_outputs is None else "structured_outputs"
-            reason = f"{field} is not supported together with tools, unless tool_choice is none"
-            raise unsupported(reason, field)
+        if self.offered_tools and self.structure is not None and self.structure.kind != "json_schema":
+            reason = (
+                f"{self.structure.field} is not supported together with tools, unless tool_choice is none"
+            )
+            raise unsupported(f"{reason}: use structured_outputs.json", self.structure.field)
         return self
 
     @property

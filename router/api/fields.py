@@ -3,17 +3,40 @@
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, GetCoreSchemaHandler, PlainValidator
+from pydantic import AfterValidator, BaseModel, Field, GetCoreSchemaHandler, PlainValidator
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault, core_schema
 
 MAX_CHOICES = 128
 MAX_LISTED = 1024  # entries of stop_token_ids and of logit_bias
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 
+
+def invalid(reason: str, param: str | None = None) -> PydanticCustomError:
+    """Returns an error for a validator to raise. `param` names the field, if it is not the validated one."""
+    return _error("invalid", reason, param)
+
+
+def unsupported(reason: str, param: str | None = None) -> PydanticCustomError:
+    """Returns the error for a valid value that asks for a feature that Baton does not have."""
+    return _error("unsupported", reason, param)
+
+
+def _error(kind: Literal["invalid", "unsupported"], reason: str, param: str | None) -> PydanticCustomError:
+    return PydanticCustomError(kind, "{reason}", {"reason": reason} | ({"param": param} if param else {}))
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise invalid("must be -1, or at least 1")
+    return value
+
+
 Prompts = list[str | list[int]]
 
 # What clients may send, for the JSON schema. The validators below normalize it.
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+# -1, or at least 1.
+TruncatedLength = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(_not_zero)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 PromptInput = Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
@@ -46,20 +69,6 @@ Nullable = Annotated[T, _NullIsDefault()]
 class TextPart(BaseModel):
     type: Literal["text"]
     text: str
-
-
-def invalid(reason: str, param: str | None = None) -> PydanticCustomError:
-    """Returns an error for a validator to raise. `param` names the field, if it is not the validated one."""
-    return _error("invalid", reason, param)
-
-
-def unsupported(reason: str, param: str | None = None) -> PydanticCustomError:
-    """Returns the error for a valid value that asks for a feature that Baton does not have."""
-    return _error("unsupported", reason, param)
-
-
-def _error(kind: Literal["invalid", "unsupported"], reason: str, param: str | None) -> PydanticCustomError:
-    return PydanticCustomError(kind, "{reason}", {"reason": reason} | ({"param": param} if param else {}))
 
 
 def one_of(kinds: UnionType, what: str) -> PlainValidator:

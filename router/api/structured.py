@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from router.api.fields import invalid, one_of
+from router.api.tools import WHITESPACE
 from router.api.unsupported import refuse
 from rpc import worker_pb2 as pb
 
@@ -30,6 +31,18 @@ class Structure:
     @property
     def message(self) -> pb.StructuredOutput:
         return pb.StructuredOutput(**{self.kind: self.text})
+
+
+def calls_or_answer(calls: str, answer: Structure) -> str:
+    """Returns a Lark grammar for tool calls or an answer: its rule `start` is that of `calls`, or `answer`.
+
+    `answer` is a JSON schema.
+    """
+    schema = json.loads(answer.text)
+    object_ = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    rule = json.dumps({**spaced, **object_})
+    return f"start: calls | answer\n{calls.replace('start:', 'calls:', 1)}\nanswer: %json {rule}"
 
 
 class JsonSchema(BaseModel):

@@ -12,19 +12,18 @@ from router.api.fields import unsupported
 # For each field the values that have no effect, and are accepted.
 GENERATION: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],), "audio": (), "bad_words": ([],), "best_of": (1,), "bootstrap_host": (),
-    "bootstrap_port": (), "bootstrap_room": (), "cache_salt": (), "chat_template": (),
+    "bootstrap_port": (), "bootstrap_room": (), "chat_template": (),
     "custom_logit_processor": (), "custom_params": ({},), "documents": ([],), "ebnf": (),
     "ec_transfer_params": ({},), "extra_key": (), "function_call": ("none",), "functions": ([],),
     "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
-    "include_stop_str_in_output": (False,),
+
     "input_ids": (), "json_schema": (), "kv_transfer_params": ({},), "length_penalty": (1,),
     "logits_processors": ([],), "logprob_token_ids": (), "lora_path": (), "lora_request": (),
     "modalities": (["text"],), "moderation": (), "no_stop_trim": (False,), "prediction": (),
     "prompt_embeds": (), "prompt_logprobs": (0,), "regex": (), "repetition_detection": (),
     "request_id": (), "return_hidden_states": (False,), "return_prompt_text": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,), "rid": (), "session_params": ({},), "stop_regex": ([],),
-    "suffix": ("",), "truncate_prompt_tokens": (),
+    "return_prompt_token_ids": (False,), "rid": (), "session_params": ({},), "stop_regex": ([],),
+    "suffix": ("",),
     "use_beam_search": (False,), "verbosity": ("medium",), "vllm_xargs": ({},),
     "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """What the HTTP and the gRPC endpoint share: API keys, limits, and the preparation of a request."""
 
 import asyncio
+import hashlib
 import math
 import os
 import re
@@ -15,7 +16,7 @@ from router.admission.keys import ANY_CLIENT, KeyRing
 from router.admission.queue import Entry
 from router.api.bodies import ChatOptions, CompletionOptions
 from router.api.jobs import make_jobs
-from router.api.structured import Structure
+from router.api.structured import Structure, calls_or_answer
 from router.config import RouterConfig
 from router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
@@ -133,7 +134,7 @@ class Frontend:
                 vocab_size=self._services.tokenizer.vocab_size,
                 session=session,
                 content_root=self._services.pool.content_root,
-                cache_salt=entry.key.cache_salt,
+                cache_salt=_salt(entry.key.cache_salt, body.cache_salt),
                 tenant=entry.key.tenant,
                 structure=structure,
                 reasoning=self._reasoning(prepared, structure),
@@ -183,19 +184,31 @@ class Frontend:
         if tokenizer.tool_format is None:
             text = "tools is not supported: this model's tool call format is unknown, see --tool-call-parser"
             raise Unsupported(text, param="tools")
+        answer = None
         if not body.must_call:
-            return None
+            if body.structure is None:
+                return None
+            answer = await self._checker.check(body.structure, key)
         for i, tool in enumerate(body.tools or ()):
             field = f"tools[{i}].function.parameters"
             await self._checker.check(Structure("json_schema", tool.schema_text, field), key)
         grammar = tokenizer.tool_format.grammar(
             body.callable_tools, many=body.many_calls, spell=tokenizer.lark
         )
+        if answer is not None:
+            grammar = calls_or_answer(grammar, answer)
         if len(grammar) > MAX_LENGTH:
             raise InvalidRequest(
                 f"tools: {len(grammar)} characters are too many for tool_choice", param="tools"
             )
         return Structure("grammar", grammar, "tools")
+
+
+def _salt(of_key: bytes, sent: str | None) -> bytes:
+    """Returns the salt of a request: that of its API key, or one derived from it and the client's field."""
+    return (
+        of_key if sent is None else hashlib.blake2b(sent.encode(errors="replace"), key=of_key[:64]).digest()
+    )
 
 
 @asynccontextmanager

@@ -103,6 +103,14 @@ class ResponseBuilder:
     def _logprob(self, index: int, delta: Delta) -> Any:
         raise NotImplementedError
 
+    def _name(self, token_id: int) -> str:
+        """The token as it is shown in logprobs."""
+        return (
+            f"token_id:{token_id}"
+            if self._request.body.return_tokens_as_token_ids
+            else self._spelled(token_id)
+        )
+
     def _spelled(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
@@ -206,8 +214,11 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         spelled = self._tokenizer.token_bytes(token_id)
-        text = spelled.decode("utf-8", "replace")
-        return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(spelled)}
+        return {
+            "token": self._name(token_id),
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "bytes": list(spelled),
+        }
 
 
 class CompletionResponseBuilder(ResponseBuilder):
@@ -253,13 +264,14 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _logprob(self, index: int, delta: Delta) -> tuple[str, float, msgspec.Raw, int]:
         """Returns one entry for each list in `logprobs`."""
         logprobs = delta.token.logprobs or pb.TokenLogprobs()
-        text, logprob = self._spelled(delta.token.token_id), max(logprobs.logprob, LOWEST_LOGPROB)
+        token_id, logprob = delta.token.token_id, max(logprobs.logprob, LOWEST_LOGPROB)
         top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        spelled = {self._spelled(i): max(other, LOWEST_LOGPROB) for i, other in top}
+        names = {self._name(i): max(other, LOWEST_LOGPROB) for i, other in top}
         offset = self._offsets[index]
-        self._offsets[index] += len(text)
+        self._offsets[index] += len(self._spelled(token_id))
+        name = self._name(token_id)
         # As in OpenAI's API, the token itself is always among them.
-        return text, logprob, msgspec.Raw(_encode({**spelled, text: logprob})), offset
+        return name, logprob, msgspec.Raw(_encode({**names, name: logprob})), offset
 
 
 def _tool_call(piece: Piece) -> dict[str, Any]:

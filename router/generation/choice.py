@@ -40,11 +40,13 @@ class Choice:
         stop_token_ids: Set[int],
         min_tokens: int,
         skip_special_tokens: bool,
+        include_stop: bool,
     ) -> None:
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings(stops, include=include_stop)
+        self._include_stop = include_stop
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
 
@@ -55,8 +57,8 @@ class Choice:
         """
         reason = token.finish_reason or None
         stop_reason: str | int | None = None
-        # The stop token is not part of the text.
-        text = "" if reason == "stop" else self._detokenizer.push(token.token_id)
+        stopped = reason == "stop" and not self._include_stop
+        text = "" if stopped else self._detokenizer.push(token.token_id)
         if reason:
             text += self._detokenizer.finish()
         if self.num_tokens + 1 > self._min_tokens:

@@ -81,7 +81,7 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served) -> Prepared
         raise ContextLengthExceeded(text, param=field)
     text = _rendered(tokenizer, body, body.messages)
     special = bool(body.add_special_tokens)
-    prompt = _encoded(tokenizer, text, field, served, add_special_tokens=special)
+    prompt = _encoded(tokenizer, text, body, served, add_special_tokens=special)
     beginning: Beginning = "answer"
     if tokenizer.reasoning_parser is not None:
         if not body.continue_final_message:
@@ -97,12 +97,13 @@ def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served)
     prompts: list[list[int]] = []
     for prompt in body.prompt:
         if isinstance(prompt, list):
+            prompt = body.truncated(prompt, served.context)
             output_room(len(prompt), field, served.context)
             _check_ids(prompt, field, tokenizer)
             prompts.append(prompt)
         else:
             special = body.add_special_tokens
-            prompts.append(_encoded(tokenizer, prompt, field, served, add_special_tokens=special))
+            prompts.append(_encoded(tokenizer, prompt, body, served, add_special_tokens=special))
     echoes = [
         prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
         for prompt in (body.prompt if body.echo else [])
@@ -167,13 +168,20 @@ def _rendered(tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[
 
 
 def _encoded(
-    tokenizer: ModelTokenizer, text: str, field: str, served: Served, *, add_special_tokens: bool
+    tokenizer: ModelTokenizer,
+    text: str,
+    body: ChatOptions | CompletionOptions,
+    served: Served,
+    *,
+    add_special_tokens: bool,
 ) -> list[int]:
     """Returns the token ids of a prompt. Raises ContextLengthExceeded when it leaves no room for output."""
+    field = body.prompt_field
     # Without this check, a text of any length would be tokenized before it is refused.
-    if len(text) > served.context * tokenizer.longest_token:
+    if body.truncate_prompt_tokens is None and len(text) > served.context * tokenizer.longest_token:
         reason = f"{field}: {len(text)} characters do not fit into a context of {served.context}"
         raise ContextLengthExceeded(reason, param=field)
-    token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    token_ids = body.truncated(encoded, served.context)
     output_room(len(token_ids), field, served.context)
     return token_ids

@@ -26,15 +26,17 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text before the first stop string. The result does not depend on the pieces of the text.
+    """Cuts a text before the first stop string, or after it with `include`.
 
+    The result does not depend on the pieces of the text.
     The first stop string is the one that is complete first, if characters arrive one by one. If several are
     complete at the same character, it is the longest. Only text that may become a stop string is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         assert all(stops), "an empty stop string matches everywhere"
         self._stops = stops
+        self._include = include
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -52,7 +54,7 @@ class StopStrings:
                 found = (start + len(stop), start, stop)
         if found is not None:
             self._held = ""
-            return text[: found[1]], found[2]
+            return text[: found[0] if self._include else found[1]], found[2]
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None

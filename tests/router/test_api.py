@@ -145,8 +145,8 @@ def test_an_invalid_field_of_a_completion_is_named(field, value, reason):
             "EOS",
         ),
         (
-            {"messages": HELLO, "tools": [tool("f")], "response_format": {"type": "json_object"}},
-            "response_format",
+            {"messages": HELLO, "tools": [tool("f")], "structured_outputs": {"regex": "a"}},
+            "structured_outputs.regex",
             "together with tools",
         ),
         (
@@ -158,6 +158,8 @@ def test_an_invalid_field_of_a_completion_is_named(field, value, reason):
         ({"messages": HELLO, "logprobs": 3}, "logprobs", "boolean"),
         ({"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "logprobs"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 99}, "top_logprobs", "99"),
+        ({"messages": HELLO, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        ({"messages": HELLO, "cache_salt": ""}, "cache_salt", "at least 1"),
         ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens", "0"),
     ],
 )
@@ -177,9 +179,7 @@ def test_an_invalid_field_of_a_chat_is_named(body, param, reason):
         ("prompt_logprobs", 1),
         ("lora_request", {}),
         ("chat_template", "{{ x }}"),
-        ("include_stop_str_in_output", True),
         ("allowed_token_ids", [5]),
-        ("cache_salt", "x"),
         ("return_hidden_states", True),
         ("verbosity", "low"),
     ],

@@ -71,7 +71,12 @@ def test_only_a_possible_stop_string_is_held_back():
 
 
 def make_choice(tokenizer: ModelTokenizer, **options: Any) -> Choice:
-    defaults: dict[str, Any] = {"stops": [], "stop_token_ids": frozenset(), "min_tokens": 0}
+    defaults: dict[str, Any] = {
+        "stops": [],
+        "stop_token_ids": frozenset(),
+        "min_tokens": 0,
+        "include_stop": False,
+    }
     return Choice(tokenizer, skip_special_tokens=True, **(defaults | options))
 
 
@@ -92,6 +97,16 @@ def test_the_token_that_stops_counts_but_adds_no_text(tokenizer: ModelTokenizer)
     text, last = feed(choice, ids, "stop")
     assert (text, choice.finish_reason, choice.num_tokens) == ("One", "stop", 2)
     assert last.stop_reason == ids[-1]
+
+
+def test_the_stop_is_part_of_the_text_if_asked(tokenizer: ModelTokenizer):
+    ids = tokenizer.encode("One two three")
+    by_token = make_choice(tokenizer, stop_token_ids=frozenset({ids[1]}), include_stop=True)
+    assert feed(by_token, ids[:2], "stop")[0] == "One two"
+    by_eos = make_choice(tokenizer, include_stop=True)
+    assert feed(by_eos, [*ids, 2], "stop")[0] == "One two three", "EOS is a special token"
+    by_string = make_choice(tokenizer, stops=["tw", "wo"], include_stop=True)
+    assert feed(by_string, ids, "length")[0] == "One tw"
 
 
 def test_held_back_text_is_returned_at_the_end(tokenizer: ModelTokenizer):

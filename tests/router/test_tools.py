@@ -258,6 +258,24 @@ async def test_tool_choice_can_enforce_a_call(calling: Cluster, body: Any, texts
         assert taken == expected, text
 
 
+async def test_a_response_format_beside_tools_allows_calls_or_an_answer(calling: Cluster):
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"],
+              "additionalProperties": False, "$defs": {"n": {"type": "integer"}}}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    status, result = await calling.post(
+        "/v1/chat/completions", messages=CHAT, tools=TOOLS, response_format=form, max_tokens=2
+    )
+    assert status == 200, result
+    grammar = calling.prefills[0].submitted[0].prefill.request.sampling.structured_output.grammar
+    for text, expected in {'{"a": 5}': True, CALLS.partition("\n")[2].replace("°C", ""): False,
+                           '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>': True,
+                           '{"a": "x"}': False, "text": False}.items():  # fmt: skip
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        said = text.encode()
+        taken = matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
+        assert taken == expected, text
+
+
 async def test_errors_about_tools_name_their_field(
     cluster: Cluster, calling: Cluster, directory: Path, tmp_path: Path
 ):

@@ -1,0 +1,68 @@
+"""Fields of vLLM that change the prompt, the text or the names of tokens."""
+
+from typing import Any
+
+from rpc import worker_pb2 as pb
+
+from .conftest import TEXT, Cluster
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def sent(cluster: Cluster) -> pb.Request:
+    return cluster.prefills[0].submitted[-1].prefill.request
+
+
+async def test_a_prompt_is_truncated(cluster: Cluster):
+    ids = list(range(100, 400))
+    text = cluster.tokenizer.encode(TEXT)
+    long = TEXT * 3_000
+    for prompt, more, expected in (
+        (ids, {"truncate_prompt_tokens": 3}, ids[-3:]),
+        (ids, {"truncate_prompt_tokens": 3, "truncation_side": "right"}, ids[:3]),
+        (ids, {"truncate_prompt_tokens": 999}, ids),
+        (TEXT, {"truncate_prompt_tokens": 5}, text[-5:]),
+        (long, {"truncate_prompt_tokens": -1}, cluster.tokenizer.encode(long)[-(8192 - 4) :]),
+    ):
+        result = await cluster.complete(prompt=prompt, max_tokens=4, **more)
+        assert list(sent(cluster).prompt_ids) == expected, more
+        assert result["usage"]["prompt_tokens"] == len(expected)
+    body: dict[str, Any] = {"messages": CHAT, "max_tokens": 4, "truncate_prompt_tokens": 2}
+    status, _ = await cluster.post("/v1/chat/completions", **body)
+    assert status == 200
+    assert len(sent(cluster).prompt_ids) == 2
+
+
+async def test_a_stop_string_is_part_of_the_output_if_asked(cluster: Cluster):
+    for include, expected in ((False, "The capital of"), (True, "The capital of Fran")):
+        body = {"prompt": "Hi", "max_tokens": 50, "stop": " Fran", "include_stop_str_in_output": include}
+        result = await cluster.complete(**body)
+        events = await cluster.events("/v1/completions", **body)
+        assert result["choices"][0]["text"] == "".join(e["choices"][0]["text"] for e in events) == expected
+        assert result["choices"][0]["stop_reason"] == " Fran"
+
+
+async def test_tokens_are_named_by_their_ids(cluster: Cluster):
+    ids = cluster.tokenizer.encode(TEXT)[:3]
+    names = [f"token_id:{token_id}" for token_id in ids]
+    more = {"max_tokens": 3, "return_tokens_as_token_ids": True}
+    plain = await cluster.complete(max_tokens=3, logprobs=2)
+    result = await cluster.complete(logprobs=2, **more)
+    named, spelled = result["choices"][0]["logprobs"], plain["choices"][0]["logprobs"]
+    assert named["tokens"] == names
+    assert named["text_offset"] == spelled["text_offset"]
+    assert all(name.startswith("token_id:") for top in named["top_logprobs"] for name in top)
+    _, chat = await cluster.post("/v1/chat/completions", messages=CHAT, logprobs=True, top_logprobs=1, **more)
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == names
+    assert content[0]["top_logprobs"][0]["token"].startswith("token_id:")
+
+
+async def test_a_cache_salt_separates_prefixes(cluster: Cluster):
+    salts = []
+    for more in ({}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}):
+        await cluster.complete(max_tokens=2, **more)
+        salts.append(sent(cluster).cache_salt)
+    assert salts[0] == b""
+    assert salts[1] == salts[2] != salts[3]
+    assert {len(salt) for salt in salts[1:]} == {64}
