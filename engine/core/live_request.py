@@ -65,7 +65,7 @@ class LiveRequest:
     arrival: int
     """Serial number of the request in this engine."""
     tag: int = 0
-    """Virtual time, set by the scheduler, that orders the requests of several tenants."""
+    """Set by `FairShares`, to order the requests of several tenants."""
     handover: bool = False
     id: bytes = field(init=False)
     hand_back: bool = False

@@ -6,10 +6,7 @@ the order of `LiveRequest.order`. A request gets blocks for its whole prompt whe
 prefill never stops for lack of blocks. Only a decode needs more blocks. If the pool is empty then, the
 request that is last in order is preempted.
 
-Of one priority, tenants get equal shares of the prompt tokens. A request's tag is the virtual time at which
-its prompt would be done if the tenants shared every step. This is self-clocked fair queueing (Golestani
-1994), here for each chunk. So a short prompt waits for one step of another tenant's long prompt, not for all
-of it.
+Of one priority, tenants get equal shares of the prompt tokens (`fair_shares`).
 
 One engine may prefill for other workers and decode for them at the same time. What waits for blocks or seats:
 
@@ -43,6 +40,7 @@ from typing import NamedTuple
 from engine.api.request import CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, without_padding
+from engine.core.fair_shares import FairShares
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_exchange import PrefixExchange
@@ -116,10 +114,7 @@ class Scheduler:
         self.reserved: set[LiveRequest] = set()
         self._leaving: set[LiveRequest] = set()  # dropped, but a launched step still uses their blocks
         self._arrivals = 0
-        self._clock = 0  # virtual time, in prompt tokens
-        self._tags: dict[
-            bytes, int
-        ] = {}  # by tenant, the tag of its newest request; only tags after `_clock`
+        self._shares = FairShares()
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._was_alone = False  # whether the last step was for a request that shares no step
 
@@ -175,7 +170,7 @@ class Scheduler:
         self.reserved.remove(live)
         live.num_computed = len(live.token_ids)
         live.phase = Phase.RUNNING
-        self._clock = max(self._clock, live.tag)
+        self._shares.served(live.tag)
         insort(self.running, live, key=lambda r: r.order)
 
     def resume(self, live: LiveRequest, request_id: bytes) -> bool:
@@ -203,11 +198,7 @@ class Scheduler:
     def _register(self, live: LiveRequest) -> None:
         assert live.id not in self.requests, "ids are unique"
         self.requests[live.id] = live
-        # A tenant without requests under way has no claim for the time before.
-        self._tags = {tenant: tag for tenant, tag in self._tags.items() if tag > self._clock}
-        tenant = live.request.tenant
-        live.tag = self._tags.get(tenant, self._clock) + live.num_left
-        self._tags[tenant] = live.tag
+        live.tag = self._shares.tag(live.request.tenant, live.num_left)
 
     # The step
 
@@ -277,8 +268,8 @@ class Scheduler:
         count = min(live.num_computable, budget)
         if count:
             plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
-            if live.tag > self._clock:  # never so for a decode, of which a step has hundreds
-                self._clock = max(self._clock, live.tag - live.num_left + count)
+            if live.tag > self._shares.now:  # never so for a decode, of which a step has hundreds
+                self._shares.served(live.tag - live.num_left + count)
         return count
 
     def _go_on(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
