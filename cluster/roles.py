@@ -134,6 +134,7 @@ def run_router(given: options.RouterRole) -> int:
             generation_config=given.front.generation_config,
             tls=given.front.tls(),
             cluster_tls=given.secret.tls(),
+            allowed_origins=tuple(given.front.allowed_origins),
             api_keys=given.front.keys(),
             client_timeout=given.front.client_timeout,
             keep_alive=given.front.timeout_keep_alive,

@@ -1,6 +1,7 @@
 """The configuration of a router."""
 
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,8 @@ class RouterConfig:
     """For HTTP and gRPC clients. With `ca_certs` clients must show a certificate."""
     cluster_tls: TlsFiles | None = None
     """For connections to workers."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins, such as https://chat.example, whose pages may use the API in a browser. "*" is any."""
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """If there are any, clients must send one of them."""
     workers: tuple[str, ...] = ()
@@ -143,6 +146,9 @@ class RouterConfig:
         require(
             "routing-policy", self.routing_policy in PREFILL_POLICIES, f"one of {names}", self.routing_policy
         )
+        for origin in self.allowed_origins:
+            valid = origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None
+            require("allowed-origins", valid, "* or an origin such as https://chat.example", origin)
         for address in self.workers:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:

@@ -54,6 +54,10 @@ class FrontOptions:
             "auto|vllm|PATH",
         ),
     ] = "auto"
+    allowed_origins: Annotated[
+        list[str],
+        opt("Let pages of these origins use the API in a browser (CORS); * is any.", "ORIGIN", shown="none"),
+    ] = field(default_factory=list)
     api_key: Annotated[list[str], opt(f"Require one of these keys from clients. {NO_ARGV}", "KEY")] = field(
         default_factory=list
     )

@@ -60,6 +60,14 @@ OPERATIONS = (
         body=DetokenizeBody, errors=_REQUEST,
     ),
     Operation("get", "/health", "The process serves.", open=True),
+    Operation("get", "/ping", "As /health.", open=True),
+    Operation("post", "/ping", "As /health.", open=True),
+    Operation("get", "/load", "How many requests it serves.", responses.LoadResponse, errors=(401,)),
+    Operation("get", "/server_info", "How the router serves.", responses.ServerInfoResponse, errors=(401,)),
+    Operation(
+        "get", "/tokenizer_info", "The chat template and the special tokens.",
+        responses.TokenizerInfoResponse, errors=(401,),
+    ),
     Operation("get", "/ready", "Each pool of the cluster has a worker.", errors=(503,), open=True),
     Operation("get", "/metrics", "For Prometheus.", "text/plain", open=True, admin=True),
     Operation(

@@ -207,6 +207,30 @@ class DetokenizeResponse(ResponseModel):
     prompt: str
 
 
+class TokenizerInfoResponse(ResponseModel):
+    """The names are those of tokenizer_config.json. A model without a chat template has only the last two."""
+
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    vocab_size: int
+    model_max_length: int
+
+
+class LoadResponse(ResponseModel):
+    server_load: int
+    """Requests that this router process generates for."""
+
+
+class ServerInfoResponse(ResponseModel):
+    version: str
+    model: str
+    max_model_len: int
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    default_sampling_params: dict[str, float]
+
+
 class VersionResponse(ResponseModel):
     version: str
 

@@ -18,6 +18,7 @@ from router.api.bodies import MAX_TIMEOUT
 from router.api.defaults import shown
 from router.api.openapi import OPERATIONS, description
 from router.config import RouterConfig
+from router.endpoints.cors import Cors
 from router.endpoints.frontend import Frontend, request_name
 from router.endpoints.http_response import respond
 from router.endpoints.http_runner import ENCODINGS, unsupported_encoding
@@ -43,7 +44,9 @@ class HttpEndpoints:
         self._services = services
         self._frontend = frontend
         self._created = int(time.time())
+        self._cors = Cors(config.allowed_origins)
         self.app = web.Application(middlewares=[self._guard])
+        self.app.on_response_prepare.append(self._cors.add_headers)
         self.app.add_routes(
             [
                 web.post(
@@ -59,6 +62,11 @@ class HttpEndpoints:
                 web.post("/detokenize", partial(self._convert, kind="detokenize")),
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
+                web.get("/ping", self._health),
+                web.post("/ping", self._health),
+                web.get("/load", self._load),
+                web.get("/server_info", self._server_info),
+                web.get("/tokenizer_info", self._tokenizer_info),
                 web.get("/version", self._version),
                 web.get("/openapi.json", self._openapi),
             ]
@@ -74,6 +82,8 @@ class HttpEndpoints:
         """Gives the request an id, checks its API key, and turns errors into responses of OpenAI's shape."""
         request_id = request_name(request.headers.get("x-request-id"))
         _REQUEST_ID.set(request_id)
+        if (response := self._cors.preflight(request)) is not None:
+            return response
         try:
             if request.path not in _OPEN:
                 _ACCOUNT.set(self._frontend.authorize(request.headers.get("authorization", "")))
@@ -190,6 +200,25 @@ class HttpEndpoints:
     async def _metrics(self, request: web.Request) -> web.Response:
         text = self._services.metrics.exposition()
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return _json({"server_load": len(self._services.active)})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        tokenizer = self._services.tokenizer
+        tools, reasoning = tokenizer.tool_format, tokenizer.reasoning_parser
+        info = {
+            "version": _version(),
+            "model": self._config.model_name,
+            "max_model_len": self._frontend.capacity,
+            "tool_call_parser": None if tools is None else tools.name,
+            "reasoning_parser": None if reasoning is None else reasoning.name,
+            "default_sampling_params": shown(self._services.defaults),
+        }
+        return _json(info)
+
+    async def _tokenizer_info(self, request: web.Request) -> web.Response:
+        return _json(self._services.tokenizer.info)
 
     async def _version(self, request: web.Request) -> web.Response:
         return _json({"version": _version()})

@@ -55,6 +55,18 @@ class ModelTokenizer:
         self._special = frozenset(i for i, t in added.items() if t.special and t.content not in shown)
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """What clients need to use the same tokenizer: its chat template and special tokens."""
+        state = {} if self._template is None else self._template.state
+        return {
+            "chat_template": state.get("source"),
+            "bos_token": state.get("bos_token"),
+            "eos_token": state.get("eos_token"),
+            "vocab_size": self.vocab_size,
+            "model_max_length": self.max_model_len,
+        }
+
     @cached_property
     def state(self) -> bytes:
         """The bytes from which `restored` makes a copy in another process."""
