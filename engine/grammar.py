@@ -16,7 +16,7 @@ compile without that lock, and a request that waits for its grammar delays no ot
 """
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -63,21 +63,35 @@ class Allowed(NamedTuple):
     """The only token that is allowed."""
     eos: bool = True
     """False: EOS is not allowed."""
+    within: np.ndarray | None = None
+    """[words] uint32: of the tokens above, only those with a bit here are allowed. None: all of them."""
+    barred: tuple[int, ...] = ()
+    """Tokens that are not allowed."""
+
+    @property
+    def everything(self) -> bool:
+        """All tokens are allowed."""
+        limits = self.matcher is not None, self.only is not None, self.within is not None, self.barred
+        return self.eos and not any(limits)
 
 
 class CompiledGrammar:
     """The grammar of one request. Owned by its `LiveRequest`; used in the engine's thread."""
 
     def __init__(
-        self, compiling: "Future[LLMatcher] | None", reasoning: Reasoning | None, prompt: int, consumed: int
+        self,
+        compiling: "Future[LLMatcher] | None",
+        request: EngineRequest,
+        consumed: int,
+        within: np.ndarray | None,
     ) -> None:
-        """Args:
-        compiling: gives a matcher that has consumed the first `consumed` tokens of the answer. None: the
-            request has no structure.
-        prompt: number of prompt tokens.
-        """
+        """`compiling` gives a matcher that has consumed the first `consumed` tokens of the answer. None: the
+        request has no structure. `within` is that of `Allowed`."""
+        prompt, reasoning = len(request.prompt_ids), request.sampling.reasoning
         self._compiling = compiling
         self._reasoning = reasoning
+        self._bad_words = request.sampling.bad_words
+        self._within = within
         self._prompt = prompt
         self._consumed = consumed
         self._read = prompt  # tokens before this position are known not to end the reasoning
@@ -98,6 +112,20 @@ class CompiledGrammar:
         Later calls need the same tokens and may add some. Raises `ValueError` if the grammar is not valid,
         exceeds a limit, or does not allow the tokens.
         """
+        allowed = self._next(token_ids)
+        if allowed.only is not None:
+            return allowed
+        return allowed._replace(within=self._within, barred=tuple(self._barred(token_ids)))
+
+    def _barred(self, token_ids: "array[int]") -> Iterator[int]:
+        """Yields the tokens that would complete a bad word."""
+        for word in self._bad_words:
+            start = len(token_ids) - len(word) + 1
+            if start >= self._prompt and tuple(token_ids[start:]) == word[:-1]:
+                yield word[-1]
+
+    def _next(self, token_ids: "array[int]") -> Allowed:
+        """Returns what the structure and the reasoning allow after the request's tokens."""
         reasoning = self._reasoning
         if reasoning is None:
             return Allowed(self._matcher(token_ids, self._prompt))
@@ -160,7 +188,16 @@ class Grammars:
             future = self._thread.submit(self._compile, wanted, answer)
             self._compiling.add(future)
             future.add_done_callback(self._compiling.discard)
-        return CompiledGrammar(future, reasoning, len(request.prompt_ids), len(answer))
+        ids = request.sampling.allowed_token_ids
+        within = self._words(ids) if ids else None
+        return CompiledGrammar(future, request, len(answer), within)
+
+    def _words(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Returns [words] uint32 with the bits of these tokens."""
+        ids = np.array(token_ids)
+        words = np.zeros(-(-self._vocab_size // 32), dtype=np.uint32)
+        np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+        return words
 
     def wait(self, seconds: float) -> None:
         """Waits until one of the grammars that are being compiled is ready, at most this long."""
@@ -183,7 +220,7 @@ class Grammars:
             except ValueError as error:
                 failed[row] = str(error)
             else:
-                if allowed != Allowed():
+                if not allowed.everything:
                     limits.append(allowed)
                     rows.append(row)
         if not rows:
@@ -210,9 +247,12 @@ class Grammars:
             for token in (limit.also, limit.only):
                 if token is not None:
                     word[token // 32] |= np.uint32(1 << token % 32)
-            if not limit.eos:
-                for token in self._eos_ids:
-                    word[token // 32] &= ~np.uint32(1 << token % 32)
+            if limit.within is not None:
+                word &= limit.within
+            for token in (*limit.barred, *(() if limit.eos else self._eos_ids)):
+                word[token // 32] &= ~np.uint32(1 << token % 32)
+            if not word.any():
+                failed[row] = "allowed_token_ids, bad_words and structured output allow no token together"
         return bits
 
     def _compile(self, wanted: StructuredOutput, output_ids: Sequence[int]) -> LLMatcher:

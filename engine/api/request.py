@@ -44,6 +44,8 @@ def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None
         ("output_ids", request.output_ids),
         ("stop_token_ids", request.sampling.stop_token_ids),
         ("logit_bias", request.sampling.logit_bias),
+        ("allowed_token_ids", request.sampling.allowed_token_ids),
+        ("bad_words", [token for word in request.sampling.bad_words for token in word]),
         ("reasoning", request.sampling.reasoning.ids if request.sampling.reasoning else ()),
     ):
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:

@@ -43,6 +43,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id → number that is added to its logit."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be generated. Empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not be in the output."""
     logprobs: int | None = None
     """How many most likely alternatives to return with each token's log probability. None: return neither."""
     structured_output: StructuredOutput | None = None
@@ -53,10 +57,10 @@ class SamplingParams:
 
     @property
     def has_grammar(self) -> bool:
-        """True if earlier tokens of the output decide which tokens may come next."""
-        return self.structured_output is not None or (
-            self.reasoning is not None and self.reasoning.budget is not None
-        )
+        """True if not every token may come next."""
+        budget = self.reasoning is not None and self.reasoning.budget is not None
+        limited = bool(self.allowed_token_ids or self.bad_words)
+        return self.structured_output is not None or budget or limited
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, bound: str) -> None:
@@ -77,6 +81,7 @@ class SamplingParams:
         require("max_tokens", self.max_tokens >= 1, "at least 1")
         require("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
         require("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids, which are at least 0")
+        require("bad_words", all(self.bad_words), "sequences of at least one token")
         require("logit_bias", all(t >= 0 for t in self.logit_bias), "keyed by token ids, at least 0")
         require(
             "logit_bias",

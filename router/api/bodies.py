@@ -18,9 +18,11 @@ from pydantic import (
 from router.api.fields import (
     MAX_CHOICES,
     MAX_LISTED,
+    MAX_STOPS,
     Nullable,
     PromptInput,
     Prompts,
+    Stop,
     Stops,
     TemplateSettings,
     TokenId,
@@ -82,6 +84,8 @@ class GenerationBody(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Annotated[list[str], PlainValidator(stops, json_schema_input_type=Stops)] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED)] | None
     ) = None

@@ -29,6 +29,7 @@ def make_jobs(
     tenant: bytes,
     structure: Structure | None,
     reasoning: pb.Reasoning | None,
+    bad_words: list[list[int]],
     defaults: GenerationBody,
 ) -> list[Job]:
     """Returns `n` jobs for each prompt, in the order of the choices. Raises InvalidRequest.
@@ -38,6 +39,7 @@ def make_jobs(
     sampling = _sampling(body, vocab_size, defaults)
     sampling["structured_output"] = structure and structure.message
     sampling["reasoning"] = reasoning
+    sampling["bad_words"] = [pb.BadWord(token_ids=word) for word in bad_words]
     jobs: list[Job] = []
     if len(prompts) * body.n > MAX_CHOICES:
         text = f"n: {len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices"
@@ -93,10 +95,11 @@ def _sampling(
             text = f"logit_bias: {key[:20]!r} is not a token id below {vocab_size}"
             raise InvalidRequest(text, param="logit_bias")
         bias[int(key)] = value
-    for token_id in body.stop_token_ids or ():
-        if token_id >= vocab_size:
-            text = f"stop_token_ids: {token_id} is not below the vocabulary's {vocab_size}"
-            raise InvalidRequest(text, param="stop_token_ids")
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        for token_id in getattr(body, field) or ():
+            if token_id >= vocab_size:
+                text = f"{field}: {token_id} is not below the vocabulary's {vocab_size}"
+                raise InvalidRequest(text, param=field)
     return {
         "temperature": given(body.temperature, defaults.temperature, 1.0),
         "top_k": max(0, given(body.top_k, defaults.top_k, 0)),
@@ -107,6 +110,7 @@ def _sampling(
         "frequency_penalty": given(body.frequency_penalty, 0.0),
         "min_tokens": body.min_tokens,
         "stop_token_ids": body.stop_token_ids or (),
+        "allowed_token_ids": body.allowed_token_ids or (),
         "ignore_eos": body.ignore_eos,
         "logit_bias": bias,
         "logprobs": body.logprobs_wanted,

@@ -11,7 +11,7 @@ from router.api.fields import unsupported
 
 # For each field the values that have no effect, and are accepted.
 GENERATION: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],), "audio": (), "bad_words": ([],), "best_of": (1,), "bootstrap_host": (),
+    "audio": (), "best_of": (1,), "bootstrap_host": (),
     "bootstrap_port": (), "bootstrap_room": (), "chat_template": (),
     "custom_logit_processor": (), "custom_params": ({},), "documents": ([],), "ebnf": (),
     "ec_transfer_params": ({},), "extra_key": (), "function_call": ("none",), "functions": ([],),

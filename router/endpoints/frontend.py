@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Literal
 
 from router.active_request import ActiveRequest, Services
@@ -138,6 +139,7 @@ class Frontend:
                 tenant=entry.key.tenant,
                 structure=structure,
                 reasoning=self._reasoning(prepared, structure),
+                bad_words=self._bad_words(body.bad_words or []),
                 defaults=self._services.defaults,
             )
         return ActiveRequest(
@@ -175,6 +177,11 @@ class Frontend:
             return None
         start = tokenizer.token_id(START) if prepared.beginning == "either" else None
         return pb.Reasoning(end_id=tokenizer.token_id(END), start_id=start, budget=budget)
+
+    def _bad_words(self, words: list[str]) -> list[list[int]]:
+        """Returns the token ids of each word, at the start of a text and after a space, as vLLM does."""
+        encode = partial(self._services.tokenizer.encode, add_special_tokens=False)
+        return [encode(space + word.lstrip()) for word in words for space in ("", " ")]
 
     async def _structure(self, body: ChatOptions | CompletionOptions, key: str) -> Structure | None:
         """Returns the constraint that workers must enforce on the output. Raises InvalidRequest."""

@@ -328,6 +328,40 @@ def test_a_model_that_does_not_reason_gives_the_structure_at_once(
     assert re.fullmatch("ab{2,4}c", text_of(result.tokens[:-1]))
 
 
+def test_allowed_tokens_and_bad_words(spelled_engine: Any, run: Any, request_of: Any) -> None:
+    """Also when an earlier worker generated a part of the output."""
+    shape = {
+        "temperature": 1.0, "ignore_eos": True, "max_tokens": 40, "allowed_token_ids": (30, 31, 32),
+        "bad_words": ((30, 30), (31, 32, 31), (32, 32)),
+    }  # fmt: skip
+    engine = spelled_engine()
+    for seed in range(4):
+        request = request_of(seed, [1, 9, 30], seed=seed, **shape)
+        tokens = run(engine, [request])[request.id].tokens
+        assert set(tokens) == {30, 31, 32}
+        spoken = "".join(map(chr, tokens))
+        for word in shape["bad_words"]:
+            assert "".join(map(chr, word)) not in spoken
+        again = request_of(9, [1, 9, 30], seed=seed, output_ids=tokens[:11], **shape)
+        assert run(engine, [again])[again.id].tokens == tokens[11:]
+
+
+def test_fields_that_allow_no_token_fail_their_request_only(
+    spelled_engine: Any, spelled_path: Path, request_of: Any
+) -> None:
+    letter = Tokenizer.from_file(str(spelled_path / "tokenizer.json")).token_to_id("b")
+    engine = spelled_engine()
+    engine.add(
+        request_of(1, [1, 9], structured_output=StructuredOutput("regex", "a"), allowed_token_ids=(letter,))
+    )
+    engine.add(request_of(2, [1, 9], max_tokens=3))
+    refused = {}
+    while engine.has_work:
+        refused |= dict(engine.step().refused)
+    [message] = refused.values()
+    assert "allow no token together" in message
+
+
 def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: Path, request_of: Any) -> None:
     """From a GGUF file's vocabulary."""
     tokenizer = Tokenizer.from_str(tokenizer_json(str(embedded_model_path)))

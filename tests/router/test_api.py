@@ -179,7 +179,6 @@ def test_an_invalid_field_of_a_chat_is_named(body, param, reason):
         ("prompt_logprobs", 1),
         ("lora_request", {}),
         ("chat_template", "{{ x }}"),
-        ("allowed_token_ids", [5]),
         ("return_hidden_states", True),
         ("verbosity", "low"),
     ],

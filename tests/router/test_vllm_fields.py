@@ -66,3 +66,13 @@ async def test_a_cache_salt_separates_prefixes(cluster: Cluster):
     assert salts[0] == b""
     assert salts[1] == salts[2] != salts[3]
     assert {len(salt) for salt in salts[1:]} == {64}
+
+
+async def test_workers_get_allowed_tokens_and_bad_words(cluster: Cluster):
+    await cluster.complete(max_tokens=2, allowed_token_ids=[5, 6], bad_words=["Paris", " New York"])
+    sampling = sent(cluster).sampling
+    assert list(sampling.allowed_token_ids) == [5, 6]
+    words = [cluster.tokenizer.decode(list(word.token_ids)) for word in sampling.bad_words]
+    assert words == ["Paris", " Paris", "New York", " New York"]
+    status, result = await cluster.post("/v1/completions", prompt="x", allowed_token_ids=[99_999])
+    assert (status, result["error"]["param"]) == (400, "allowed_token_ids")
