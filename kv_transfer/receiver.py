@@ -45,15 +45,16 @@ _MAX_REFETCHES = 2
 
 @dataclass(slots=True)
 class _LayerPace:
-    """Expects when the last layer of a prompt's last tokens comes, at the speed of the layers before."""
+    """Expects when the last layer of a prompt's last tokens comes, at the speed of the layers before. Layers
+    that are taken at the same time say nothing about it: they have waited for each other."""
 
     ends_at: float = math.inf
-    _first: int = -1  # layer
+    _first: int = -1  # the last layer of those that were taken first
     _since: float = 0.0
 
     def came(self, layer: int, layers: int, now: float) -> None:
-        if self._first < 0:
-            self._first, self._since = layer, now
+        if self._first < 0 or now == self._since:
+            self._first, self._since = max(self._first, layer), now
         done, left = layer - self._first, layers - 1 - layer
         if done > 0 or not left:
             self.ends_at = now + left * (now - self._since) / max(1, done)
@@ -201,9 +202,10 @@ class ArenaReceiver:
 
     def _take(self, spare: float) -> list[int]:
         """Inject what arrived, as far as there is time. Slots of ended transfers are free at once."""
-        if self._arrivals and time.monotonic() - self._oldest > PATIENCE:
+        taken_at = time.monotonic()
+        if self._arrivals and taken_at - self._oldest > PATIENCE:
             spare = math.inf
-        until, free = time.monotonic() + spare - INJECTING, []
+        until, free = taken_at + spare - INJECTING, []
         last = self._layout.num_layers - 1
         complete = any(f.complete for f in self._fetches.values())
         is_late = spare == math.inf or complete or any(m.layer == last for m in self._arrivals)
@@ -214,14 +216,14 @@ class ArenaReceiver:
             while self._arrivals and len(batch) < SLICES_AT_ONCE:
                 arrived = self._arrivals.popleft()
                 if arrived.transfer_id in self._by_transfer:
-                    batch.append(self._staged(arrived))
+                    batch.append(self._staged(arrived, taken_at))
                 else:
                     free.append(arrived.slot)  # cancelled, or fetched anew
             if batch:
                 self._inject(batch)
         return free
 
-    def _staged(self, m: Arrived) -> Staged:
+    def _staged(self, m: Arrived, taken_at: float) -> Staged:
         from kv_transfer.device import Staged
 
         fetch = self._by_transfer[m.transfer_id]
@@ -234,7 +236,7 @@ class ArenaReceiver:
         fetch.bytes += m.length
         fetch.heads += piece.token_count * piece.head_count
         if piece.token_start + piece.token_count == stop and not fetch.request.chunks:
-            fetch.pace.came(m.layer, self._layout.num_layers, time.monotonic())
+            fetch.pace.came(m.layer, self._layout.num_layers, taken_at)
         return Staged(piece, m.slot, fetch.table, m.dtype)
 
     def _inject(self, batch: list[Staged]) -> None:

@@ -53,7 +53,7 @@ class _Link:
     def pays(self, tokens: int, seconds: float, now: float) -> bool:
         """Whether a fetch of so many tokens takes less than `seconds`, as far as known. 0: not known.
 
-        After many noes a fetch is tried again."""
+        Each answer of no lowers what is measured. So after many of them a fetch is tried again."""
         if now < self.paused_until:
             return False
         if not seconds or not self.fetches or self._expected(tokens) < seconds:

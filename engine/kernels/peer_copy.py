@@ -49,7 +49,9 @@ class PeerCopy:
 
     def gather(self, x: Tensor, size: int) -> Tensor:
         """x [rows, part]: the columns of this rank, an equal share but for those of the last rank. Returns
-        [rows, size], which is undefined on the ranks from 1 on."""
+        [rows, size], which is undefined on the ranks from 1 on.
+
+        `size` and the dtype are the same in all calls: the place of a tile in the inbox depends on them."""
         assert x.is_contiguous(), "the kernel assumes dense rows"
         rows, width = x.shape
         share = triton.cdiv(size, self._ranks)
@@ -169,7 +171,8 @@ def _broadcast(
 
 @triton.jit
 def _counts(addresses, rank, tile, RANKS: tl.constexpr):
-    """A rank's counts for a tile: at the place of each rank how often it was here, own calls at its own."""
+    """The counts of a tile in the memory of a rank [ranks]. At the index of that rank: its own calls. At the
+    index of a rank on the other side: how often that rank has counted here."""
     return tl.load(addresses + rank).to(tl.pointer_type(tl.int64)) + tile * RANKS
 
 

@@ -386,6 +386,15 @@ def test_the_last_layer_comes_as_fast_as_those_before() -> None:
     assert pace.ends_at == 105.0
 
 
+def test_layers_that_are_taken_together_do_not_tell_how_fast_they_come() -> None:
+    pace = _LayerPace()
+    for layer in (0, 2, 1):
+        pace.came(layer, 10, 100.0)
+    assert pace.ends_at == math.inf
+    pace.came(3, 10, 102.0)
+    assert pace.ends_at == 114.0, "2 seconds for layer 3, and for each of layers 4 to 9"
+
+
 def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
