@@ -116,8 +116,8 @@ class Run:
 
 
 async def replay(url: str, asked: Sequence[Asked], prompts: Prompts, *, known: bool) -> Run:
-    """Sends each request at its time, but not before the answer that it continues. Raises RuntimeError if a
-    request fails."""
+    """Sends each request at its time, but not before the answer that it continues. Raises an ExceptionGroup
+    if a request fails."""
     run, cache, began = Run(), InfiniteCache(), time.monotonic()
     ended = [asyncio.Event() for _ in asked]
 
@@ -157,7 +157,8 @@ def rows(report: Report, device: str, mechanism: Mechanism, run: Run, moved: flo
     ttfts = [one.ttft * 1e3 for one in run.answered]
     report.add(Row(f"{name}.ttft", percentile(ttfts, 0.5), "ms", p99=percentile(ttfts, 0.99)))
     if mechanism.known:
-        ratio, to = run.hits / run.bound, f"an infinite cache ({run.bound:.3f})"
+        ratio = run.hits / run.bound if run.bound else None
+        to = f"an infinite cache ({run.bound:.3f})"
         report.add(Row(f"{name}.hits", run.hits, "of the prompt tokens", ratio=ratio, ratio_to=to))
     report.add(Row(f"{name}.goodput", run.goodput(SLOS[device]), "requests/s"))
     report.add(Row(f"{name}.moved", moved / 1e6, "MB"))
@@ -184,12 +185,15 @@ def moved(cluster: LocalCluster) -> float:
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises ValueError for a trace that cannot be read, and RuntimeError if a request fails."""
+    """Raises ValueError for a trace that cannot be read or has no request that fits, and an ExceptionGroup if
+    a request fails."""
     size = (SHORT if args.short else SIZES)[args.device]
     scale, count = args.length_scale or size.length_scale, args.requests or size.requests
     lines = synthetic(count, seed=0) if args.trace == DEFAULT else read_trace(Path(args.trace))
     most = CONTEXT[args.device] / scale
     lines = [line for line in lines if line.input_length + line.output_length < most][:count]
+    if not lines:
+        raise ValueError(f"no request of the trace fits into {CONTEXT[args.device]} tokens")
     asked = asked_of(lines, length_scale=scale, time_scale=args.time_scale or size.time_scale)
     given = {key: value for key, value in vars(args).items() if key != "json"}
     report = Report("reuse", given | {"requests": len(asked), "slo": str(SLOS[args.device])}, args.json)

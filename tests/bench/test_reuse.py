@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.chaos.streams import Case, Stream
+from bench.contract import Report
 from bench.load.traffic.datasets import MOONCAKE_BLOCK, SAMPLE_TRACE, TraceLine, read_trace
 from bench.reuse import replay as bench
 from bench.reuse.chats import CACHE_BLOCK, Asked, InfiniteCache, Prompts, asked_of, synthetic
@@ -129,6 +130,14 @@ async def test_without_known_beginnings_nothing_can_be_cached(server: Server) ->
     run = await bench.replay("", CHAT, Prompts(CHAT, length_scale=1, seed=0), known=False)
     assert run.bound == 0
     assert [len(prompt) for prompt in server.prompts] == [100, 200, 300]
+
+
+async def test_a_trace_without_repeated_beginnings_has_no_ratio(server: Server, tmp_path: Path) -> None:
+    run = await bench.replay("", CHAT[:1], Prompts(CHAT, length_scale=1, seed=0), known=True)
+    report = Report("reuse", {}, tmp_path / "report.json")
+    bench.rows(report, "cpu", bench.MECHANISMS[-1], run, moved=0.0)
+    (hits,) = (row for row in report.rows if row.name.endswith(".hits"))
+    assert (hits.value, hits.ratio) == (0.5, None)
 
 
 async def test_a_request_that_fails_ends_the_replay(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,13 +323,24 @@ def test_runs_reuse(
     assert rows["reuse.cpu.bytes_over_missing"] == 1
 
 
-def test_reuse_names_a_trace_that_cannot_be_read(
-    run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["/nowhere"], "trace /nowhere: No such file"),
+        (["default", "--length-scale", "9000"], "no request of the trace fits into 8192 tokens"),
+    ],
+)
+def test_reuse_names_a_trace_that_it_cannot_replay(
+    run: Callable[..., dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    error: str,
 ) -> None:
     monkeypatch.setattr(contract, "gpus", list)
     with pytest.raises(SystemExit):
-        run("reuse", "--trace", "/nowhere")
-    assert "trace /nowhere: No such file" in capsys.readouterr().err
+        run("reuse", "--trace", *args)
+    assert error in capsys.readouterr().err
 
 
 def test_overlap_gives_each_rank_a_gpu(
