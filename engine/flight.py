@@ -30,4 +30,6 @@ class Flight:
     @property
     def waits(self) -> bool:
         """A grammar must know a token of the step before."""
-        return any(live.grammar is not None and live.pending for live in self.sampled)
+        return any(
+            live.grammar is not None and live.grammar.needs_tokens and live.pending for live in self.sampled
+        )

@@ -101,6 +101,12 @@ class CompiledGrammar:
     def ready(self) -> bool:
         return self._compiling is None or self._compiling.done()
 
+    @property
+    def needs_tokens(self) -> bool:
+        """False if what may come next depends on no further token, as after reasoning without a structure."""
+        reasons = self._reasoning is not None and self._answer is None
+        return reasons or self._compiling is not None or bool(self._bad_words)
+
     def abandon(self) -> None:
         """Cancels the compilation, since the request has ended."""
         if self._compiling is not None:

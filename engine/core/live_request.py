@@ -22,6 +22,11 @@ class Grammar(Protocol):
         """Whether the grammar is compiled."""
         ...
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the last tokens of the request decide which tokens may come next."""
+        ...
+
     def after(self, token_ids: "array[int]", /) -> Any:
         """Returns what may come after the request's tokens. Raises `ValueError` if the grammar is not valid,
         exceeds a limit, or does not allow these tokens."""

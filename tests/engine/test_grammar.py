@@ -328,6 +328,26 @@ def test_a_model_that_does_not_reason_gives_the_structure_at_once(
     assert re.fullmatch("ab{2,4}c", text_of(result.tokens[:-1]))
 
 
+def test_a_step_waits_for_no_token_after_the_reasoning(
+    late_engine: Any, spelled_engine: Any, spelled_path: Path, run: Any, request_of: Any
+) -> None:
+    """The request has a budget, and no structure."""
+    shape = {"max_tokens": 20, "ignore_eos": True, "allowed_token_ids": (30, 31)}
+    request = request_of(1, [1, 9], reasoning=Reasoning(31, budget=4), logit_bias={31: -100.0}, **shape)
+    expected = run(spelled_engine(overlap=False), [request])[request.id].tokens
+    assert expected[:5] == [30] * 4 + [31]
+    engine = late_engine(model=str(spelled_path), num_blocks=64)
+    engine.add(request)
+    got: list[int] = []
+    late: list[int] = []
+    while engine.has_work:
+        got += [output.token for output in engine.step().outputs]
+        late += [len(got)] * any(not flight.is_sampled for flight in engine._flights)
+    assert got == expected
+    assert late
+    assert max(late) <= 5, "a step waits for the token before it only while the request reasons"
+
+
 def test_allowed_tokens_and_bad_words(spelled_engine: Any, run: Any, request_of: Any) -> None:
     """Also when an earlier worker generated a part of the output."""
     shape = {
