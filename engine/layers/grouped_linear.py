@@ -28,18 +28,19 @@ GROUP_SIZES = (32, 64, 128, 256)
 """What torch's kernel for 4 bits supports."""
 
 
-def packs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products read the packed weights. Else they are dequantized at load."""
+def packs(bits: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products read packed weights of 4 or 8 bits. Else they are dequantized at load."""
+    if device.type == "cuda":
+        return bits == 4 and dtype is not torch.float32 and from_hopper_on(device)
     return device.type == "cpu" and dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def bytes_per_parameter(bits: int, size: int, dtype: torch.dtype, device: torch.device) -> float:
     """Bytes of one parameter in memory, the copy for prompts included."""
-    if from_hopper_on(device) and bits == 4 and dtype is not torch.float32:
-        return 1 / 2 + 4 / size
-    if not packs(dtype, device):
+    if not packs(bits, dtype, device):
         return dtype.itemsize
-    return bits / 4 * (1 / 2 + 4 / size) + dtype.itemsize  # each half of 8 bits has scales
+    packed = bits / 4 * (1 / 2 + 4 / size)  # each half of 8 bits has scales
+    return packed if device.type == "cuda" else packed + dtype.itemsize
 
 
 def grouped_linear(
@@ -49,7 +50,7 @@ def grouped_linear(
     rows = len(groups.codes)
     if weights.device.type == "cuda":
         return _on_gpu(groups, bias, weights)
-    if not packs(weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
+    if not packs(groups.bits, weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
         return PlainLinear(groups.values().to(weights.dtype), bias)
     plain = PlainLinear(groups.values().bfloat16(), bias)
     return ByRows(PackedLinear(groups, bias), plain, None if output else weights.step_rows)
@@ -60,7 +61,8 @@ def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMeth
     from engine.kernels.split_k import multiprocessors
 
     codes, scales, zeros, bits = groups
-    if not from_hopper_on(weights.device) or bits != 4 or not Int4Linear.suits(codes, scales, weights.dtype):
+    packed = packs(bits, weights.dtype, weights.device)
+    if not packed or not Int4Linear.suits(codes, scales, weights.dtype):
         return PlainLinear(groups.values().to(weights.dtype), bias)
     return Int4Linear(codes, scales, zeros, bias, weights.dtype, multiprocessors(weights.device))
 

@@ -86,4 +86,5 @@ def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device
 
 def _serves_packed(engine: EngineConfig, settings: Mapping[str, Any], device: torch.device) -> bool:
     """Whether a GGUF file is served packed by default."""
-    return engine.dtype in ("auto", "bfloat16") and gguf_groups.serves_packed(settings, device)
+    dtype = torch.bfloat16 if engine.dtype == "auto" else getattr(torch, engine.dtype)
+    return gguf_groups.serves_packed(settings, dtype, device)

@@ -9,6 +9,7 @@ import math
 import mmap
 import re
 import struct
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+FUSED = {"attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "ffn_gate": "gate_up", "ffn_up": "gate_up"}
+"""The product of a matrix that the model computes together with others."""
 
 INTERLEAVED = re.compile(r"\.[qk]_proj\.")
 """Tensors in which llama.cpp interleaves the two halves of each head of a Llama."""
@@ -281,13 +285,23 @@ class GGUFCheckpoint:
             attention_bias="blk.0.attn_output.bias" in self._file.tensors,
             eos_ids=tuple(sorted(eos)),
             dtype=None,
-            quantization={
-                "quant_method": "gguf",
-                "types": sorted({info.kind.name for info in self._file.tensors.values()} - {"F32"}),
-            },
+            quantization={"quant_method": "gguf", "products": self._products()},
         )
         config.check(self.source)
         return config
+
+    def _products(self) -> dict[tuple[str, ...], int]:
+        """Parameters of the products of all layers, by the types of their matrices."""
+        products: defaultdict[tuple[str, str], list[TensorInfo]] = defaultdict(list)
+        for name, info in self._file.tensors.items():
+            match name.split("."):
+                case ["blk", layer, part, "weight"] if len(info.shape) == 2:
+                    products[layer, FUSED.get(part, part)].append(info)
+        parameters: defaultdict[tuple[str, ...], int] = defaultdict(int)
+        for matrices in products.values():
+            types = tuple(sorted({info.kind.name for info in matrices}))
+            parameters[types] += sum(math.prod(info.shape) for info in matrices)
+        return dict(parameters)
 
     def _rope_scaling(self, kind: str, factor: float) -> RopeScaling | None:
         if "rope_freqs.weight" in self._file.tensors:

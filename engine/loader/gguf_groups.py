@@ -3,8 +3,10 @@
 The types are described in https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -65,24 +67,32 @@ UNPACK: dict[str, Callable[[Tensor], Groups]] = {
 """By type: [rows, blocks, bytes of a block] uint8 → its groups."""
 
 
+BITS = {kind: 8 if kind == "Q8_0" else 4 for kind in UNPACK}
+
+
 @dataclass(frozen=True)
 class GGUFFormat:
-    """The `WeightFormat` of the quantized matrices of a GGUF file. Types without groups are plain."""
+    """The `WeightFormat` of the quantized matrices of a GGUF file.
 
-    types: Sequence[str]
+    A product is packed if all its matrices have groups with equally many bits. Else it is plain."""
+
+    products: Mapping[tuple[str, ...], int]
+    """Parameters of the products of all layers, by the types of their matrices."""
     device: torch.device
     identity = "gguf"
 
     @property
     def name(self) -> str:
-        return f"gguf ({', '.join(self.types)})"
+        return f"gguf ({', '.join(sorted(set(chain(*self.products))))})"
 
     def bytes_per_parameter(self, dtype: torch.dtype) -> float:
-        packed = UNPACK.keys() & self.types
-        if not packed:
-            return dtype.itemsize
-        bits = 8 if packed == {"Q8_0"} else 4
-        return bytes_per_parameter(bits, GROUP, dtype, self.device)
+        """The mean of all products."""
+
+        def of(types: Iterable[str]) -> float:
+            bits = _bits(types)
+            return bytes_per_parameter(bits, GROUP, dtype, self.device) if bits else dtype.itemsize
+
+        return fmean(map(of, self.products), self.products.values())
 
     def linear(
         self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
@@ -99,9 +109,9 @@ class GGUFFormat:
         return PlainFormat().experts(weights, names, rows, columns)
 
     def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        packed = packs(weights.dtype, weights.device)
-        groups = self._read(weights, [name], [rows], columns) if packed else None
-        if groups is None:
+        on_gpu = weights.device.type == "cuda"
+        groups = None if on_gpu else self._read(weights, [name], [rows], columns)
+        if groups is None or not packs(groups.bits, weights.dtype, weights.device):
             return PlainLinear(embedding)
         return grouped_linear(groups, None, weights, output=True)
 
@@ -115,9 +125,16 @@ class GGUFFormat:
 
 
 def gguf(settings: Mapping[str, Any], source: str, device: torch.device) -> GGUFFormat:
-    return GGUFFormat(settings["types"], device)
+    return GGUFFormat(settings["products"], device)
 
 
-def serves_packed(settings: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether a device serves this file packed by default."""
-    return bool(UNPACK.keys() & settings["types"]) and packs(torch.bfloat16, device)
+def serves_packed(settings: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device serves this file packed by default: it has products that the device reads packed."""
+    found = [_bits(types) for types in settings["products"]]
+    return any(bits is not None and packs(bits, dtype, device) for bits in found)
+
+
+def _bits(types: Iterable[str]) -> int | None:
+    """Bits of the codes of a product whose matrices have these types. None: it is plain."""
+    found = {BITS.get(kind) for kind in types}
+    return found.pop() if len(found) == 1 else None

@@ -1,6 +1,7 @@
 """Weights of 4 and 8 bits in groups: their layouts, their products, and the tokens of their engines."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from engine.loader import choose_format, open_checkpoint
 from engine.loader.gguf_groups import UNPACK
 from tests.engine.test_disaggregation import Pair
 
-PACKS = packs(torch.bfloat16, torch.device("cpu"))
+PACKS = packs(4, torch.bfloat16, torch.device("cpu"))
 needs_packing = pytest.mark.skipif(not PACKS, reason="this CPU has no AVX-512")
 
 
@@ -92,22 +93,72 @@ def test_a_row_does_not_depend_on_the_other_rows_of_its_step() -> None:
     assert linear(x[: 2 * MOST_DECODES + 3]).shape == (2 * MOST_DECODES + 3, 96)
 
 
-def test_which_gguf_files_stay_packed(embedded_model_path: Path) -> None:
-    """By default on this CPU alone; a GPU is asked to, and float32 is no type for packed weights."""
+def test_which_gguf_files_stay_packed(embedded_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default on this CPU and on GPUs from Hopper on, but never with float32."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # plans for a Hopper GPU elsewhere
+    path = str(embedded_model_path)
+    model = open_checkpoint(EngineConfig(path), torch.device("cpu")).config
 
-    def chosen(device: str, **settings: Any) -> str:
-        config = EngineConfig(str(embedded_model_path), **settings)
-        checkpoint = open_checkpoint(config, torch.device("cpu"))
-        return choose_format(config, checkpoint.config, torch.device(device)).name
+    def chosen(device: str, products: Any = None, **settings: Any) -> str:
+        of_file = model.quantization if products is None else {"quant_method": "gguf", "products": products}
+        shape = replace(model, quantization=of_file)
+        return choose_format(EngineConfig(path, **settings), shape, torch.device(device)).name
 
-    packed = "gguf (Q4_1, Q8_0)"
+    packed = "gguf (Q4_1)"
     assert chosen("cpu") == (packed if PACKS else "plain")
-    assert chosen("cpu", dtype="float32") == chosen("cpu", quantization="none") == chosen("cuda") == "plain"
-    assert chosen("cuda", quantization="gguf") == packed
+    assert chosen("cpu", dtype="float32") == chosen("cpu", quantization="none") == "plain"
+    assert chosen("cuda", dtype="float32") == chosen("cuda", quantization="none") == "plain"
+    assert chosen("cuda") == chosen("cuda", dtype="float16") == packed
+    assert chosen("cuda", {("Q4_K",): 1, ("Q6_K",): 9}) == "gguf (Q4_K, Q6_K)"
+    assert chosen("cuda", {("Q4_K", "Q6_K"): 9, ("Q8_0",): 9}) == "plain", "no product has only 4 bits"
+    assert chosen("cpu", {("Q8_0",): 9}) == ("gguf (Q8_0)" if PACKS else "plain")
     assert chosen("cpu", quantization="fp8").startswith("fp8")
-    assert chosen("cpu", load_format="dummy") == "plain"
+    assert chosen("cpu", load_format="dummy") == chosen("cuda", load_format="dummy") == "plain"
     with pytest.raises(ValueError, match=r"--quantization gguf: .* in 16 bits; use --dtype auto"):
         chosen("cpu", quantization="gguf", dtype="float32")
+    monkeypatch.setattr("engine.layers.grouped_linear.from_hopper_on", lambda device: False)
+    assert chosen("cuda") == "plain"
+    assert chosen("cuda", quantization="gguf") == packed
+
+
+def test_memory_planning_counts_the_products_of_each_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused product of different types is plain as a whole."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    qkv = {"attn_q": (256, "Q4_K"), "attn_k": (128, "Q4_K"), "attn_v": (128, "Q6_K")}
+    rows = {**qkv, "attn_output": (256, "Q4_K"), "ffn_gate": (512, "Q4_K"), "ffn_up": (512, "Q4_K")}
+    file = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    file.add_block_count(1)
+    file.add_context_length(64)
+    file.add_embedding_length(256)
+    file.add_feed_forward_length(256)
+    file.add_head_count(4)
+    file.add_head_count_kv(2)
+    file.add_layer_norm_rms_eps(1e-5)
+    file.add_tensor("token_embd.weight", np.zeros((8, 256), np.float16))
+    file.add_tensor("blk.0.attn_norm.weight", np.zeros(256, np.float32))
+    for name, (count, kind) in rows.items():
+        stored = gguf.GGMLQuantizationType[kind]
+        raw = np.zeros((count, gguf.GGML_QUANT_SIZES[stored][1]), np.uint8)
+        file.add_tensor(f"blk.0.{name}.weight", raw, raw_dtype=stored)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    config, cpu = EngineConfig(str(tmp_path / "model.gguf")), torch.device("cpu")
+    checkpoint = open_checkpoint(config, cpu)
+    found = choose_format(config, checkpoint.config, torch.device("cuda")).bytes_per_parameter(torch.bfloat16)
+    plain, packed = 256 + 128 + 128, 256 + 512 + 512
+    assert found == pytest.approx((2 * plain + (1 / 2 + 4 / 32) * packed) / (plain + packed))
+    of_format = choose_format(replace(config, quantization="gguf"), checkpoint.config, cpu)
+    weights = Weights(checkpoint, torch.bfloat16, cpu, lambda *_: None, of_format, Ranks())
+    parts = [whole(256), whole(128), whole(128)]
+    fused = weights.linear([f"model.layers.0.self_attn.{x}_proj" for x in "qkv"], parts, whole(256))
+    assert isinstance(fused, PlainLinear), "as planned"
+    if PACKS:
+        output = weights.linear(["model.layers.0.self_attn.o_proj"], parts[:1], whole(256))
+        assert isinstance(output, ByRows)
 
 
 @needs_packing

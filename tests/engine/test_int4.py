@@ -128,7 +128,7 @@ def test_tokens_are_those_of_the_values(
     assert engines[0].model_fingerprint != engines[1].model_fingerprint
 
 
-@pytest.mark.skipif(not packs(torch.bfloat16, CPU), reason="this CPU has no AVX-512")
+@pytest.mark.skipif(not packs(4, torch.bfloat16, CPU), reason="this CPU has no AVX-512")
 @pytest.mark.parametrize("kind", ["gptq", "symmetric"])
 def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path, save_tiny: Any) -> None:
     exact = save_quantized(tmp_path, kind, save_tiny)
