@@ -112,7 +112,8 @@ def in_streams(make: Rank, ranks: int, nbytes: int) -> list[list[Tensor]]:
 
     streams = [torch.cuda.Stream() for _ in range(ranks)]
     memory = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=DEVICE)
-    counts = memory.view(torch.int64)[:, : (nbytes - NBYTES) // 8].view(ranks, -1, ranks)
+    tiles = (nbytes - NBYTES) // (8 * ranks)  # at least those that have counts
+    counts = memory.view(torch.int64)[:, : tiles * ranks].view(ranks, tiles, ranks)
     counts.fill_(1 << 40)  # all other ranks have called often
     for rank in range(ranks):
         counts[rank, :, rank] = 0
