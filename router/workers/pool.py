@@ -190,13 +190,17 @@ class WorkerPool:
     def prefix_source(
         self, worker: WorkerConnection, chunks: list[int], tokens: int
     ) -> pb.ContentSource | None:
-        """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere."""
+        """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere.
+
+        Workers with KV of another dtype have other names for it."""
         if not self._may_fetch_prefixes:
             return None
         source = self._candidates.prefix_source(worker, chunks, tokens, self._rng)
         if source is None or not source.description.kv_address:
             return None  # a worker of an older version may serve no KV
         described = source.description
+        if described.content_root != worker.description.content_root:
+            return None
         return pb.ContentSource(kv_address=described.kv_address, incarnation=described.incarnation)
 
     def choose_decode(

@@ -213,3 +213,8 @@ async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worke
     computed = decodes(decode)[-1]
     assert not computed.HasField("source")
     assert computed.content.incarnation == holder.incarnation
+    [connection] = caching.router.services.pool.ready(pb.POOL_DECODE)
+    connection.description.content_root = b"fp8"
+    await caching.complete(prompt=prompt)
+    assert not decodes(decode)[-1].HasField("source")
+    assert not decodes(decode)[-1].HasField("content"), "the holder knows KV of another dtype by other names"
