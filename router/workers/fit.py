@@ -56,5 +56,5 @@ def check_fit(
             raise Refused(
                 f"its KV layout ({described.layout_fingerprint}) is not that of {other} "
                 f"({theirs.layout_fingerprint})",
-                "Give all workers the same --dtype.",
+                SAME_MODEL,
             )

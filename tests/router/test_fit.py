@@ -47,7 +47,7 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
         ),
         ({"vocabulary_fingerprint": "", "vocab_size": 999}, "has 999 tokens, .* 1000", "--model"),
         ({"model_fingerprint": "m2"}, "is not that of prefill 0 at a:1", "--model"),
-        ({"layout_fingerprint": "l2"}, r"\(l2\) is not that of prefill 0 at a:1 \(l1\)", "--dtype"),
+        ({"layout_fingerprint": "l2"}, r"\(l2\) is not that of prefill 0 at a:1 \(l1\)", "--model"),
     ],
 )
 def test_workers_that_do_not_fit(changes: dict[str, Any], reason: str, remedy: str) -> None:
