@@ -10,9 +10,7 @@ from worker.messages import Source
 class AttemptPhase(Enum):
     FETCHING = auto()  # the receiver may write into the blocks
     IMPORTING = auto()  # the prefix cache fetches the beginning of the prompt; the attempt has no blocks
-    TAKING = (
-        auto()
-    )  # the KV is, or will be, in a prefill of this worker; the attempt has no blocks of its own
+    TAKING = auto()  # a prefill of this worker has the KV, or will have it; the attempt has no blocks
     FAILED = auto()  # the KV did not arrive; the blocks wait for a Retarget, a Cancel or the deadline
     CLOSING = auto()  # ended; the blocks are freed when the receiver no longer writes into them
     RUNNING = auto()  # in the engine's batch: the request decodes, or its prompt is prefilled on this worker

@@ -63,8 +63,8 @@ class _Link:
         return False
 
     def _expected(self, tokens: int) -> float:
-        """Seconds to fetch so many tokens. Short fetches say little about the speed of long ones. So a size
-        beyond those known should take no longer than the largest of them: that is tried, and measured."""
+        """Seconds to fetch so many tokens. Short fetches say little about the speed of long ones. So a fetch
+        that is longer than all before is expected to take as long as the longest. So it is tried."""
         shorter = [size for size in self.transfers if size <= tokens.bit_length()]
         if shorter:
             transfer = self.transfers[max(shorter)]
