@@ -19,7 +19,7 @@ from worker.messages import Code
 
 ID_BYTES = 16
 MAX_LISTED = 1024
-"""The most entries of logit_bias and of stop_token_ids."""
+"""The most entries of logit_bias, stop_token_ids, allowed_token_ids and bad_words."""
 MAX_ADDRESS = 256
 MAX_LABEL_BYTES = 64
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")  # printable, so that it cannot forge a line of the log
@@ -75,7 +75,8 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
             f"{len(asked.prompt_ids)} prompt tokens and {length - len(asked.prompt_ids)} output tokens are "
             f"more than the context of {limits.max_model_len}"
         )
-    for name, listed in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"):
+        listed = getattr(sampling, name)
         if len(listed) > MAX_LISTED:
             raise _invalid(f"{name} has {len(listed)} entries, more than {MAX_LISTED}")
     if not handover and sampling.max_tokens > emitted + 1:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from engine import Reasoning
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import request, sampling
 from worker.messages import Code
@@ -20,6 +21,9 @@ def test_a_request_keeps_every_field() -> None:
     )
     asked = request([1, 2], params, [3], timeout_ms=1500)
     asked.cache_salt = b"tenant"
+    asked.sampling.allowed_token_ids.extend([4, 5])
+    asked.sampling.bad_words.add(token_ids=[4, 4])
+    asked.sampling.reasoning.CopyFrom(pb.Reasoning(end_id=9, budget=0))
     asked.first_token_within = 0.25
     taken = work(ID, asked, LIMITS)
     got, params = taken.request, taken.request.sampling
@@ -30,6 +34,8 @@ def test_a_request_keeps_every_field() -> None:
     assert params.stop_token_ids == (7,)
     assert params.logit_bias == {5: -1.0}
     assert params.logprobs == 0, "logprobs=0 asks for the log probability of the token alone"
+    assert (params.allowed_token_ids, params.bad_words) == ((4, 5), ((4, 4),))
+    assert params.reasoning == Reasoning(9, None, 0)
     other = work(ID, request([1], sampling()), LIMITS).request
     assert (other.sampling.logprobs, other.first_token_within) == (None, math.inf)
 
@@ -60,6 +66,22 @@ def stop_beyond_vocabulary(r: pb.Request) -> None:
 
 def bias_beyond_vocabulary(r: pb.Request) -> None:
     r.sampling.logit_bias[100] = 1.0
+
+
+def reasoning_beyond_vocabulary(r: pb.Request) -> None:
+    r.sampling.reasoning.end_id = 100
+
+
+def bad_word_beyond_vocabulary(r: pb.Request) -> None:
+    r.sampling.bad_words.add(token_ids=[1, 100])
+
+
+def empty_bad_word(r: pb.Request) -> None:
+    r.sampling.bad_words.add()
+
+
+def many_allowed(r: pb.Request) -> None:
+    r.sampling.allowed_token_ids.extend([1] * 1025)
 
 
 def many_stops(r: pb.Request) -> None:
@@ -98,6 +120,10 @@ def short_id(r: pb.Request) -> None:
         (output_beyond_vocabulary, "output_ids has token 100"),
         (stop_beyond_vocabulary, "stop_token_ids has token"),
         (bias_beyond_vocabulary, "logit_bias has token 100"),
+        (reasoning_beyond_vocabulary, "reasoning has token 100"),
+        (bad_word_beyond_vocabulary, "bad_words has token 100"),
+        (empty_bad_word, "bad_words must be sequences"),
+        (many_allowed, "allowed_token_ids has 1025 entries"),
         (many_stops, "stop_token_ids has 1025 entries"),
         (too_long, "more than the context of 32"),
         (output_too_long, "more than the context of 32"),
