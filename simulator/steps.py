@@ -8,7 +8,8 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 GRAPH_ROWS = (*range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, 512)
-"""Rows of the graphs with chunks of prompts. A smaller step is padded to the next one."""
+"""Rows of the graphs with chunks of prompts. A smaller step is padded to the next one. Larger graphs are left
+out: their padding is a small share of the step."""
 
 READ_SECONDS = 4.35e-3
 """To read the weights."""

@@ -42,7 +42,7 @@ LARGEST = 2048
 """Most rows of a graph with chunks."""
 LONGER = 6
 """If a step takes the device this many times as long as its launches take the host, it needs no graph. Beside
-threads that move KV and hold Python's lock, launches take up to seven times as long as alone."""
+threads that move KV and hold Python's lock, launches take 2 to 7 times as long as alone."""
 CHUNKS = 16
 """Most chunks of a graph. Each chunk may leave one tile of attention partly empty."""
 
