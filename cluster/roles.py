@@ -66,6 +66,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             kv_port=given.network.kv_port,
             metrics_port=given.network.metrics_port,
             kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
+            kv_connector=given.transfer.kv_connector,
             kv_lanes=given.transfer.kv_lanes,
             kv_slot_bytes=given.transfer.kv_slot_bytes,
             kv_slots=given.transfer.kv_slots,

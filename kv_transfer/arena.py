@@ -18,23 +18,32 @@ from kv_transfer.config import MAX_SLOT_BYTES, PAGE
 
 _F_ADD_SEALS = 1033  # linux/fcntl.h; the fcntl module has no names for these before Python 3.13's
 _SEAL_SHRINK_AND_GROW = 0x0002 | 0x0004
+MARK = 16  # bytes: generation, checksum
+TOKEN = 16
 _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h; the mmap module has no name for it
 
 
+def marks_bytes(num_slots: int) -> int:
+    """Behind the slots: a mark of each, then a token, up to a whole page."""
+    return -(-(num_slots * MARK + TOKEN) // PAGE) * PAGE
+
+
 class Arena:
-    """`num_slots` slots of `slot_bytes` each. Owns `fd`."""
+    """`num_slots` slots of `slot_bytes` each, and room for their marks. Owns `fd`."""
 
     def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
         """Maps an inherited arena. Raises ValueError if it is not of this size."""
         self.fd = fd
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
-        size = num_slots * slot_bytes
+        slots = num_slots * slot_bytes
+        size = slots + marks_bytes(num_slots)
         found = os.fstat(fd).st_size
         if found != size:
             raise ValueError(f"arena fd {fd} has {found} bytes, not {size} ({num_slots} × {slot_bytes})")
         self._map = mmap.mmap(fd, size)
-        self.memory = memoryview(self._map)  # all slots, for pinning
+        self.memory = memoryview(self._map)[:slots]  # all slots, for pinning
+        self.marks = memoryview(self._map)[slots:]  # see `peer_memory`
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> Arena:
@@ -43,7 +52,7 @@ class Arena:
                 f"slot_bytes is {slot_bytes}: must be a multiple of {PAGE}, at most {MAX_SLOT_BYTES}"
             )
         fd = os.memfd_create("baton-kv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, num_slots * slot_bytes)
+        os.ftruncate(fd, num_slots * slot_bytes + marks_bytes(num_slots))
         # Neither process can take the memory away from the other.
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)
         return cls(fd, num_slots, slot_bytes)
@@ -60,6 +69,7 @@ class Arena:
     def close(self) -> None:
         """Unmaps. Arrays over slots must be gone before. The last process to unmap frees the memory."""
         self.memory.release()
+        self.marks.release()
         self._map.close()
         os.close(self.fd)
 

@@ -18,9 +18,11 @@ class ArenaTransport:
     sending: ArenaEnd
     receiving: ArenaEnd
     trace: TraceWriter
+    exports: bool = False
+    """Peers on this host may read slots themselves, instead of getting the bytes over TCP."""
 
     def sender(self, kv: PagedKV) -> ArenaSender:
-        return ArenaSender(self.sending, kv, self.trace)
+        return ArenaSender(self.sending, kv, self.trace, exports=self.exports)
 
     def receiver(self, kv: PagedKV) -> ArenaReceiver:
         return ArenaReceiver(self.receiving, kv, self.trace)

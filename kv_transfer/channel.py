@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.protocol.messages import FirstToken, Reason
+from kv_transfer.protocol.messages import Export, FirstToken, Reason
 
 _PACKET = 48 << 10  # messages are packed together up to this size; a single one may be larger
 _LARGEST = 256 << 10
@@ -27,6 +27,12 @@ class Local(msgspec.Struct, array_like=True, tag=True):
 
 
 # ---------------------------------------------------------------- prefill engine → transfer
+
+
+class Exported(Local):
+    """Peers on this host may read the slots there."""
+
+    export: Export
 
 
 class Offer(Local):
@@ -45,6 +51,7 @@ class SliceOut(Local):
     token_start: int
     token_count: int
     length: int
+    generation: int = 0  # 0: send the bytes; else the peer reads the slot
 
 
 class CommitOut(Local):
@@ -125,6 +132,13 @@ class Granted(Local):
     recall: bool
 
 
+class Reached(Local):
+    """Whether the peer of the session reads exported slots from now on."""
+
+    session: int
+    reached: bool
+
+
 class SlotFree(Local):
     """`unsent`: its frame never left, so its credit is unused."""
 
@@ -171,6 +185,22 @@ class SlotsFree(Local):
     slots: list[int]
 
 
+class Opened(Local):
+    """Answers ExportIn."""
+
+    session: int
+    reached: bool
+    why: str
+
+
+class PulledIn(Local):
+    """These slots of ArrivedAt are read or dropped. `whole`: of each, whether its generation and checksum
+    were right."""
+
+    slots: list[int]
+    whole: list[bool]
+
+
 class InjectedIn(Local):
     """The last scatter is over: ACK."""
 
@@ -193,6 +223,37 @@ class Arrived(Local):
     token_count: int
     length: int
     dtype: str  # of the KV in the slot: the sender's
+
+
+class ArrivedAt(Local):
+    """A slice lies in memory that the peer exported. `slot` is set aside for it and stays empty."""
+
+    transfer_id: bytes
+    slot: int
+    seq: int
+    layer: int
+    head_start: int
+    head_count: int
+    token_start: int
+    token_count: int
+    length: int
+    session: int  # of the Export
+    there: int  # its slot in that memory
+    generation: int
+    dtype: str  # as in Arrived
+
+
+class ExportIn(Local):
+    """Memory that the peer of this session exports: try to read it."""
+
+    session: int
+    export: Export
+
+
+class ExportGone(Local):
+    """The session has ended: close the memory."""
+
+    session: int
 
 
 class Complete(Local):
@@ -236,10 +297,10 @@ class Copied(Local):
     count: int
 
 
-FromSender = Offer | SliceOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled
-ToSender = StartOut | PinOut | StopOut | Granted | SlotFree | SessionGone | FetchWaits | ReleasedOut
-FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn
-ToReceiver = Arrived | Complete | FailedIn
+FromSender = Exported | Offer | SliceOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled
+ToSender = Reached | StartOut | PinOut | StopOut | Granted | SlotFree | SessionGone | FetchWaits | ReleasedOut
+FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn | Opened | PulledIn
+ToReceiver = Arrived | ArrivedAt | Complete | FailedIn | ExportIn | ExportGone
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -9,6 +9,9 @@ layer's pool, of the request's block table and of the dense memory. The heads of
 each row is one run of bytes, moved as 32-bit words whatever the dtype: read once, written once, and no value
 is ever looked at. In torch: `index_select`, `index_copy_`. The scales of FP8 are a pool of their own, where
 the positions of a head are neighbours; dense they are like values of one word.
+
+The checksum of a slice is the sum of its 32-bit words, each mixed with its place in the slice. For one place
+the mix is a bijection, so one wrong word is always found. The kernel that moves a slice can sum it, too.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from kv_transfer.layout import Range, Slice
 
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread
 WARPS = 4
-FIELDS = 8  # of a line: see `line`
+FIELDS = 10  # of a line: see `line`
+MARK_FIELDS = 2
+SUM_FIELDS = 3
 CONVERTED_FIELDS = 10
 CONVERTED_HEADS = 32  # of one program
 LARGEST, LEAST = tl.constexpr(convert.LARGEST), tl.constexpr(convert.LEAST)
@@ -31,24 +36,31 @@ SHIFT = tl.constexpr(2.0**120)
 
 
 def line(
-    pool: Tensor, blocks: Tensor, dense_address: int, piece: Slice, heads: Range, first_head: int
-) -> list[int]:
+    pool: Tensor, blocks: Tensor, dense_address: int, piece: Slice, heads: Range, first_head: int,
+    *, checksum: int = 0, first_word: int = 0,
+) -> list[int]:  # fmt: skip
     """A line of the table: `heads` of a slice, which are all heads of the slice or a part of them.
 
     pool [2, blocks, block size, heads from `first_head` on, head_dim], or scales [2, blocks, heads, block
     size]; blocks [blocks of the request] int64: both must live until the launch is over, as must the dense
-    [2, tokens, heads of the slice, head_dim] at that address."""
+    [2, tokens, heads of the slice, head_dim] at that address. `checksum`: the address of an int64 that the
+    sum is added to; `first_word`: the place of `dense` in the slice."""
     words = _words(pool)
-    dense = dense_address + 4 * words * (heads[0] - piece.head_start)
+    skipped = words * (heads[0] - piece.head_start)
+    dense = dense_address + 4 * skipped
     return [
         pool.data_ptr(), blocks.data_ptr(), dense, piece.token_start, piece.token_count,
         (heads[0] - first_head) * words, (heads[1] - heads[0]) * words, piece.head_count * words,
+        checksum, first_word + skipped,
     ]  # fmt: skip
 
 
-def launch(table: Tensor, pool: Tensor, most_tokens: int, most_heads: int, *, into_pool: bool) -> None:
+def launch(
+    table: Tensor, pool: Tensor, most_tokens: int, most_heads: int, *, into_pool: bool, sums: bool = False
+) -> None:
     """Move every line of `table` [lines, FIELDS] int64, on the device. `pool`: any of the layers, they are
-    alike. `most_tokens`, `most_heads`: of any line. Scatter: no row may be named twice in a batch."""
+    alike. `most_tokens`, `most_heads`: of any line. Scatter: no row may be named twice in a batch.
+    `sums`: add up the checksums."""
     scales = pool.dim() == 4
     block_size, all_heads = (pool.shape[3], pool.shape[2]) if scales else pool.shape[2:4]
     assert pool.is_contiguous(), "rows are runs of bytes"
@@ -66,8 +78,21 @@ def launch(table: Tensor, pool: Tensor, most_tokens: int, most_heads: int, *, in
         COLUMNS=columns,
         INTO_POOL=into_pool,
         SCALES=scales,
+        SUMS=sums,
         num_warps=WARPS,
     )
+
+
+def launch_marks(table: Tensor) -> None:
+    """Writes a generation and a checksum of 0 for each line of `table` [lines, MARK_FIELDS] int64: (address
+    of the mark, generation)."""
+    _mark[(len(table),)](table, LINE=MARK_FIELDS, num_warps=1)
+
+
+def launch_sums(table: Tensor, most_words: int) -> None:
+    """Adds up checksums only, for each line of `table` [lines, SUM_FIELDS] int64: (address of the slice, its
+    32-bit words, address of the checksum). `most_words`: of any line."""
+    _sum[(triton.cdiv(most_words, WORDS), len(table))](table, LINE=SUM_FIELDS, COLUMNS=WORDS, num_warps=WARPS)
 
 
 def line_to_convert(
@@ -119,6 +144,35 @@ def _words(pool: Tensor) -> int:
 
 
 @triton.jit
+def _mixed(words, places, inside):
+    """The sum of words, each mixed with its place."""
+    x = words.to(tl.uint32, bitcast=True) ^ (places.to(tl.uint32) * 0x9E3779B1)
+    x *= 0x85EBCA6B
+    x ^= x >> 15
+    x *= 0xC2B2AE35
+    x ^= x >> 13
+    return tl.sum(tl.where(inside, x.to(tl.int64), 0).reshape(words.numel))
+
+
+@triton.jit
+def _mark(table, LINE: tl.constexpr):
+    entry = table + tl.program_id(0) * LINE
+    mark = tl.load(entry).to(tl.pointer_type(tl.int64))
+    tl.store(mark, tl.load(entry + 1))
+    tl.store(mark + 1, 0)
+
+
+@triton.jit
+def _sum(table, LINE: tl.constexpr, COLUMNS: tl.constexpr):
+    entry = table + tl.program_id(1) * LINE
+    dense = tl.load(entry).to(tl.pointer_type(tl.int32))
+    place = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = place < tl.load(entry + 1)
+    checksum = tl.load(entry + 2).to(tl.pointer_type(tl.int64))
+    tl.atomic_add(checksum, _mixed(tl.load(dense + place, mask=inside, other=0), place, inside))
+
+
+@triton.jit
 def _copy(
     table,
     pool_width,  # words of a row of the pool
@@ -129,6 +183,7 @@ def _copy(
     COLUMNS: tl.constexpr,
     INTO_POOL: tl.constexpr,
     SCALES: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     half = tl.program_id(1).to(tl.int64)
     entry = table + tl.program_id(2) * LINE
@@ -152,11 +207,16 @@ def _copy(
     else:
         row = block * BLOCK + position % BLOCK
         paged = pool + half * pool_half + row[:, None] * pool_width + first + column[None, :]
-    packed = dense + (half * tokens + token.to(tl.int64)[:, None]) * dense_width + column[None, :]
+    place = (half * tokens + token.to(tl.int64)[:, None]) * dense_width + column[None, :]
     if INTO_POOL:
-        tl.store(paged, tl.load(packed, mask=inside), mask=inside)
+        words = tl.load(dense + place, mask=inside, other=0)
+        tl.store(paged, words, mask=inside)
     else:
-        tl.store(packed, tl.load(paged, mask=inside), mask=inside)
+        words = tl.load(paged, mask=inside, other=0)
+        tl.store(dense + place, words, mask=inside)
+    if SUMS:
+        checksum = tl.load(entry + 8).to(tl.pointer_type(tl.int64))
+        tl.atomic_add(checksum, _mixed(words, tl.load(entry + 9) + place, inside))
 
 
 @triton.jit

@@ -27,11 +27,13 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kv_transfer import device
+from kv_transfer import pools
 from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import Channel, ChannelClosed, Copied, Copy
-from kv_transfer.device import Event, Pool, Staged
+from kv_transfer.device import Event, Outcome, Pool, Staged
 from kv_transfer.layout import Slice, heads_of
+from kv_transfer.peer_memory import PeerMemory, Unreachable
+from kv_transfer.protocol.messages import Export
 from kv_transfer.receiver_pacing import EVENT_POLL
 from kv_transfer.transport import PagedKV
 from kv_transfer.wait import wait
@@ -42,7 +44,7 @@ SILENCE = 10.0
 
 def open_ranks(kv: PagedKV, end: ArenaEnd) -> Pool:
     """The KV cache of all ranks, as rank 0 uses it for one direction."""
-    own = device.open_pool(kv, end.arena)
+    own = pools.open_pool(kv, end.arena)
     return RankedPool(own, kv, [Channel(rank, Copied) for rank in end.ranks]) if end.ranks else own
 
 
@@ -128,6 +130,15 @@ class RankedPool:
         copied, scattered = self._own.scatter(own) if own else (None, None)
         return self._copies(copied), self._copies(scattered)
 
+    def export(self) -> Export | None:
+        return None  # marks are not made on other ranks yet
+
+    def open(self, export: Export) -> PeerMemory:
+        raise Unreachable("several ranks here")
+
+    def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
+        raise AssertionError("nothing was opened")
+
     def close(self) -> None:
         for channel in self._channels:
             channel.sock.close()
@@ -175,8 +186,8 @@ class RankCopier:
         self._keep = 16 * len(kv.layers)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._orders_wait = False  # in the thread that gathers, for layers
-        self._gathers = device.open_pool(kv, sending.arena)
-        scatters = device.open_pool(kv, receiving.arena)
+        self._gathers = pools.open_pool(kv, sending.arena)
+        scatters = pools.open_pool(kv, receiving.arena)
         for end, pool, is_gather in ((sending, self._gathers, True), (receiving, scatters, False)):
             args = (Channel(end.channel, Copy), pool, is_gather)
             threading.Thread(target=self._serve, args=args, name="kv copies", daemon=True).start()

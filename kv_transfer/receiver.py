@@ -23,9 +23,12 @@ from content import CHUNK_TOKENS
 from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import (
     Arrived,
+    ArrivedAt,
     CancelIn,
     Channel,
     Complete,
+    ExportGone,
+    ExportIn,
     FailedIn,
     FetchIn,
     InjectedIn,
@@ -33,6 +36,7 @@ from kv_transfer.channel import (
     ToReceiver,
 )
 from kv_transfer.layout import Slice
+from kv_transfer.pulls import Pulls
 from kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE, SLICES_AT_ONCE
 from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
@@ -78,7 +82,9 @@ class _Fetch:
 
 
 class ArenaReceiver:
-    """Implements `transport.Receiver`: slices come in arena slots, and are copied into reserved blocks."""
+    """Implements `transport.Receiver`: slices come in arena slots, and are copied into reserved blocks.
+
+    Or they wait in memory that the sender exports, and are copied from there."""
 
     def __init__(
         self,
@@ -94,10 +100,11 @@ class ArenaReceiver:
         self._channel = Channel(end.channel, ToReceiver)
         self._fetches: dict[bytes, _Fetch] = {}  # by decode id, until an outcome is certain
         self._by_transfer: dict[bytes, _Fetch] = {}
-        self._arrivals: deque[Arrived] = deque()  # not yet looked at
+        self._arrivals: deque[Arrived | ArrivedAt] = deque()  # not yet looked at
         self._oldest = 0.0  # when the first of them came
         self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
         self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
+        self._pulls = Pulls(self._pool)
 
     def fetch(
         self,
@@ -163,7 +170,9 @@ class ArenaReceiver:
                     case Complete(transfer_id):
                         if transfer_id in self._by_transfer:
                             self._by_transfer[transfer_id].complete = message
-                    case Arrived():
+                    case ExportIn() | ExportGone():
+                        self._channel.send(*self._pulls.handle(message))
+                    case Arrived() | ArrivedAt():
                         self._oldest = self._oldest if self._arrivals else time.monotonic()
                         self._arrivals.append(message)
         free = self._take(spare)
@@ -171,6 +180,7 @@ class ArenaReceiver:
             free += self._copies.popleft()[1]
         if free:
             self._channel.send(SlotsFree(free))
+        self._channel.send(*self._pulls.ended())
         self._channel.flush()
         return self._ended()
 
@@ -187,15 +197,16 @@ class ArenaReceiver:
 
     @property
     def poll_within(self) -> float | None:
-        waiting = self._arrivals or self._copies or self._ending or self._channel.pending
+        waiting = self._arrivals or self._copies or self._pulls or self._ending or self._channel.pending
         return EVENT_POLL if waiting or any(f.complete for f in self._fetches.values()) else None
 
     @property
     def idle(self) -> bool:
-        return not (self._fetches or self._ending or self._arrivals or self._copies)
+        return not (self._fetches or self._ending or self._arrivals or self._copies or self._pulls)
 
     def shutdown(self) -> None:
         self._pool.close()
+        self._pulls.close()
         self._channel.sock.close()
 
     # ------------------------------------------------------------ inside
@@ -212,18 +223,22 @@ class ArenaReceiver:
         while self._arrivals and (now := time.monotonic()) <= until:
             if not is_late and now - self._oldest < HOLD:
                 break
-            batch: list[Staged] = []
-            while self._arrivals and len(batch) < SLICES_AT_ONCE:
-                arrived = self._arrivals.popleft()
-                if arrived.transfer_id in self._by_transfer:
-                    batch.append(self._staged(arrived, taken_at))
-                else:
-                    free.append(arrived.slot)  # cancelled, or fetched anew
-            if batch:
+            taken = [self._arrivals.popleft() for _ in range(min(len(self._arrivals), SLICES_AT_ONCE))]
+            live = [m for m in taken if m.transfer_id in self._by_transfer]
+            for m in taken:
+                if m.transfer_id not in self._by_transfer:  # cancelled, or fetched anew
+                    free.append(m.slot)
+            if batch := [self._staged(m, m.slot, taken_at) for m in live if isinstance(m, Arrived)]:
                 self._inject(batch)
+            by_session: dict[int, list[ArrivedAt]] = {}
+            for m in live:
+                if isinstance(m, ArrivedAt):
+                    by_session.setdefault(m.session, []).append(m)
+            for session, arrived in by_session.items():
+                self._pull(session, arrived, taken_at)
         return free
 
-    def _staged(self, m: Arrived, taken_at: float) -> Staged:
+    def _staged(self, m: Arrived | ArrivedAt, slot: int, taken_at: float) -> Staged:
         from kv_transfer.device import Staged
 
         fetch = self._by_transfer[m.transfer_id]
@@ -237,13 +252,22 @@ class ArenaReceiver:
         fetch.heads += piece.token_count * piece.head_count
         if piece.token_start + piece.token_count == stop and not fetch.request.chunks:
             fetch.pace.came(m.layer, self._layout.num_layers, taken_at)
-        return Staged(piece, m.slot, fetch.table, m.dtype)
+        return Staged(piece, slot, fetch.table, m.dtype, m.generation if isinstance(m, ArrivedAt) else 0)
 
     def _inject(self, batch: list[Staged]) -> None:
         now = time.monotonic()
         with self._trace.measure("inject", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
             copied, scattered = self._pool.scatter(batch)
         self._copies.append((copied, [x.slot for x in batch]))
+        self._note_scatter(batch, scattered, now)
+
+    def _pull(self, session: int, arrived: Sequence[ArrivedAt], taken_at: float) -> None:
+        now, batch = time.monotonic(), [self._staged(m, m.there, taken_at) for m in arrived]
+        with self._trace.measure("pull", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
+            scattered = self._pulls.start(session, batch, [m.slot for m in arrived])
+        self._note_scatter(batch, scattered, now)
+
+    def _note_scatter(self, batch: Sequence[Staged], scattered: Any, now: float) -> None:
         tables = {id(x.table) for x in batch}
         for fetch in self._fetches.values():
             if id(fetch.table) in tables:

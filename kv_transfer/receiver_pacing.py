@@ -15,6 +15,7 @@ _CREDIT_PER_LANE = 4
 _LEAST_LANES = 4  # a session with fewer lanes gets the credit of so many
 
 
-def credit(missing_frames: int, lanes: int) -> int:
+def credit(missing_frames: int, lanes: int, transport: str = "tcp") -> int:
     """The credit that a session can use. One frame more per lane: slices need not have their full size."""
-    return min(missing_frames + lanes, _CREDIT_PER_LANE * max(lanes, _LEAST_LANES))
+    wanted = missing_frames + lanes
+    return wanted if transport == "cuda_ipc" else min(wanted, _CREDIT_PER_LANE * max(lanes, _LEAST_LANES))

@@ -21,12 +21,14 @@ from kv_transfer.channel import (
     Channel,
     CloseOut,
     CommitOut,
+    Exported,
     FetchWaits,
     Finished,
     Granted,
     Offer,
     Pinned,
     PinOut,
+    Reached,
     Recalled,
     RefuseFetch,
     ReleasedOut,
@@ -64,7 +66,10 @@ class ArenaSender:
         end: ArenaEnd,
         kv: PagedKV,
         trace: TraceWriter,
+        *,
+        exports: bool = False,
     ) -> None:
+        """`exports`: peers on this host may read slots themselves."""
         from kv_transfer.ranks import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end)
@@ -87,6 +92,9 @@ class ArenaSender:
         self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, SliceOut]]]] = deque()
         self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
         self._stopping = False
+        self._generations = itertools.count(1)
+        if exports and (export := self._pool.export()) is not None:
+            self._channel.send(Exported(export))
         self._thread = threading.Thread(target=self._pump, name="kv pump", daemon=True)
         self._thread.start()
 
@@ -223,12 +231,14 @@ class ArenaSender:
         piece, _ = transfer.pending.popleft()
         slot = self._slots.take(transfer.account)
         transfer.prefill.gathers += 1
+        generation = next(self._generations) if transfer.account.reached else 0
         message = SliceOut(
             transfer.id, slot, transfer.seq, piece.layer, piece.head_start, piece.head_count,
-            piece.token_start, piece.token_count, slice_bytes(self._layout, piece),
+            piece.token_start, piece.token_count, slice_bytes(self._layout, piece), generation,
         )  # fmt: skip
         transfer.seq += 1
-        return transfer.prefill, Staged(piece, slot, transfer.prefill.table), message
+        staged = Staged(piece, slot, transfer.prefill.table, generation=generation)
+        return transfer.prefill, staged, message
 
     def _gathered(self, handed: list[tuple[OutgoingPrefill, SliceOut]]) -> None:
         """The slots are filled: hand them over. The transfer process drops what is of an ended transfer."""
@@ -303,18 +313,14 @@ class ArenaSender:
                     self._channel.send(Recalled(number, total, account.recall()))
                 else:
                     account.grant(total)
+            case Reached(number, reached):
+                self._slots.account(number).reached = reached
             case StartOut():
                 self._start(message)
             case PinOut(pin_id, chunks, first_chunk):
                 self._report(ContentWanted(pin_id, chunks, first_chunk))
-            case StopOut(prefill_id, transfer_id):
-                prefill = self._prefills.get(prefill_id)
-                if (
-                    prefill is not None
-                    and prefill.transfer is not None
-                    and prefill.transfer.id == transfer_id
-                ):
-                    self._drop_transfer(prefill)
+            case StopOut():
+                self._stop_transfer(message)
             case SessionGone(number):
                 self._slots.close(number)
             case FetchWaits(prefill_id, gone):
@@ -339,6 +345,11 @@ class ArenaSender:
         self._turns.add(transfer)
         if prefill.table is not None:
             self._plan_all(transfer)
+
+    def _stop_transfer(self, m: StopOut) -> None:
+        prefill = self._prefills.get(m.prefill_id)
+        if prefill is not None and prefill.transfer is not None and prefill.transfer.id == m.transfer_id:
+            self._drop_transfer(prefill)
 
     def _plan_all(self, transfer: OutgoingTransfer) -> None:
         prefill = transfer.prefill

@@ -14,6 +14,9 @@ _SLOTS_PER_LANE = 3
 _LEAST_LANES = 4  # a session with fewer lanes gets the slots of so many
 
 
-def window(lanes: int, num_slots: int) -> int:
-    """How many of the arena's slots the frames of a session may have at once: at most half of them."""
-    return min(max(lanes, _LEAST_LANES) * _SLOTS_PER_LANE, max(1, num_slots // 2))
+def window(lanes: int, num_slots: int, transport: str = "tcp") -> int:
+    """How many of the arena's slots the frames of a session may have at once: at most half of them.
+
+    A GPU has no cache to spare, and copies of many slots are fast."""
+    most = max(1, num_slots // 2)
+    return most if transport == "cuda_ipc" else min(max(lanes, _LEAST_LANES) * _SLOTS_PER_LANE, most)

@@ -34,6 +34,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     sending_fds: Sequence[int]  # inherited, as `ArenaEnd.fds` of the engine's ends
     receiving_fds: Sequence[int]
     heartbeat_fd: int  # inherited
+    kv_connector: str
     kv_slots: int
     kv_slot_bytes: int
     trace_path: str | None

@@ -89,6 +89,7 @@ class WorkerTree:
             sending_fds=self._sending.engine.fds,
             receiving_fds=self._receiving.engine.fds,
             heartbeat_fd=self._heartbeat.fd,
+            kv_connector=config.kv_connector,
             kv_slots=config.kv_slots,
             kv_slot_bytes=config.kv_slot_bytes,
             trace_path=config.trace_path("engine"),

@@ -45,6 +45,7 @@ class Settings:
     most_bytes: int  # of a transfer
     device: str = "meta"  # of the pools; "meta": no pools, only slots are sent
     checksums: bool = True
+    exports: bool = False  # the receiver reads slots itself
 
     @property
     def most_tokens(self) -> int:
@@ -88,7 +89,7 @@ class Side:
             torch.zeros(shape, dtype=torch.bfloat16, device=settings.device) for _ in range(LAYOUT.num_layers)
         ]
 
-        self.transport = kv.ArenaTransport(self.sending, self.receiving, NO_TRACE)
+        self.transport = kv.ArenaTransport(self.sending, self.receiving, NO_TRACE, settings.exports)
         self.paged_kv = kv.PagedKV(self.pool, BLOCK, LAYOUT, settings.device)
 
     def digest(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from cluster.options.declare import between, opt
 
@@ -16,6 +16,13 @@ class TransferOptions:
     kv_lanes: Annotated[
         int, opt("TCP connections from a decode worker to each prefill worker.", "N", check=between(1))
     ] = 4
+    kv_connector: Annotated[
+        Literal["auto", "tcp"],
+        opt(
+            "How KV moves between workers. auto: workers of one host that use this flag read it from memory "
+            "where a test copy succeeds."
+        ),
+    ] = "tcp"
     kv_bind: Annotated[
         str | None,
         opt(

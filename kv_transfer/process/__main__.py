@@ -230,6 +230,7 @@ class TransferProcess:
             checksum_failures=dict(counters.checksum_failures),
             refused=dict(counters.refused),
             deadlines=dict(counters.deadlines),
+            transports=self._prefill.transports(),
         )
 
     def _tell(self, message: spawn.FromTransfer) -> None:

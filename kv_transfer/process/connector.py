@@ -27,6 +27,10 @@ class Session(Protocol):
         """When bytes of KV frames last came, or when the peer last took some (time.monotonic()). 0: never."""
         ...
 
+    def moved(self, now: float) -> None:
+        """The peer read a slice, or a slice that it exported was read."""
+        ...
+
     def send(self, message: Control, transfer_id: bytes = ...) -> None:
         """Queue a control message. In order with the others, but may overtake frames."""
         ...

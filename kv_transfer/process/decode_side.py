@@ -12,13 +12,18 @@ from typing import Any
 
 from kv_transfer.channel import (
     Arrived,
+    ArrivedAt,
     CancelIn,
     Channel,
     Complete,
+    ExportGone,
+    ExportIn,
     FailedIn,
     FetchIn,
     FromReceiver,
     InjectedIn,
+    Opened,
+    PulledIn,
     SlotsFree,
 )
 from kv_transfer.config import TransferConfig
@@ -40,8 +45,18 @@ from kv_transfer.protocol.fetches import (
     Refuse,
     Transfer,
 )
-from kv_transfer.protocol.frame import Header
-from kv_transfer.protocol.messages import Aborted, Commit, Control, CreditReturned, Have
+from kv_transfer.protocol.frame import FrameError, FrameType, Header
+from kv_transfer.protocol.messages import (
+    Aborted,
+    Commit,
+    Control,
+    CreditReturned,
+    Export,
+    Have,
+    Reach,
+    SliceAt,
+    Taken,
+)
 from kv_transfer.receiver_pacing import credit
 
 
@@ -51,6 +66,16 @@ class _Ticket:
 
     slot: int
     transfer: Transfer | None  # None: the frame is read away
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """A slice that the engine reads in memory that the peer exports."""
+
+    session: int
+    there: int  # its slot in that memory
+    header: Header
+    ticket: _Ticket
 
 
 class DecodeSide:
@@ -72,6 +97,9 @@ class DecodeSide:
         self._channel = channel
         self._counters = counters
         self._peers = Peers(config, connect)
+        self._exports: dict[int, Export] = {}  # session → memory that the peer exports
+        self._reached: set[int] = set()  # sessions with memory that the engine has opened
+        self._pulls: dict[int, _Pull] = {}  # by the slot of ours that is set aside
 
     @property
     def transfers_open(self) -> int:
@@ -95,9 +123,8 @@ class DecodeSide:
     def engine(self, message: FromReceiver) -> None:
         now = time.monotonic()
         match message:
-            case SlotsFree(slots):
-                for slot in slots:
-                    self._free(slot)
+            case SlotsFree() | PulledIn() | Opened():
+                self._from_copies(message)
             case FetchIn(transfer_id) if self.draining:
                 self._channel.post(FailedIn(transfer_id, "draining", retry=False))
             case FetchIn(transfer_id, prefill_id, address, incarnation, attempt, ranges, first, heads):
@@ -132,6 +159,9 @@ class DecodeSide:
             self._slots.end(session.number)
         peer = self._peers.session_down(session, reason, now)
         self._apply(self._fetches.session_down(peer.key, reason, now))
+        self._reached.discard(session.number)
+        if self._exports.pop(session.number, None):
+            self._channel.post(ExportGone(session.number))
         self.settle()
 
     def session_over(self, session: Session) -> None:
@@ -151,6 +181,13 @@ class DecodeSide:
                 self._apply(self._fetches.commit(number, transfer_id, header.sender_rank, message, now))
             case Have():
                 self._apply(self._fetches.have(number, transfer_id, message, now))
+            case Export():
+                if number in self._exports:
+                    raise ProtocolError("order", "a second EXPORT")
+                self._exports[number] = message
+                self._channel.post(ExportIn(number, message))
+            case SliceAt():
+                self._slice_at(session, transfer_id, message)
             case Aborted():
                 self._apply(self._fetches.aborted(number, transfer_id, message, session.kv_moved, now))
         self.settle()
@@ -176,21 +213,9 @@ class DecodeSide:
         if transfer is None:
             self._free(ticket.slot)  # granted again with the next event, not for each such frame
             return
-        live = transfer.incoming.live
-        if not whole or not live:
+        complete = self._counted(header, transfer, whole)
+        if complete is None:
             self._free(ticket.slot)
-            if whole is False and live:
-                self._counters.checksum("payload", f"layer {header.layer}, frame {header.seq}")
-                self._apply(self._fetches.damaged(transfer, time.monotonic()))
-            self.settle()
-            return
-        self._counters.frames_received += 1
-        self._counters.bytes_received += header.length
-        try:
-            complete = self._fetches.verified(transfer, header, time.monotonic())
-        except FrameRefused as e:
-            self._free(ticket.slot)
-            self._apply(e.effects)
             self.settle()
             return
         self._channel.hold(
@@ -202,6 +227,84 @@ class DecodeSide:
         if complete:
             self._complete(transfer)
 
+    def _counted(self, header: Header, transfer: Transfer, whole: bool | None) -> bool | None:
+        """All of a frame is there. Whether it completed its transfer; None: it is not part of it."""
+        if not transfer.incoming.live or whole is None:
+            return None
+        if not whole:
+            self._counters.checksum("payload", f"layer {header.layer}, frame {header.seq}")
+            self._apply(self._fetches.damaged(transfer, time.monotonic()))
+            return None
+        self._counters.frames_received += 1
+        self._counters.bytes_received += header.length
+        try:
+            return self._fetches.verified(transfer, header, time.monotonic())
+        except FrameRefused as e:
+            self._apply(e.effects)
+            return None
+
+    # ------------------------------------------------------------ exported memory
+
+    def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt) -> None:
+        """Instead of a frame. It uses a credit and a slot, too, though nothing is written into the slot."""
+        export = self._exports.get(session.number)
+        if export is None or session.number not in self._reached:
+            raise ProtocolError("order", "SLICE without REACH")
+        if m.slot >= export.num_slots or m.length > export.slot_bytes:
+            raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
+        header = Header(
+            FrameType.KV, transfer_id, m.layer, head_start=m.head_start, head_count=m.head_count,
+            token_start=m.token_start, token_count=m.token_count, seq=m.seq, length=m.length,
+        )  # fmt: skip
+        try:
+            slot = self._pipe.take()
+        except FrameError as e:
+            raise ProtocolError("credit", str(e)) from None
+        ticket = self.kv_begins(session, header, slot)
+        session.moved(time.monotonic())
+        self._pulls[slot] = _Pull(session.number, m.slot, header, ticket)
+        if ticket.transfer is None:
+            self._pulled(slot, whole=False)
+            return
+        self._channel.hold(
+            ArrivedAt(
+                transfer_id, slot, m.seq, m.layer, m.head_start, m.head_count, m.token_start, m.token_count,
+                m.length, session.number, m.slot, m.generation, ticket.transfer.incoming.layout.dtype,
+            )
+        )  # fmt: skip
+
+    def _from_copies(self, message: SlotsFree | PulledIn | Opened) -> None:
+        match message:
+            case SlotsFree(slots):
+                for slot in slots:
+                    if slot in self._pulls:  # dropped
+                        self._pulled(slot, whole=False)
+                    else:
+                        self._free(slot)
+            case PulledIn(slots, whole):
+                for slot, right in zip(slots, whole, strict=True):
+                    self._pulled(slot, whole=right)
+            case Opened(number, reached, why):
+                if number in self._exports:
+                    if reached:
+                        self._reached.add(number)
+                    self._session(number).send(Reach(reached, why))
+
+    def _pulled(self, slot: int, *, whole: bool) -> None:
+        """The engine has read or dropped it."""
+        pull = self._pulls.pop(slot)
+        transfer = pull.ticket.transfer
+        live = transfer is not None and transfer.incoming.live
+        if pull.session in self._peers.by_session:
+            session = self._session(pull.session)
+            session.moved(time.monotonic())
+            session.send(Taken((pull.there,)))
+            if live and not whole:
+                session.send(Reach(False, "a slice was wrong"))  # so the next transfer is over TCP
+        self._free(slot)
+        if transfer is not None and self._counted(pull.header, transfer, whole):
+            self._complete(transfer)
+
     # ------------------------------------------------------------ credits and time
 
     def settle(self) -> None:
@@ -210,7 +313,8 @@ class DecodeSide:
             if peer.up and peer.session is not None:
                 missing = self._fetches.missing_frames(peer.key)
                 lanes = peer.session.lane_count
-                self._slots.want(number, 0 if missing is None else credit(missing, lanes))
+                transport = self._exports[number].kind if number in self._reached else "tcp"
+                self._slots.want(number, 0 if missing is None else credit(missing, lanes, transport))
         grants = self._slots.settle()
         # Also without a grant: a frame beyond its credit took a slot that was laid out for another session.
         if slots := self._slots.lay_out():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 
@@ -10,6 +11,7 @@ from kv_transfer.channel import (
     Channel,
     CloseOut,
     CommitOut,
+    Exported,
     FetchWaits,
     Finished,
     FromSender,
@@ -17,6 +19,7 @@ from kv_transfer.channel import (
     Offer,
     Pinned,
     PinOut,
+    Reached,
     Recalled,
     RefuseFetch,
     ReleasedOut,
@@ -27,6 +30,7 @@ from kv_transfer.channel import (
     StopOut,
 )
 from kv_transfer.config import TransferConfig
+from kv_transfer.layout import NEWEST_VERSION
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.stats import TransferCounters
@@ -41,10 +45,16 @@ from kv_transfer.protocol.messages import (
     Control,
     Credit,
     CreditReturned,
+    Export,
     Fetch,
     FetchContent,
+    Reach,
+    SliceAt,
+    Taken,
 )
 from kv_transfer.sender_pacing import window
+
+log = logging.getLogger("baton.kv")
 
 _MOST_UNREAD = 4 << 20  # bytes of messages that a session may send while the channel is full
 
@@ -63,6 +73,9 @@ class PrefillSide:
         self._channel = channel
         self._counters = counters
         self._sessions: dict[int, SessionToDecode] = {}  # by number
+        self._export: Export | None = None
+        self._reached: dict[int, str] = {}  # session → how the peer gets KV, or why not in another way
+        self._exported: dict[int, tuple[int, SliceOut]] = {}  # slot → the session that reads it
         self._unread: Counter[int] = Counter()  # bytes of messages since the channel is full, by session
 
     @property
@@ -84,7 +97,11 @@ class PrefillSide:
         now = time.monotonic()
         match message:
             case SliceOut():
-                self._send(message)
+                self._send(message, now)
+            case Exported(export):
+                self._export = export
+                for session in self._sessions.values():
+                    self._offer_memory(session)
             case Offer(prefill_id):
                 self._apply(self.table.offer(prefill_id, now))
             case Finished(prefill_id):
@@ -104,11 +121,22 @@ class PrefillSide:
                 if number in self._sessions:
                     self._sessions[number].send(CreditReturned(total, sent))
 
-    def _send(self, s: SliceOut) -> None:
+    def _send(self, s: SliceOut, now: float) -> None:
         self.slots_out += 1
         held = self.table.open.get(s.transfer_id)
         if held is None:
             self._give_back(s.slot, unsent=True)
+            return
+        if s.generation:
+            self.table.begin_send(s.transfer_id, now)
+            self._exported[s.slot] = held.session, s
+            self._sessions[held.session].send(
+                SliceAt(
+                    s.slot, s.generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
+                    s.token_count, s.length,
+                ),
+                s.transfer_id,
+            )  # fmt: skip
             return
         header = Header(
             FrameType.KV, s.transfer_id, layer=s.layer, head_start=s.head_start, head_count=s.head_count,
@@ -122,10 +150,20 @@ class PrefillSide:
 
     def session_up(self, session: SessionToDecode) -> None:
         self._sessions[session.number] = session
+        self._offer_memory(session)
+
+    def _offer_memory(self, session: SessionToDecode) -> None:
+        assert session.peer is not None
+        if self._export is not None and session.peer.versions[1] >= NEWEST_VERSION:
+            session.send(self._export)
 
     def session_down(self, session: SessionToDecode, reason: str, detail: str) -> None:
         del self._sessions[session.number]
+        self._reached.pop(session.number, None)
         self._apply(self.table.session_down(session.number, time.monotonic()))
+        # The peer may still read them. It will find another generation.
+        for slot in [slot for slot, (number, _) in self._exported.items() if number == session.number]:
+            self._taken(slot)
         self._channel.post(SessionGone(session.number))
 
     def control(self, session: SessionToDecode, header: Header, message: Control) -> None:
@@ -143,6 +181,8 @@ class PrefillSide:
                     session.send(Aborted("busy", 0), header.transfer_id)
                 else:
                     self._apply(self.table.fetch(header.transfer_id, session.number, message, now))
+            case Reach() | Taken():
+                self._from_reader(session, message, now)
             case Credit(total, recall):
                 self._channel.post(Granted(session.number, total, recall))
             case Ack() | Abort():
@@ -153,6 +193,23 @@ class PrefillSide:
                     self._apply(self.table.ack(header.transfer_id, now))
                 else:
                     self._apply(self.table.abort(header.transfer_id, message.reason, now))
+
+    def _from_reader(self, session: SessionToDecode, message: Reach | Taken, now: float) -> None:
+        match message:
+            case Reach(reached, why):
+                if self._export is None:
+                    raise ProtocolError("order", "REACH without EXPORT")
+                self._reached[session.number] = self._export.kind if reached else f"tcp: {why}"
+                self._channel.post(Reached(session.number, reached))
+            case Taken(slots):
+                for slot in slots:
+                    if self._exported.get(slot, (None,))[0] != session.number:
+                        raise ProtocolError("foreign", f"slot {slot} was not to be read")
+                    sent = self._taken(slot)
+                    session.moved(now)
+                    self._counters.frames_sent += 1
+                    self._counters.bytes_sent += sent.length
+                    self.table.sent(sent.transfer_id, now)
 
     def _bound_unread(self, session: SessionToDecode, header: Header) -> None:
         """Ends the session if too many of its messages wait here because the engine reads none."""
@@ -181,6 +238,10 @@ class PrefillSide:
     def frame_dropped(self, frame: OutgoingFrame) -> None:
         self._give_back(frame.slot, unsent=True)
 
+    def _taken(self, slot: int) -> SliceOut:
+        self._give_back(slot, unsent=False)
+        return self._exported.pop(slot)[1]
+
     def _give_back(self, slot: int, *, unsent: bool) -> None:
         self.slots_out -= 1
         self._channel.hold(SlotFree(slot, unsent))
@@ -191,6 +252,14 @@ class PrefillSide:
         flow = {session.number: session.kv_moved for session in self._sessions.values()}
         self._apply(self.table.expire(now, flow))
 
+    def transports(self) -> dict[str, str]:
+        """Of each peer that fetches from here, by name."""
+        return {
+            session.peer.name: self._reached.get(number, "tcp")
+            for number, session in self._sessions.items()
+            if session.peer is not None
+        }
+
     def slots_free(self) -> int:
         return self._config.num_slots - self.slots_out
 
@@ -199,7 +268,8 @@ class PrefillSide:
             match effect:
                 case Start(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
-                    slots = window(session.lane_count, self._config.num_slots)
+                    transport = self._reached.get(number, "tcp")
+                    slots = window(session.lane_count, self._config.num_slots, transport)
                     self._channel.post(
                         StartOut(
                             prefill_id, transfer_id, number, session.slot_bytes, slots,

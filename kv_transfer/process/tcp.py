@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.layout import WIRE_VERSION, scales_of
+from kv_transfer.layout import NEWEST_VERSION, WIRE_VERSION, scales_of
 from kv_transfer.process.handshake import Handshake, say
 from kv_transfer.process.handshakes import Handshakes
 from kv_transfer.process.lane import Lane
@@ -191,7 +191,7 @@ class TcpConnector:
     def _identity(self, side: Side) -> Identity:
         config = self.config
         return Identity(
-            side=side, versions=(WIRE_VERSION, WIRE_VERSION), name=config.name,
+            side=side, versions=(WIRE_VERSION, NEWEST_VERSION), name=config.name,
             incarnation=config.incarnation, rank=0, ranks=1, model_fingerprint=config.model_fingerprint,
             layout_fingerprint=config.layout.fingerprint, kv_dtype=config.layout.dtype,
             kv_scales=scales_of(config.layout.dtype), slot_bytes=config.slot_bytes,

@@ -61,11 +61,15 @@ class TcpSession(ABC):
         self.ended = False
         self.opened = time.monotonic()
         self._open = 0  # lanes
+        self._read_at = 0.0  # when a slice in exported memory was read
         self._connector = connector
 
     @property
     def kv_moved(self) -> float:
-        return max((lane.kv_moved for lane in self.lanes.values()), default=0.0)
+        return max((self._read_at, *(lane.kv_moved for lane in self.lanes.values())))
+
+    def moved(self, now: float) -> None:
+        self._read_at = now
 
     def send(self, message: Control, transfer_id: bytes = NO_TRANSFER) -> None:
         if not self.ended:

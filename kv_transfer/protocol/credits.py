@@ -171,6 +171,7 @@ class SenderAccount:
     used: int = 0
     slots_out: int = 0  # slots with frames of the session
     window: int = 1  # slots that it may have at once
+    reached: bool = False  # the peer reads exported slots
 
     @property
     def has_room(self) -> bool:

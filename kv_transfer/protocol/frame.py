@@ -42,12 +42,16 @@ class FrameType(enum.IntEnum):
     PING = 9
     FETCH_CONTENT = 10
     HAVE = 11
+    EXPORT = 12
+    REACH = 13
+    SLICE = 14
+    TAKEN = 15
 
 
 _TYPES = {int(t): t for t in FrameType}
 _OF_TRANSFER = {
     FrameType.FETCH, FrameType.FETCH_CONTENT, FrameType.HAVE, FrameType.COMMIT, FrameType.ACK,
-    FrameType.ABORT, FrameType.ABORTED,
+    FrameType.ABORT, FrameType.ABORTED, FrameType.SLICE,
 }  # fmt: skip
 
 

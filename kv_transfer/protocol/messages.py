@@ -174,12 +174,56 @@ class Aborted(Message):
     frames: U32  # ever sent under this transfer id
 
 
+class Export(Message):
+    """sender → receiver: memory that processes of the same host can read. Slices may wait there.
+
+    Behind its slots is a *mark* of each, two u64: its generation, and the checksum of the slice. Behind the
+    marks is the token."""
+
+    kind: Text  # "shared_memory" or "cuda_ipc"
+    host: Text
+    handle: Annotated[bytes, Meta(max_length=256)]
+    num_slots: Annotated[int, Meta(gt=0, le=1 << 16)]
+    slot_bytes: U32
+    token: Id  # a reader that finds it has opened this memory and no other
+
+
+class Reach(Message):
+    """receiver → sender: whether it reads the exported memory from now on."""
+
+    reached: bool
+    why: Text
+
+
+class SliceAt(Message):
+    """sender → receiver: instead of a KV frame, a slice of the transfer in the header is in this slot."""
+
+    slot: U32
+    generation: U63
+    seq: U32
+    layer: U16
+    head_start: U16
+    head_count: U16
+    token_start: U32
+    token_count: U32
+    length: U32
+
+
+class Taken(Message):
+    """receiver → sender: it has read these slots."""
+
+    slots: Annotated[tuple[U32, ...], Meta(max_length=1 << 16)]
+
+
 class Ping(Message):
     incarnation: U64
     tick_age_ms: U32  # since the engine last ticked; 0 before its first tick
 
 
-Control = Fetch | FetchContent | Have | Credit | CreditReturned | Commit | Ack | Abort | Aborted | Ping
+Control = (
+    Fetch | FetchContent | Have | Credit | CreditReturned | Commit | Ack | Abort | Aborted | Ping
+    | Export | Reach | SliceAt | Taken
+)  # fmt: skip
 
 _TYPES: dict[type[Message], FrameType] = {
     Fetch: FrameType.FETCH,
@@ -192,10 +236,14 @@ _TYPES: dict[type[Message], FrameType] = {
     Ping: FrameType.PING,
     FetchContent: FrameType.FETCH_CONTENT,
     Have: FrameType.HAVE,
+    Export: FrameType.EXPORT,
+    Reach: FrameType.REACH,
+    SliceAt: FrameType.SLICE,
+    Taken: FrameType.TAKEN,
 }
 # What each side may be sent. A type that is not here is a protocol error.
-_TO_SENDER = (Fetch, FetchContent, Credit, Ack, Abort, Ping)
-_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping)
+_TO_SENDER = (Fetch, FetchContent, Credit, Ack, Abort, Ping, Reach, Taken)
+_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping, Export, SliceAt)
 _encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[Side, dict[FrameType, Any]] = {
     "sender": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_SENDER},

@@ -144,7 +144,7 @@ def tokenizer(tmp_path: Path) -> ModelTokenizer:
 
 
 def sent(kv_bytes: int) -> TransferStats:
-    return TransferStats(0, 0, 0, 1, 4, 64, 64, 64, kv_bytes, 0, 2, 0, 0, {}, {}, {}, {})
+    return TransferStats(0, 0, 0, 1, 4, 64, 64, 64, kv_bytes, 0, 2, 0, 0, {}, {}, {}, {}, {})
 
 
 @pytest.fixture

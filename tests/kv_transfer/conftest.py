@@ -36,11 +36,12 @@ class Worker(TransferProcess):
 
     def __init__(
         self, role: Any, *, blocks: int, block_size: int, layout: kv.KVLayout = LAYOUT, ranks: int = 1,
-        device: str = DEVICE, **config: Any,
+        device: str = DEVICE, exports: bool = False, **config: Any,
     ) -> None:  # fmt: skip
         settings: dict[str, Any] = {"name": f"{role} 0", **config}
         super().__init__(layout, **settings)
         self.block_size = block_size
+        self.exports = exports
         shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
         dtype, each = getattr(torch, layout.dtype), range(layout.num_layers)
         layers = [self.filled(torch.zeros(shape, device=device)).to(dtype) for _ in each]
@@ -58,7 +59,7 @@ class Worker(TransferProcess):
 
     @property
     def transport(self) -> kv.Transport:
-        return kv.ArenaTransport(self.ranks.sending, self.ranks.receiving, NO_TRACE)
+        return kv.ArenaTransport(self.ranks.sending, self.ranks.receiving, NO_TRACE, self.exports)
 
     @property
     def pool(self) -> list[torch.Tensor]:

@@ -14,7 +14,8 @@ import xxhash
 
 SECRET = b"a cluster secret for tests"
 LAYOUT = "kv3 layers=3 kv_heads=2 head_dim=16"
-HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE = range(1, 12)
+HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_NEW = range(1, 16)
+EXPORT, REACH, SLICE, TAKEN = _NEW
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,3 +77,58 @@ def test_equal_torch(
     launch(targets, into_pool=True)
     for target, right in zip(targets, expected_targets, strict=True):
         assert torch.equal(target.cpu().view(torch.uint8), right.view(torch.uint8))
+
+
+def checksum(words: np.ndarray) -> int:
+    """Of a slice, as its 32-bit words."""
+    x = words.astype(np.uint32) ^ (np.arange(len(words), dtype=np.uint32) * np.uint32(0x9E3779B1))
+    x *= np.uint32(0x85EBCA6B)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0xC2B2AE35)
+    x ^= x >> np.uint32(13)
+    return int(x.astype(np.int64).sum())
+
+
+@pytest.mark.parametrize("into_pool", [False, True], ids=["gather", "scatter"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_checksums_of_what_is_moved(kernel_device: str, fp8: bool, into_pool: bool) -> None:
+    """Values, and the scales behind them, of two slices; the generation is written before."""
+    from kv_transfer import copy_kernels
+
+    heads, head_dim, blocks = 3, 16, torch.tensor([7, 2, 5], device=kernel_device)
+    pieces = [Slice(0, 0, heads, 5, 37), Slice(0, 1, 2, 0, 48)]
+    element = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    pool = torch.randint(0, 255, (2, 9, 16, heads, head_dim * element.itemsize), dtype=torch.uint8)
+    pool = pool.to(kernel_device).view(element)
+    scales = torch.rand(2, 9, heads, 16, device=kernel_device)
+    words = [2 * p.token_count * p.head_count * (head_dim * element.itemsize // 4 + fp8) for p in pieces]
+    slots = [torch.randint(-9, 9, (n,), dtype=torch.int32, device=kernel_device) for n in words]
+    marks = torch.full((2, 2), 99, dtype=torch.int64, device=kernel_device)
+    lines = [[marks[i].data_ptr(), 40 + i] for i in range(2)]
+    copy_kernels.launch_marks(torch.tensor(lines, device=kernel_device))
+    assert marks.tolist() == [[40, 0], [41, 0]]
+    for part in (pool, scales)[: 1 + fp8]:
+        values = part is scales
+        lines = []
+        for i, (piece, slot) in enumerate(zip(pieces, slots, strict=True)):
+            first = len(slot) - 2 * piece.token_count * piece.head_count if values else 0
+            held = piece.head_start, piece.head_start + piece.head_count
+            lines.append(
+                copy_kernels.line(
+                    part, blocks, slot.data_ptr() + 4 * first, piece, held, 0,
+                    checksum=marks[i].data_ptr() + 8, first_word=first,
+                )
+            )  # fmt: skip
+        copy_kernels.launch(
+            torch.tensor(lines, device=kernel_device), part, 48, heads, into_pool=into_pool, sums=True
+        )
+    found = marks[:, 1].tolist()
+    assert found == [checksum(slot.cpu().numpy()) for slot in slots]
+
+    again = torch.zeros(2, dtype=torch.int64, device=kernel_device)
+    slots[1][words[1] - 1] ^= 1 << 20
+    lines = [[s.data_ptr(), len(s), again.data_ptr() + 8 * i] for i, s in enumerate(slots)]
+    copy_kernels.launch_sums(torch.tensor(lines, device=kernel_device), max(words))
+    assert again.tolist()[0] == found[0]
+    assert again.tolist()[1] != found[1], "one bit differs"
+    assert again.tolist()[1] == checksum(slots[1].cpu().numpy())

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.arena import Arena
-from kv_transfer.device import Pool, Staged, coalesce, open_pool
+from kv_transfer.cuda_pool import coalesce
+from kv_transfer.device import Pool, Staged
 from kv_transfer.layout import KVLayout, cut
+from kv_transfer.pools import open_pool
 from kv_transfer.transport import PagedKV
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

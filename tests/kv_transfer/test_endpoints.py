@@ -20,7 +20,7 @@ import torch
 
 import kv_transfer as kv
 from kv_transfer import channel as ch
-from kv_transfer import device
+from kv_transfer import device, pools
 from kv_transfer.receiver import ArenaReceiver, _LayerPace
 from kv_transfer.sender import ArenaSender
 
@@ -81,7 +81,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
         made.append(LatePool(*args))
         return made[-1]
 
-    monkeypatch.setattr(device, "open_pool", open_pool)
+    monkeypatch.setattr(pools, "open_pool", open_pool)
     return made
 
 

@@ -16,9 +16,11 @@ u8, u16, u32 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32))
 ids = st.binary(min_size=16, max_size=16)
 OF_TRANSFER = [
     FrameType.FETCH, FrameType.FETCH_CONTENT, FrameType.HAVE, FrameType.ACK, FrameType.ABORT,
-    FrameType.ABORTED,
+    FrameType.ABORTED, FrameType.SLICE,
 ]  # fmt: skip
-OF_NO_TRANSFER = [FrameType.HELLO, FrameType.CREDIT, FrameType.PING]
+OF_NO_TRANSFER = [
+    FrameType.HELLO, FrameType.CREDIT, FrameType.PING, FrameType.EXPORT, FrameType.REACH, FrameType.TAKEN,
+]  # fmt: skip
 headers = st.one_of(
     st.builds(Header, st.just(FrameType.KV), ids, u16, u16, u16, u16, u32, u32, u32, u32, u8, u8, u8),
     st.builds(lambda *x: Header(FrameType.COMMIT, x[0], length=x[1], sender_rank=x[2]), ids, u32, u8),

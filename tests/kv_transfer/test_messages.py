@@ -19,10 +19,11 @@ TO_SENDER: list[m.Control] = [
     m.Ack(),
     m.Abort("cancelled"),
 ]
-TO_SENDER.append(m.FetchContent((ID, ID), 3, 1, 0, 0, 3))
+TO_SENDER += [m.FetchContent((ID, ID), 3, 1, 0, 0, 3), m.Reach(False, "another machine"), m.Taken((3, 1))]
 TO_RECEIVER = [
     m.CreditReturned(9, 4), m.Commit(m.FirstToken(5, -0.25, (5, 6), (-0.25, -2.0)), 3, 999),
-    m.Aborted("gone", 2), m.Have(2),
+    m.Aborted("gone", 2), m.Have(2), m.SliceAt(3, 9, 0, 1, 0, 2, 5, 7, 1792),
+    m.Export("shared_memory", "a host", b"a handle", 64, 4096, ID),
 ]  # fmt: skip
 BOTH = [m.Ping((1 << 64) - 1, 12)]
 

@@ -114,7 +114,7 @@ def test_the_recorded_handshake_is_the_one_of_today(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_recorded_receiver_fetches_from_todays_sender(make_prefill: Any, until: Any) -> None:
-    prefill = make_prefill()
+    prefill = make_prefill(exports=True)  # which the peer does not know
     prefill.open(2, FINISHED)
     for layer, rows in zip(prefill.pool, KV_OF_LAYERS, strict=True):
         layer[:, prefill.held[FINISHED][0], :2] = rows

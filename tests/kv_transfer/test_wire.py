@@ -10,8 +10,10 @@ import os
 import random
 import select
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +29,16 @@ from .second_wire import (
     ACK,
     COMMIT,
     CREDIT,
+    EXPORT,
     FETCH,
     FETCH_CONTENT,
     HAVE,
     HELLO,
     KV,
     PING,
+    REACH,
+    SLICE,
+    TAKEN,
     FakePrefill,
     Lane,
     connect,
@@ -153,6 +159,63 @@ def test_as_a_prefill_worker(fetching: Any, until: Any) -> None:
     assert said == {ACK: (transfer, []), CREDIT: (bytes(16), [4, True])}
     lane.say(CREDIT, [4, 3])
     until(lambda: decode.stats().receiver_slots_free == 16, "the slots to come home")
+
+
+def export(lane: Lane, arena: kv.Arena) -> None:
+    """Exports an arena of this process."""
+    token = os.urandom(16)
+    arena.marks[arena.num_slots * 16 :][:16] = token
+    handle = struct.pack("<II", os.getpid(), arena.fd)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    lane.say(EXPORT, ["shared_memory", boot, handle, arena.num_slots, arena.slot_bytes, token])
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stale: bool) -> None:
+    decode, _, lane, transfer, blocks = fetching()
+    lane.answers = False
+    arena = kv.Arena.create(8, 4096)
+    export(lane, arena)
+    until(lambda: decode.poll() or select.select([lane.sock], [], [], 0)[0], "REACH", decode.receiver)
+    assert lane.expect(REACH)[1] == [True, "shared_memory"]
+    frames = slices(10)
+    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
+    for i, (head, body) in enumerate(frames):
+        slot, generation = 7 - i, 40 + i
+        arena.slot(slot)[: len(body)] = body
+        checksum = xxhash.xxh3_64_intdigest(body)
+        arena.marks[slot * 16 : slot * 16 + 16] = struct.pack(
+            "<QQ", generation + (stale and i == 1), checksum
+        )
+        fields = [slot, generation, head["seq"], head["layer"], 0, 2, 0, 10, len(body)]
+        lane.say(SLICE, fields, transfer)
+    if not stale:
+        assert isinstance(ended(decode, until), kv.Injected)
+        assert_pool(decode, blocks, frames)
+        assert sorted(lane.expect(TAKEN)[1][0][0] for _ in range(3)) == [5, 6, 7]
+    else:
+        said: list[tuple[int, Any]] = []
+        until(lambda: decode.poll() or decode.stats().transfers.get("integrity"), "its end", decode.receiver)
+        while not said or said[-1][0] != ABORT:
+            kind, _, _, payload = lane.read()
+            said.append((kind, unpack(payload)))
+        refused(decode, until, "payload")
+        assert (REACH, [False, "a slice was wrong"]) in said
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("slot", "size", "reason"), [(0, 2560, "order"), (8, 2560, "length"), (0, 4097, "length")]
+)
+def test_a_slice_that_cannot_be(fetching: Any, until: Any, slot: int, size: int, reason: str) -> None:
+    decode, _, lane, transfer, _ = fetching()
+    arena = kv.Arena.create(8, 4096)
+    if reason != "order":
+        export(lane, arena)
+        until(lambda: decode.poll() or select.select([lane.sock], [], [], 0)[0], "REACH", decode.receiver)
+    lane.say(SLICE, [slot, 1, 0, 0, 0, 2, 0, 10, size], transfer)
+    refused(decode, until, reason)
+    arena.close()
 
 
 def fp8_numbers(payload: bytes, positions: int) -> torch.Tensor:
@@ -347,6 +410,8 @@ def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
         (ABORTED, pack(["gone", 0]), "message"),
         (HELLO, pack(["proof", bytes(32)]), "message"),
         (PING, pack([6, 0]), "incarnation"),
+        (REACH, pack([True, ""]), "order"),
+        (TAKEN, pack([[3]]), "foreign"),
     ],
 )
 def test_an_authenticated_peer_that_breaks_the_protocol(

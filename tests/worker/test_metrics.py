@@ -31,7 +31,7 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
     fours[-1] = ExpertStats([70, 0, 5], 2.8, 1.5)
     metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
     metrics.transfer_stats = TransferStats(
-        0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {}
+        0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {}, {}
     )
     port = metrics.listen(host, 0)
     try:

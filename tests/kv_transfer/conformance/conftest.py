@@ -6,14 +6,19 @@ damage one slice between gather and scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
+from kv_transfer import cuda_memory
+from kv_transfer.cuda_pool import CudaPool
+from kv_transfer.device import HostPool, Staged
 from tests.bad_network import BadNetwork
+from tests.device import DEVICE
 from tests.kv_transfer.conftest import Decode, Pair, Prefill
 
 
@@ -24,12 +29,47 @@ def _bent_on_a_lane(prefill: Prefill) -> Iterator[str]:
         assert network.suffered == 1
 
 
+@contextmanager
+def _bent_in_memory(prefill: Prefill) -> Iterator[str]:
+    pool: Any = CudaPool if DEVICE == "cuda" else HostPool
+    gather, done = pool.gather, []
+
+    def bent(self: Any, batch: Sequence[Staged], after: Sequence[Any] = ()) -> Any:
+        event = gather(self, batch, after)
+        if batch[0].generation and not done:
+            done.append(batch[0])
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+                cuda_memory._call("cuMemsetD8_v2", self._exported.slot(batch[0].slot), 0xA5, 4)
+            else:
+                prefill.sending.arena.slot(batch[0].slot)[7] ^= 1
+        return event
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "gather", bent)
+        yield prefill.address
+    assert done
+
+
 @dataclass(frozen=True)
 class Kind:
     name: str
     bent: Callable[[Prefill], AbstractContextManager[str]]
     """Within it, one byte of the next slice that is fetched from the address changes on its way."""
     settings: dict[str, Any] = field(default_factory=dict)
+    reached: str = "tcp"
+    """As in `TransferStats.transports`, when workers have one rank each."""
+
+    def connect(self, pair: Pair) -> None:
+        """Waits until the pair uses this transport."""
+        if self.reached != "tcp":
+            prefill_id = pair.prefill.hold(1)
+            decode_id = pair.decode.fetch(pair.prefill, prefill_id, 1, start=1)
+            pair.event(decode_id)
+            pair.until(lambda: pair.prefill.stats().transports == {"decode 0": self.reached}, "the test copy")
+            pair.until(lambda: prefill_id in pair.prefill.released, "the ACK")
+            del pair.prefill.released[prefill_id], pair.decode.events[decode_id]
+            pair.decode.release(decode_id)
 
     def __str__(self) -> str:
         return self.name
@@ -37,7 +77,9 @@ class Kind:
 
 TCP = Kind("tcp", _bent_on_a_lane)
 TCP_WITH_MOVERS = Kind("tcp with movers", _bent_on_a_lane, {"lane_processes": 3})
-KINDS = [TCP]
+KIND = "cuda_ipc" if DEVICE == "cuda" else "shared_memory"
+EXPORTED = Kind(KIND, _bent_in_memory, {"exports": True}, KIND)
+KINDS = [TCP, EXPORTED]
 
 
 @pytest.fixture(scope="package", params=KINDS, ids=str)
@@ -63,11 +105,26 @@ def make_decode(workers: list[Any], transport: Kind) -> Callable[..., Decode]:
     return make
 
 
+@pytest.fixture
+def make_pair(
+    make_prefill: Callable[..., Prefill], make_decode: Callable[..., Decode], transport: Kind
+) -> Callable[..., Pair]:
+    def make(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Pair:
+        made = Pair(make_prefill(**(prefill or {})), make_decode(**(decode or {})))
+        if (prefill or {}).get("ranks", 1) == (decode or {}).get("ranks", 1) == 1:
+            transport.connect(made)
+        return made
+
+    return make
+
+
 @pytest.fixture(scope="package")
 def _shared(transport: Kind) -> Iterator[Pair]:
     prefill = Prefill(block_size=32, **transport.settings)
     with closing(prefill), closing(Decode(**transport.settings)) as decode:
-        yield Pair(prefill, decode)
+        pair = Pair(prefill, decode)
+        transport.connect(pair)
+        yield pair
 
 
 @pytest.fixture

@@ -125,4 +125,4 @@ def test_a_byte_that_changes_between_gather_and_scatter(make_pair: Any, transpor
         pair.assert_same(blocks, decode_id, 0, TOKENS)
         pair.assert_whole()
     assert pair.decode.stats().checksum_failures == {"payload": 1}
-    assert pair.decode.stats().transfers == {"integrity": 1, "injected": 1}
+    assert pair.decode.stats().transfers["integrity"] == 1

@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 
 import kv_transfer as kv
-from kv_transfer import device
+from kv_transfer.cuda_pool import CudaPool
+from kv_transfer.device import HostPool
 from kv_transfer.layout import KVLayout
 from tests.kv_transfer.ranks import as_bytes
 
+from .conftest import TCP
+
+# Groups use TCP, whatever the workers export: see `test_exported_memory`.
+pytestmark = pytest.mark.parametrize("transport", [TCP], indirect=True, ids=str)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """With "cuda", the ranks of both sides share one GPU."""
 
@@ -78,7 +83,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
         return gated
 
-    for pool, name in itertools.product((device.HostPool, device.CudaPool), ("gather", "scatter")):
+    for pool, name in itertools.product((HostPool, CudaPool), ("gather", "scatter")):
         monkeypatch.setattr(pool, name, behind_gate(getattr(pool, name)))
     yield gate
     gate.set()

@@ -16,7 +16,7 @@ import kv_transfer as kv
 from kv_transfer.wait import wait
 from tests.kv_transfer.conftest import Pair, until
 
-from .conftest import KINDS, TCP_WITH_MOVERS
+from .conftest import KINDS, TCP, TCP_WITH_MOVERS
 
 GROUPS = pytest.mark.parametrize("ranks", [(1, 1), (2, 4)], ids=["one rank", "2 to 4 ranks"])
 """Ranks of the prefill worker and of the decode worker. 4 ranks share 2 KV heads."""
@@ -257,7 +257,7 @@ def test_asking_for_positions_that_are_not_there(pair: Pair) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("transport", "ranks"),
-    [*((kind, ranks) for kind in KINDS for ranks in ((1, 1), (2, 4), (4, 2))), (TCP_WITH_MOVERS, (1, 1))],
+    [(TCP, (2, 4)), (TCP, (4, 2)), *((kind, (1, 1)) for kind in [*KINDS, TCP_WITH_MOVERS])],
     indirect=["transport"],
     ids=str,
 )

@@ -1,0 +1,119 @@
+"""Raw device memory that peers read by CUDA IPC handle, through the driver's library. Without torch.
+
+Not from torch's allocator: its segments may be expandable, and those have no handle. Calls are made with the
+context of the device, which torch has set for threads that use it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from ctypes import byref, c_size_t, c_uint, c_ulonglong, c_void_p
+from functools import cache
+
+from kv_transfer.arena import MARK, TOKEN, marks_bytes
+from kv_transfer.peer_memory import Unreachable, check, host
+from kv_transfer.protocol.messages import Export
+
+_HANDLE_BYTES = 64
+_LAZY_ENABLE_PEER_ACCESS = 1
+_EXPORT = struct.Struct(f"<IQ{_HANDLE_BYTES}s")  # process, address there, handle
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class CudaError(RuntimeError):
+    pass
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    for name, *types in (
+        ("cuMemAlloc_v2", c_void_p, c_size_t),
+        ("cuMemFree_v2", c_ulonglong),
+        ("cuMemsetD8_v2", c_ulonglong, ctypes.c_ubyte, c_size_t),
+        ("cuMemcpyHtoD_v2", c_ulonglong, c_void_p, c_size_t),
+        ("cuMemcpyAsync", c_ulonglong, c_ulonglong, c_size_t, c_void_p),
+        ("cuIpcGetMemHandle", c_void_p, c_ulonglong),
+        ("cuIpcOpenMemHandle_v2", c_void_p, _Handle, c_uint),
+        ("cuIpcCloseMemHandle", c_ulonglong),
+        ("cuGetErrorName", ctypes.c_int, c_void_p),
+    ):
+        getattr(library, name).argtypes = types
+    return library
+
+
+def _call(name: str, *args: object) -> None:
+    error = getattr(_driver(), name)(*args)
+    if error:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(error, byref(text))
+        raise CudaError(f"{name}: {(text.value or b'unknown error').decode()}")
+
+
+def copy(to: int, source: int, size: int, stream: int) -> None:
+    """Enqueues a copy between two addresses of any device."""
+    _call("cuMemcpyAsync", to, source, size, stream)
+
+
+class _Slots:
+    """Addresses in memory with `num_slots` slots and their marks."""
+
+    def __init__(self, address: int, num_slots: int, slot_bytes: int) -> None:
+        self.address = address
+        self.slot_bytes = slot_bytes
+        self.marks = address + num_slots * slot_bytes
+        self.marks_bytes = num_slots * MARK
+        self.token = self.marks + self.marks_bytes
+
+    def slot(self, index: int) -> int:
+        return self.address + index * self.slot_bytes
+
+    def mark(self, index: int) -> int:
+        return self.marks + index * MARK
+
+
+class DeviceMemory(_Slots):
+    """Owns the memory."""
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        """On the device of this thread."""
+        size = num_slots * slot_bytes + marks_bytes(num_slots)
+        address, handle = c_ulonglong(), _Handle()
+        _call("cuMemAlloc_v2", byref(address), size)
+        super().__init__(address.value, num_slots, slot_bytes)
+        token = os.urandom(TOKEN)
+        _call("cuMemsetD8_v2", self.marks, 0, self.marks_bytes)
+        _call("cuMemcpyHtoD_v2", self.token, token, TOKEN)
+        _call("cuIpcGetMemHandle", byref(handle), self.address)
+        exported = _EXPORT.pack(os.getpid(), self.address, bytes(handle))
+        self.export = Export("cuda_ipc", host(), exported, num_slots, slot_bytes, token)
+
+    def close(self) -> None:
+        _call("cuMemFree_v2", self.address)
+
+
+class PeerDeviceMemory(_Slots):
+    """Implements PeerMemory. The memory lives as long as it is open, also if its owner dies."""
+
+    def __init__(self, export: Export) -> None:
+        """Raises Unreachable. The caller then does a test copy of the token."""
+        check(export, "cuda_ipc")
+        try:
+            process, there, handle = _EXPORT.unpack(export.handle)
+            self._is_own = process == os.getpid()  # CUDA does not open a handle where it was made
+            address = c_ulonglong(there)
+            if not self._is_own:
+                opened = _Handle.from_buffer_copy(handle)
+                _call("cuIpcOpenMemHandle_v2", byref(address), opened, _LAZY_ENABLE_PEER_ACCESS)
+        except (CudaError, OSError, struct.error) as e:
+            raise Unreachable(str(e)) from None
+        super().__init__(address.value, export.num_slots, export.slot_bytes)
+
+    def close(self) -> None:
+        if not self._is_own:
+            _call("cuIpcCloseMemHandle", self.address)

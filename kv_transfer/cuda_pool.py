@@ -1,0 +1,277 @@
+"""KV between the engine's paged pool and slots, on a GPU. Imported where there is one: it needs Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kv_transfer import copy_kernels
+from kv_transfer.arena import Arena
+from kv_transfer.cuda_memory import DeviceMemory, PeerDeviceMemory, copy
+from kv_transfer.device import Event, Outcome, Staged, held_heads, of_each_dtype
+from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
+from kv_transfer.peer_memory import PeerMemory, Unreachable
+from kv_transfer.protocol.messages import Export
+from kv_transfer.transport import PagedKV
+
+
+class CudaPool:
+    """Gathers and scatters on a side stream, between the pool and the pinned arena.
+
+    However many slices a batch has, it is one kernel, one copy of the kernel's table, and a copy for each
+    run of neighbouring slots. A launch costs the host more than a slice costs the device, and the host has
+    the next step to launch.
+    """
+
+    gather_most = 8
+
+    def __init__(self, kv: PagedKV, arena: Arena) -> None:
+        layout = kv.layout
+        self._layers = list(kv.layers)
+        self._scales = list(kv.scales)
+        self._device = kv.layers[0].device
+        self._block_size = kv.block_size
+        self._layout = layout
+        self._layouts = of_each_dtype(layout)
+        self._heads = kv.heads
+        self._slot_bytes = arena.slot_bytes
+        self._num_slots = arena.num_slots
+        self._exported: DeviceMemory | None = None  # slots that peers read, beside those of the arena
+        self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
+        _pin(self._arena)
+        # Of high priority: few short programs, which would else wait for the end of a large matrix product.
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        # What torch has pinned once it gives out again at once; pinning more would wait for the device.
+        _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
+        # Compiles all kernels now, not during the first transfer: one position of block 0, there and back,
+        # and none for the kernels that convert, since they would not give back the same bytes.
+        row = Staged(Slice(0, 0, layout.num_kv_heads, 0, 1), 0, self.table([0], 1))
+        nothing = Staged(Slice(0, 0, layout.num_kv_heads, 0, 0), 0, row.table)
+        with torch.cuda.stream(self._stream):
+            dense = torch.empty(layout.bytes_per_token_layer, dtype=torch.uint8, device=self._device)
+            sums = torch.zeros(2, dtype=torch.int64, device=self._device)
+            for into_pool in (False, True):
+                self._copy([(row, dense.data_ptr())], into_pool=into_pool)
+                self._copy([(row, dense.data_ptr())], into_pool=into_pool, sums=[sums.data_ptr()])
+            copy_kernels.launch_marks(self._upload([sums.data_ptr(), 0]).view(1, -1))
+            copy_kernels.launch_sums(self._upload([dense.data_ptr(), 1, sums.data_ptr()]).view(1, -1), 1)
+            for dtype in ITEM_BYTES:
+                if dtype != layout.dtype and convertible(dtype, layout.dtype):
+                    self._convert([(nothing, dense.data_ptr())], dtype)
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """int64 [blocks] on the device."""
+        assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
+        with torch.cuda.stream(self._stream):
+            return self._upload(list(block_ids))
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, event: Event) -> bool:
+        return event.query()
+
+    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
+        with torch.cuda.stream(self._stream):
+            for event in {id(event): event for event in after}.values():
+                self._stream.wait_event(event)
+            if exported := [item for item in batch if item.generation]:
+                self._gather_exported(exported)
+            if batch := [item for item in batch if not item.generation]:
+                batch, dense, addresses, copies = self._stage(batch, self._slot_bytes)
+                self._copy(list(zip(batch, addresses, strict=True)), into_pool=False)
+                for slot, at, size in copies:
+                    self._arena[slot : slot + size].copy_(dense[at : at + size], non_blocking=True)
+            return self.record()
+
+    def _gather_exported(self, batch: Sequence[Staged]) -> None:
+        assert self._exported is not None
+        marks = [self._exported.mark(item.slot) for item in batch]
+        generations = [item.generation for item in batch]
+        lines = [field for line in zip(marks, generations, strict=True) for field in line]
+        copy_kernels.launch_marks(self._upload(lines).view(len(batch), -1))
+        items = [(item, self._exported.slot(item.slot)) for item in batch]
+        self._copy(items, into_pool=False, sums=[mark + 8 for mark in marks])
+
+    def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
+        with torch.cuda.stream(self._stream):
+            batch, dense, addresses, copies = self._stage(batch, self._slot_bytes)
+            for slot, at, size in copies:
+                dense[at : at + size].copy_(self._arena[slot : slot + size], non_blocking=True)
+            copied = self.record()
+            by_dtype: dict[str, list[tuple[Staged, int]]] = {}
+            for item, address in zip(batch, addresses, strict=True):
+                by_dtype.setdefault(item.dtype or self._layout.dtype, []).append((item, address))
+            for dtype, items in by_dtype.items():
+                if dtype == self._layout.dtype:
+                    self._copy(items, into_pool=True)
+                else:
+                    self._convert(items, dtype)
+            return copied, self.record()
+
+    def export(self) -> Export | None:
+        with torch.cuda.device(self._device):
+            self._exported = DeviceMemory(self._num_slots, self._slot_bytes)
+        return self._exported.export
+
+    def open(self, export: Export) -> PeerMemory:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            memory = PeerDeviceMemory(export)
+            token = torch.empty(len(export.token), dtype=torch.uint8, device=self._device)
+            try:
+                copy(token.data_ptr(), memory.token, len(export.token), self._stream.cuda_stream)
+                found = token.cpu().numpy().tobytes()
+            except RuntimeError as e:
+                memory.close()
+                raise Unreachable(f"the test copy failed: {e}") from None
+            if found != export.token:
+                memory.close()
+                raise Unreachable("the test copy brought other bytes")
+        return memory
+
+    def pull(self, memory: PeerDeviceMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
+        """The marks are copied after the slots. The kernel that scatters the slices sums them."""
+        asked, stream = batch, self._stream.cuda_stream
+        with torch.cuda.stream(self._stream):
+            batch, dense, addresses, copies = self._stage(batch, memory.slot_bytes)
+            for slot, at, size in copies:
+                copy(dense.data_ptr() + at, memory.address + slot, size, stream)
+            marks = torch.empty(memory.marks_bytes // 8, dtype=torch.int64, device=self._device)
+            copy(marks.data_ptr(), memory.marks, memory.marks_bytes, stream)
+            sums = torch.zeros(len(batch), dtype=torch.int64, device=self._device)
+            sum_at = [sums.data_ptr() + 8 * i for i in range(len(batch))]
+            items, dtype = list(zip(batch, addresses, strict=True)), batch[0].dtype or self._layout.dtype
+            if dtype == self._layout.dtype:
+                self._copy(items, into_pool=True, sums=sum_at)
+            else:  # one peer, one dtype
+                words = [slice_bytes(self._layouts[item.dtype], item.piece) // 4 for item in batch]
+                lines = [field for line in zip(addresses, words, sum_at, strict=True) for field in line]
+                copy_kernels.launch_sums(self._upload(lines).view(len(batch), -1), max(words))
+                self._convert(items, dtype)
+            found = torch.empty(len(marks) + len(sums), dtype=torch.int64, pin_memory=True)
+            found.copy_(torch.cat((marks, sums)), non_blocking=True)
+            event = self.record()
+
+        def outcome() -> list[bool]:
+            words = found.tolist()
+            place = {item.slot: i for i, item in enumerate(batch, len(marks))}
+            return [
+                words[2 * x.slot] == x.generation and words[2 * x.slot + 1] == words[place[x.slot]]
+                for x in asked
+            ]
+
+        return event, outcome
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        if self._exported is not None:
+            self._exported.close()
+        _unpin(self._arena)
+        self._layers.clear()
+        self._scales.clear()
+        self._arena = torch.empty(0)
+
+    def _stage(
+        self, batch: Sequence[Staged], slot_bytes: int
+    ) -> tuple[list[Staged], torch.Tensor, list[int], list[tuple[int, int, int]]]:
+        """By slot; memory on the device, the address there of each, and what to copy: (byte of the arena,
+        byte of that memory, size)."""
+        batch = sorted(batch, key=lambda x: x.slot)
+        copies, offsets = coalesce(
+            [(x.slot, slice_bytes(self._layouts[x.dtype], x.piece)) for x in batch], slot_bytes
+        )
+        dense = torch.empty(copies[-1][1] + copies[-1][2], dtype=torch.uint8, device=self._device)
+        base = dense.data_ptr()
+        return batch, dense, [base + at for at in offsets], copies
+
+    def _copy(
+        self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = ()
+    ) -> None:
+        """Each item with the address of its dense memory. `sums`: for each, where its checksum is added."""
+        pools = [self._layers, self._scales] if self._scales else [self._layers]
+        values = 2 * self._layout.head_dim * ITEM_BYTES[self._layout.dtype]  # bytes of a head; scales follow
+        lines = [
+            copy_kernels.line(
+                pool[x.piece.layer], x.table, address + (pool is self._scales) * values * _heads(x.piece),
+                x.piece, held_heads(x.piece, self._heads), self._heads[0], checksum=checksum,
+                first_word=(pool is self._scales) * values // 4 * _heads(x.piece),
+            )
+            for pool in pools for (x, address), checksum in zip(items, sums or [0] * len(items), strict=True)
+        ]  # fmt: skip
+        tables = self._upload([field for line in lines for field in line]).view(len(pools), len(items), -1)
+        tokens = max(x.piece.token_count for x, _ in items)
+        heads = max(x.piece.head_count for x, _ in items)
+        for pool, table in zip(pools, tables, strict=True):
+            copy_kernels.launch(table, pool[0], tokens, heads, into_pool=into_pool, sums=bool(sums))
+
+    def _convert(self, items: Sequence[tuple[Staged, int]], dtype: str) -> None:
+        """As `_copy`, into the pool, from memory in another dtype."""
+        lines = [
+            copy_kernels.line_to_convert(
+                self._layers[x.piece.layer], self._scales[x.piece.layer] if self._scales else None, x.table,
+                address, x.piece, held_heads(x.piece, self._heads), self._heads[0],
+            )
+            for x, address in items
+        ]  # fmt: skip
+        table = self._upload([field for line in lines for field in line]).view(len(lines), -1)
+        most = max(1, *(_heads(x.piece) for x, _ in items))
+        copy_kernels.launch_converting(table, self._layers[0], getattr(torch, dtype), most)
+
+    def _upload(self, numbers: list[int]) -> torch.Tensor:
+        """int64, on the device once the current stream gets there."""
+        return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
+
+
+def _heads(piece: Slice) -> int:
+    """Of all positions of a slice."""
+    return piece.token_count * piece.head_count
+
+
+# Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host).
+_SLACK = 256 << 10
+
+
+def coalesce(
+    slots: Sequence[tuple[int, int]], slot_bytes: int
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Few copies between slots (number, bytes used; ascending) and one piece of other memory.
+
+    Gives the copies (byte in the arena, byte in the other memory, size) and where each slot's bytes are in
+    the other memory. Slots of which all but a little is used, and their next neighbours, are one copy."""
+    copies: list[tuple[int, int, int]] = []
+    offsets: list[int] = []
+    before = -2
+    for slot, size in slots:
+        at = slot * slot_bytes
+        if copies and slot == before + 1 and at - sum(copies[-1][::2]) <= _SLACK:
+            start, there, _ = copies[-1]
+            copies[-1] = start, there, at + size - start
+            offsets.append(there + at - start)
+        else:
+            there = -(-sum(copies[-1][1:]) // 16) * 16 if copies else 0  # the kernel moves whole words
+            copies.append((at, there, size))
+            offsets.append(there)
+        before = slot
+    return copies, offsets
+
+
+def _pin(memory: torch.Tensor) -> None:
+    cudart = torch.cuda.cudart()
+    assert cudart is not None
+    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if error:
+        raise RuntimeError(f"cannot pin the arena's {memory.numel()} bytes: CUDA error {error}")
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    cudart = torch.cuda.cudart()
+    assert cudart is not None
+    error = int(cudart.cudaHostUnregister(memory.data_ptr()))
+    assert error == 0, f"cudaHostUnregister: CUDA error {error}"

@@ -1,0 +1,106 @@
+"""Memory of an engine process that engine processes of other workers on its host read.
+
+    owner:   mark the slot with a new generation, fill it, mark it with its checksum, send a descriptor
+    reader:  copy the slot, copy its mark, compare generation and checksum, send TAKEN
+
+The owner may use a slot again without TAKEN when the session has ended. The reader then finds another
+generation. A deadline would prove nothing. Memory lives as long as it is mapped, also if its owner dies.
+
+The memory has `num_slots` slots of `slot_bytes`, then the marks, then a token. Two implementations: the arena
+(`shared_memory`), and raw device memory (`cuda_ipc`, in `cuda_memory`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from kv_transfer.arena import MARK, TOKEN, Arena, marks_bytes
+from kv_transfer.protocol.messages import Export
+
+# linux/fcntl.h; the fcntl module has no names for these before Python 3.13's
+_F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x0002
+_HANDLE = struct.Struct("<II")  # process, descriptor
+_MARK = struct.Struct("<QQ")
+assert _MARK.size == MARK
+
+
+class Unreachable(Exception):
+    """The exported memory cannot be read from here. The text says why."""
+
+
+class PeerMemory(Protocol):
+    """Memory of another process, as a reader has it. Made by `device.Pool.open`."""
+
+    def close(self) -> None:
+        """No copy from it is under way."""
+
+
+@cache
+def host() -> str:
+    """Names this machine until it boots again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def check(export: Export, kind: str) -> None:
+    """Raises Unreachable if the memory is not of this kind, or of another machine."""
+    if export.kind != kind:
+        raise Unreachable(f"KV is in {export.kind} there, and in {kind} here")
+    if export.host != host():
+        raise Unreachable("another machine")
+
+
+def mark(arena: Arena, slot: int, generation: int, checksum: int) -> None:
+    _MARK.pack_into(arena.marks, slot * MARK, generation, checksum)
+
+
+def export_arena(arena: Arena) -> Export:
+    token = os.urandom(TOKEN)
+    at = arena.num_slots * MARK
+    arena.marks[at : at + TOKEN] = token
+    handle = _HANDLE.pack(os.getpid(), arena.fd)
+    return Export("shared_memory", host(), handle, arena.num_slots, arena.slot_bytes, token)
+
+
+class PeerArena:
+    """Implements PeerMemory: the arena of another process of this user, mapped to read."""
+
+    def __init__(self, export: Export) -> None:
+        """Raises Unreachable."""
+        check(export, "shared_memory")
+        slots = export.num_slots * export.slot_bytes
+        size = slots + marks_bytes(export.num_slots)
+        try:
+            pid, number = _HANDLE.unpack(export.handle)
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if not fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK:
+                    raise Unreachable("the memory may shrink")
+                self._map = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)  # nothing is written to it
+            finally:
+                os.close(fd)
+        except (OSError, ValueError, struct.error) as e:
+            raise Unreachable(str(e)) from None
+        self._memory = memoryview(self._map)
+        self._slot_bytes = export.slot_bytes
+        self._marks = slots
+        at = slots + export.num_slots * MARK
+        if self._memory[at : at + TOKEN] != export.token:
+            self.close()
+            raise Unreachable("another process has that number here")
+
+    def slot(self, index: int) -> memoryview:
+        return self._memory[index * self._slot_bytes : (index + 1) * self._slot_bytes]
+
+    def mark(self, slot: int) -> tuple[int, int]:
+        """Generation and checksum."""
+        return _MARK.unpack_from(self._memory, self._marks + slot * MARK)
+
+    def close(self) -> None:
+        self._memory.release()
+        self._map.close()

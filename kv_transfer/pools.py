@@ -1,0 +1,40 @@
+"""Opens the KV cache of an engine for one direction, on the device where it is."""
+
+from __future__ import annotations
+
+import torch
+
+from kv_transfer.arena import Arena
+from kv_transfer.device import HostPool, NoPool, Pool
+from kv_transfer.layout import FP8
+from kv_transfer.transport import PagedKV
+
+
+def open_pool(kv: PagedKV, arena: Arena) -> Pool:
+    layout = kv.layout
+    assert len(kv.layers) == layout.num_layers, (
+        f"{len(kv.layers)} layers of KV, layout has {layout.num_layers}"
+    )
+    first, last = kv.heads
+    assert len(kv.scales) == (layout.num_layers if layout.dtype == FP8 else 0), "FP8 has scales"
+    for scales, tensor in zip(kv.scales, kv.layers, strict=False):
+        shape = (2, tensor.shape[1], last - first, kv.block_size)
+        assert tuple(scales.shape) == shape, f"{tuple(scales.shape)} is not {shape}"
+        assert scales.is_contiguous(), "scales must be contiguous"
+        assert scales.dtype is torch.float32, f"scales are {scales.dtype}"
+    for tensor in kv.layers:
+        shape = (2, tensor.shape[1], kv.block_size, last - first, layout.head_dim)
+        assert tensor.is_contiguous(), "KV must be contiguous"
+        assert tuple(tensor.shape) == shape, f"{tuple(tensor.shape)} is not {shape}"
+        assert tensor.dtype == getattr(torch, layout.dtype), (
+            f"KV is {tensor.dtype}, layout says {layout.dtype}"
+        )
+    match torch.device(kv.device).type:
+        case "cuda":
+            from kv_transfer.cuda_pool import CudaPool
+
+            return CudaPool(kv, arena)
+        case "meta":
+            return NoPool()
+        case _:
+            return HostPool(kv, arena)
