@@ -13,6 +13,7 @@ import signal
 import urllib.request
 from collections import deque
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from cluster.display import Display
 from cluster.janitor import Janitor
 from cluster.lifeline import adopt_orphans
 from cluster.local import Gpus, LocalRole
-from cluster.plan import Plan, RoleSpec
+from cluster.plan import Plan, Pool, RoleSpec
 from cluster.ports import check_ports
 from cluster.processes import end_descendants, reap_orphans
 from cluster.role_process import RoleState
@@ -55,7 +56,9 @@ def run(plan: Plan) -> int:
         check_ports(plan.front)
     found = model.resolve(plan.model.model)
     model.reach_hub(found.location)
-    for engine in {plan.engine_of("prefill"), plan.engine_of("decode")}:
+    # Each check starts a process that imports torch. It does not depend on the KV dtype.
+    pools: tuple[Pool, ...] = ("prefill", "decode")
+    for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in pools}:
         check_files(found, engine)
     if plan.ray.ray_address is not None:
         from cluster.joined import serve  # imports ray

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cluster import check_model, serve
 from cluster.cli import app
 from cluster.doctor.node import the_model
-from cluster.options import DoctorOptions, FrontOptions
+from cluster.options import DoctorOptions, EngineOptions, FrontOptions
 from cluster.ports import check_ports
 
 
@@ -113,6 +113,15 @@ def test_an_unknown_format_of_weights_is_refused_before_the_start(monkeypatch: p
     result = CliRunner().invoke(app, ["serve", "--port", "0", *flags])
     assert result.exit_code == 2
     assert "--quantization 'bitnet': choose one of auto" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_pools_with_different_kv_dtypes_need_one_check_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check imports torch in a process of its own."""
+    checked: list[EngineOptions] = []
+    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
+    monkeypatch.setattr(serve, "check_files", lambda found, engine: checked.append(engine))
+    CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", "--decode-kv-cache-dtype", "fp8"])
+    assert len(checked) == 1
 
 
 def in_this_process(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
