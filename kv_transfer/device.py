@@ -96,7 +96,7 @@ def held_heads(piece: Slice, heads: Range) -> Range:
 
 
 class HostPool:
-    """Bytes are bytes: numpy views of the pool and the arena. Only a conversion looks at numbers."""
+    """Copies bytes between numpy views of the pool and of the arena. Only a conversion looks at numbers."""
 
     gather_most = 1  # while the next is gathered, this one is on its way
 
