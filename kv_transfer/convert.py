@@ -1,7 +1,8 @@
 """A slice as it is in an arena slot and on the wire, and its conversion to another dtype: for `HostPool`.
 
 In FP8 a head of a position stands for values · scale. To FP8: scale = largest |x| of the head / 448, and
-values = x / scale, rounded to the nearest FP8 number. NaN and infinite numbers spoil their head alone.
+values = x / scale, rounded to the nearest FP8 number. A NaN or infinite number gives NaN in its own head
+only.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ What differs between the slices of a batch is in a table on the device, a line f
 layer's pool, of the request's block table and of the dense memory. The heads of a slice are neighbours, so
 each row is one run of bytes, moved as 32-bit words whatever the dtype: read once, written once, and no value
 is ever looked at. In torch: `index_select`, `index_copy_`. The scales of FP8 are a pool of their own, where
-the positions of a head are neighbours; dense they are like values of one word.
+the positions of a head are neighbours. In dense memory the scale of a head is a row of one word.
 
 The checksum of a slice is the sum of its 32-bit words, each mixed with its place in the slice. For one place
 the mix is a bijection, so one wrong word is always found. The kernel that moves a slice can sum it, too.
