@@ -256,8 +256,9 @@ def _convert(
     block = tl.load(blocks + position // BLOCK, mask=inside, other=0)
     to_head = tl.load(entry + 6) + head
     if tl.float8e4nv == TO:
-        scale = tl.maximum(tl.max(tl.abs(x), axis=1), LEAST) / LARGEST
-        x /= scale[:, None]
+        # Rounded to nearest, as on a CPU: `/` is not.
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), LEAST), LARGEST)
+        x = tl.div_rn(x, scale[:, None])
         place = half * (pool_half // HEAD_DIM) + (block * POOL_HEADS + to_head) * BLOCK + position % BLOCK
         tl.store(tl.load(entry + 1).to(tl.pointer_type(tl.float32)) + place, scale, mask=inside)
     row = block * BLOCK + position % BLOCK

@@ -70,14 +70,22 @@ def test_kv_at_decode_equals_kv_at_prefill(
     pair.assert_whole()
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+class Gate(threading.Event):
     """The ranks from 1 on copy only once this is set."""
-    gate = threading.Event()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = False  # by a copy
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
 
     def behind_gate(copy: Any) -> Any:
         def gated(pool: Any, *args: Any) -> Any:
             if threading.current_thread().name == "kv copies":
+                gate.reached = True
                 assert gate.wait(20)
             return copy(pool, *args)
 
@@ -91,7 +99,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.mark.parametrize("then", ["acked", "cancelled", "retargeted"])
 def test_a_prefill_is_held_until_every_rank_of_decode_has_copied(
-    make_pair: Any, gate: threading.Event, then: str
+    make_pair: Any, gate: Gate, then: str
 ) -> None:
     """And no block of either side is given back before."""
     pair = make_pair(decode={"ranks": 2, "slots": 64})
@@ -123,13 +131,11 @@ def test_a_prefill_is_held_until_every_rank_of_decode_has_copied(
     pair.assert_whole()
 
 
-def test_a_prefill_is_released_only_after_every_rank_has_copied(
-    make_pair: Any, gate: threading.Event
-) -> None:
+def test_a_prefill_is_released_only_after_every_rank_has_copied(make_pair: Any, gate: Gate) -> None:
     pair = make_pair({"ranks": 2})
     prefill_id = pair.prefill.hold(60)
     decode_id = pair.decode.fetch(pair.prefill, prefill_id, 60)
-    pair.until(lambda: pair.decode.stats().frames_received, "the heads of rank 0")
+    pair.until(lambda: gate.reached, "a copy of rank 1")
     pair.prefill.sender.close(prefill_id, "cancelled")
     assert pair.event(decode_id) == kv.FetchFailed(decode_id, "cancelled")
     assert not pair.prefill.released
