@@ -1,6 +1,6 @@
 """The JSON of responses, as models for `/openapi.json` and for tests.
 
-The router itself builds responses as plain dicts (`router.endpoints.response_builder`), because a model for
+The router itself builds responses as plain dicts (`router.endpoints.builders`), because a model for
 each token would cost more than the rest of its response.
 """
 

@@ -6,5 +6,5 @@ Life of a request here:
 2. `Frontend.authorize` checks the API key, `admit` the limits, and `prepare` makes an `ActiveRequest` of the
    bytes.
 3. The endpoint takes the deltas of the `ActiveRequest` and sends them: `grpc_server` as messages,
-   `http_response` as one JSON object or as server-sent events, which `response_builder` builds.
+   `http_response` as one JSON object or as server-sent events, which `builders` build.
 """

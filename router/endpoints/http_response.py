@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from router.active_request import ActiveRequest
-from router.endpoints.response_builder import ResponseBuilder
+from router.endpoints.builders import ResponseBuilder
+from router.endpoints.builders.base import encode
 from router.errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -18,8 +17,6 @@ KEEPALIVE_SECONDS = 5.0
 LOW_WATER_BYTES = 16 << 10
 """A transport with fewer buffered bytes never makes a writer wait (low-water mark of asyncio and uvloop)."""
 _KEEPALIVE = b": waiting\n\n"
-_DONE = b"data: [DONE]\n\n"
-_encode = msgspec.json.Encoder().encode
 
 
 async def respond(
@@ -39,7 +36,7 @@ async def respond(
         while not active.finished:
             for index, delta in await active.take(KEEPALIVE_SECONDS):
                 builder.add(index, delta)
-        body = _encode(builder.whole())
+        body = encode(builder.whole())
     response = web.Response(body=body, content_type="application/json", headers=headers)
     try:
         async with asyncio.timeout(client_timeout):
@@ -65,30 +62,26 @@ async def _stream(
             "X-Accel-Buffering": "no",
         }
     )
-    options = active.body.stream_options
-    with_usage = options is not None and options.usage_in_each_chunk
-    last: list[dict[str, Any]] = []
     try:
         while not active.finished:
             deltas = await active.take(KEEPALIVE_SECONDS)
             if not response.prepared:
                 await response.prepare(request)
-            events = (_event(builder.chunk(index, delta, usage=with_usage)) for index, delta in deltas)
-            await _write(request, response, b"".join(events) or _KEEPALIVE, client_timeout)
-        if options is not None and options.usage_at_the_end:
-            last.append(builder.usage_chunk())
+            events = b"".join(builder.events(index, delta) for index, delta in deltas)
+            await _write(request, response, events or _KEEPALIVE, client_timeout)
+        end = builder.end()
     except ApiError as error:
         if not response.prepared:
             raise
         active.metrics.failed(error)
-        last.append(error.body)
+        end = builder.failed(error)
     except ConnectionResetError:
         return response  # the client disconnected, and aiohttp has not cancelled this task yet
     except TimeoutError:
         _cut(request, active)
         return response
     try:
-        await _write(request, response, b"".join(map(_event, last)) + _DONE, client_timeout)
+        await _write(request, response, end, client_timeout)
     except TimeoutError:
         _cut(request, active)
     return response
@@ -110,7 +103,3 @@ def _cut(request: web.Request, active: ActiveRequest) -> None:
     log.info("request %s: the client does not read its response", active.name)
     if request.transport is not None:
         request.transport.abort()
-
-
-def _event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(payload) + b"\n\n"

@@ -18,11 +18,11 @@ from router.api.bodies import MAX_TIMEOUT
 from router.api.defaults import shown
 from router.api.openapi import OPERATIONS, description
 from router.config import RouterConfig
+from router.endpoints.builders import ChatBuilder, ChoicesBuilder, CompletionBuilder
 from router.endpoints.cors import Cors
 from router.endpoints.frontend import Frontend, request_name
 from router.endpoints.http_response import respond
 from router.endpoints.http_runner import ENCODINGS, unsupported_encoding
-from router.endpoints.response_builder import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from router.status import router_status, scrape_targets
 from rpc.ports import url_host
 
@@ -49,12 +49,10 @@ class HttpEndpoints:
         self.app.on_response_prepare.append(self._cors.add_headers)
         self.app.add_routes(
             [
-                web.post(
-                    "/v1/chat/completions", partial(self._generate, kind="chat", builder=ChatResponseBuilder)
-                ),
+                web.post("/v1/chat/completions", partial(self._generate, kind="chat", builder=ChatBuilder)),
                 web.post(
                     "/v1/completions",
-                    partial(self._generate, kind="completion", builder=CompletionResponseBuilder),
+                    partial(self._generate, kind="completion", builder=CompletionBuilder),
                 ),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{id:.+}", self._model),
@@ -121,7 +119,7 @@ class HttpEndpoints:
     # ------------------------------------------------------------ generation
 
     async def _generate(
-        self, request: web.Request, kind: Literal["chat", "completion"], builder: type[ResponseBuilder]
+        self, request: web.Request, kind: Literal["chat", "completion"], builder: type[ChoicesBuilder]
     ) -> web.StreamResponse:
         name = _REQUEST_ID.get()
         raw = await self._read(request)

@@ -1,0 +1,13 @@
+"""Builders of responses: each turns the deltas of one request into the shape of one endpoint.
+
+1. `http_response` gives a builder each delta, in order.
+2. `output_parser` divides the text of a choice into reasoning, content and tool calls.
+3. The builder collects a whole response, or returns the events of a stream at once.
+"""
+
+from router.endpoints.builders.base import ResponseBuilder
+from router.endpoints.builders.chat import ChatBuilder
+from router.endpoints.builders.choices import ChoicesBuilder
+from router.endpoints.builders.completion import CompletionBuilder
+
+__all__ = ["ChatBuilder", "ChoicesBuilder", "CompletionBuilder", "ResponseBuilder"]

@@ -1,0 +1,39 @@
+"""What every builder of responses does."""
+
+from typing import Any
+
+import msgspec
+
+from router.errors import ApiError
+from router.generation.choice import Delta
+
+encode = msgspec.json.Encoder().encode
+
+
+class ResponseBuilder:
+    """Builds the response to one request. It is either whole or a stream of server-sent events."""
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Adds the next delta of the choice `index` to the whole response."""
+        raise NotImplementedError
+
+    def whole(self) -> dict[str, Any]:
+        """Returns the whole response. Every choice must have its last delta."""
+        raise NotImplementedError
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        """Returns the events of the next delta of the choice `index`."""
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        """Returns the events at the end of a stream."""
+        raise NotImplementedError
+
+    def failed(self, error: ApiError) -> bytes:
+        """Returns the events at the end of a stream that fails."""
+        raise NotImplementedError
+
+
+def event(payload: Any) -> bytes:
+    """Returns a server-sent event without a name."""
+    return b"data: " + encode(payload) + b"\n\n"

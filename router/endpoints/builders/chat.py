@@ -1,0 +1,79 @@
+"""Builds chat completions (POST /v1/chat/completions)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from router.active_request import ActiveRequest
+from router.endpoints.builders.choices import ChoicePart, ChoicesBuilder
+from router.endpoints.builders.output_parser import OutputParser, Part
+from router.generation.choice import Delta
+from router.text.tokenizer import ModelTokenizer
+
+
+class ChatBuilder(ChoicesBuilder):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
+        super().__init__(request, model, tokenizer)
+        self._parsers = [OutputParser(request, tokenizer) for _ in request.choices]
+
+    def _extra(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._request.prompts[0]} if self._token_ids else {}
+
+    def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        delta = part.last
+        reasoning, content, calls = self._parsed(index, delta.text, last=delta.finish_reason is not None)
+        message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        if reasoning:
+            message["reasoning"] = reasoning
+        if content or not (calls or reasoning):
+            message["content"] = content
+        if calls:
+            message["tool_calls"] = calls
+        return {"index": index, "delta": message, **self._rest(index, part)}
+
+    def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        reasoning, content, calls = self._parsed(index, "".join(part.texts), last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._parsers[index].reasons:
+            message |= {"content": content or None, "reasoning": reasoning or None}
+        if calls:
+            message["content"] = content or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        return {"index": index, "message": message, **self._rest(index, part)}
+
+    def _parsed(self, index: int, text: str, *, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        """Returns reasoning, content and tool calls of the next piece of a choice's text."""
+        parts = self._parsers[index].push(text, last=last)
+        calls = [_tool_call(part) for part in parts if part.kind == "call"]
+        return _text(parts, "reasoning"), _text(parts, "content"), calls
+
+    def _rest(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        last = part.last
+        called = last.finish_reason == "stop" and self._parsers[index].called
+        rest: dict[str, Any] = {
+            "logprobs": {"content": part.logprobs} if self._logprobs else None,
+            "finish_reason": "tool_calls" if called else last.finish_reason,
+        }
+        if last.finish_reason:
+            rest["stop_reason"] = last.stop_reason
+        if self._token_ids:
+            rest["token_ids"] = part.token_ids
+        return rest
+
+    def _logprob(self, index: int, delta: Delta) -> msgspec.Raw:
+        return self._entries.of_chat(delta)
+
+
+def _text(parts: Sequence[Part], kind: str) -> str:
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
+def _tool_call(part: Part) -> dict[str, Any]:
+    """Returns one entry of a delta's `tool_calls`. The first part of a call has its id and name."""
+    if part.name is None:
+        return {"index": part.call, "function": {"arguments": part.text}}
+    function = {"name": part.name, "arguments": part.text}
+    return {"index": part.call, "id": part.call_id, "type": "function", "function": function}

@@ -1,0 +1,112 @@
+"""The parts that chat and text completions share: a response is a list of choices."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from router.active_request import ActiveRequest, TokenCounts
+from router.endpoints.builders.base import ResponseBuilder, event
+from router.endpoints.builders.logprobs import LogprobEntries
+from router.errors import ApiError
+from router.generation.choice import Delta
+from router.text.tokenizer import ModelTokenizer
+
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class ChoicePart:
+    """A part of one choice: one delta, or all deltas so far."""
+
+    texts: list[str]
+    token_ids: list[int]
+    logprobs: list[Any]
+    """Results of `_logprob`; empty unless the client asked for logprobs."""
+    last: Delta
+
+
+class ChoicesBuilder(ResponseBuilder):
+    """Builds completions. `id` and `created` are the same in all chunks of a stream."""
+
+    kind: str  # "object" of a whole response
+    chunk_kind: str  # "object" of a chunk
+    prefix: str  # of the response's id
+
+    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
+        self._request = request
+        self._entries = LogprobEntries(request, tokenizer)
+        self._token_ids = request.body.return_token_ids
+        self._frame = {"id": f"{self.prefix}{request.name}", "created": int(time.time()), "model": model}
+        self._logprobs = request.body.logprobs_wanted is not None
+        options = request.body.stream_options
+        self._usage_at_the_end = options is not None and options.usage_at_the_end
+        self._usage_in_each_chunk = options is not None and options.usage_in_each_chunk
+        self._parts: dict[int, ChoicePart] = {}
+
+    def add(self, index: int, delta: Delta) -> None:
+        new, part = self._part(index, delta), self._parts.get(index)
+        if part is None:
+            self._parts[index] = new
+            return
+        part.texts += new.texts
+        part.token_ids += new.token_ids
+        part.logprobs += new.logprobs
+        part.last = delta
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(index, part) for index, part in sorted(self._parts.items())]
+        return {
+            **self._frame,
+            "object": self.kind,
+            "choices": choices,
+            "usage": _usage(self._request.usage()),
+            **self._extra(),
+        }
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        chunk = self._chunk([self._chunk_choice(index, self._part(index, delta))])
+        if delta.first:
+            chunk |= self._extra()
+        if self._usage_in_each_chunk:
+            chunk["usage"] = _usage(self._request.usage())
+        return event(chunk)
+
+    def end(self) -> bytes:
+        """With the usage, if the client asked for it, as a chunk without a choice."""
+        if not self._usage_at_the_end:
+            return _DONE
+        return event({**self._chunk([]), "usage": _usage(self._request.usage())}) + _DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body) + _DONE
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._frame, "object": self.chunk_kind, "choices": choices}
+
+    def _part(self, index: int, delta: Delta) -> ChoicePart:
+        logprobs = [self._logprob(index, delta)] if self._logprobs else []
+        return ChoicePart([delta.text], [delta.token.token_id], logprobs, delta)
+
+    def _extra(self) -> dict[str, Any]:
+        """Returns further fields of a whole response, and of the first chunk of each choice."""
+        return {}
+
+    def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        """Returns a choice of a whole response."""
+        raise NotImplementedError
+
+    def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        """Returns a choice of a chunk."""
+        raise NotImplementedError
+
+    def _logprob(self, index: int, delta: Delta) -> Any:
+        raise NotImplementedError
+
+
+def _usage(used: TokenCounts) -> dict[str, Any]:
+    return {
+        "prompt_tokens": used.prompt_tokens,
+        "completion_tokens": used.completion_tokens,
+        "total_tokens": used.prompt_tokens + used.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+    }

@@ -1,0 +1,89 @@
+"""Divides the text of a choice into reasoning, content and tool calls."""
+
+import secrets
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from router.active_request import ActiveRequest
+from router.api.bodies import ChatOptions
+from router.text.tokenizer import ModelTokenizer
+from router.tools import Piece
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an output. Later text cannot change it."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str
+    """For a call, a part of its arguments."""
+    call: int = -1
+    """The index of the call."""
+    call_id: str | None = None
+    name: str | None = None
+    """The name of the function. Only the first part of a call has it and `call_id`."""
+
+
+class OutputParser:
+    """Parses the text of one choice of a chat.
+
+    Attributes:
+        reasons: the model is known to reason.
+    """
+
+    def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
+        body = request.body
+        assert isinstance(body, ChatOptions)
+        self._max_calls = 1 if body.parallel_tool_calls is False else None
+        self._only_calls = body.must_call
+        tool_format = tokenizer.tool_format if body.offered_tools else None
+        self._tools = None if tool_format is None else tool_format()
+        reasoning = tokenizer.reasoning_parser
+        self.reasons = reasoning is not None
+        self._reasoning = None if reasoning is None else reasoning(request.beginning)
+        self._with_reasoning = body.include_reasoning
+
+    @property
+    def called(self) -> bool:
+        """True if there was a tool call."""
+        return self._tools is not None and self._tools.num_calls > 0
+
+    def push(self, text: str, *, last: bool) -> list[Part]:
+        """Takes the next text. Returns the parts that are certain now. `last`: no text follows."""
+        parts: list[Part] = []
+        if self._reasoning is not None:
+            texts = [self._reasoning.push(text), *([self._reasoning.finish()] if last else [])]
+            reasoning = "".join(each.reasoning for each in texts)
+            if reasoning and self._with_reasoning:
+                parts.append(Part("reasoning", reasoning))
+            text = "".join(each.content for each in texts)
+        if self._tools is not None:
+            parts += map(
+                _part, self._kept([*self._tools.push(text), *(self._tools.finish() if last else ())])
+            )
+        elif text:
+            parts.append(Part("content", text))
+        return parts
+
+    def _kept(self, pieces: list[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if piece.call is None:
+                # The grammar allows only calls. Other text is the beginning of a call that was cut off.
+                if not self._only_calls and piece.text:
+                    yield piece
+            elif self._max_calls is None or piece.call < self._max_calls:
+                yield piece
+
+
+def _part(piece: Piece) -> Part:
+    if piece.call is None:
+        return Part("content", piece.text)
+    if piece.name is None:
+        return Part("call", piece.text, piece.call)
+    # Mistral's chat templates demand an id of nine letters and digits.
+    call_id = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return Part("call", piece.text, piece.call, call_id, piece.name)
