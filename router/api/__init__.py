@@ -2,9 +2,9 @@
 
 Life of a request here:
 
-1. A body is validated into a model of `bodies`, which is made of `fields`, `messages`, `structured` and
-   `tools`. A gRPC message becomes the same model (`grpc_body`). `unsupported` refuses fields that Baton does
-   not have.
+1. A body is validated (`validation`) into a model of `bodies`, which is made of `sampling`, `fields`,
+   `messages`, `structured` and `tools`. A gRPC message becomes the same model (`grpc_body`). `unsupported`
+   refuses fields that Baton does not have.
 2. `jobs` makes one `Job` for each choice: token ids and sampling parameters.
 
 `responses` has the models of responses. `openapi` describes both.

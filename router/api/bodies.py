@@ -3,7 +3,7 @@
 Types are strict. Fields in `unsupported` are refused by name. Unknown fields are ignored, as in vLLM.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AliasChoices,
@@ -11,44 +11,28 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationError,
     model_validator,
 )
 
 from router.api.fields import (
     MAX_CHOICES,
-    MAX_LISTED,
-    MAX_STOPS,
     Nullable,
     PromptInput,
     Prompts,
-    Stop,
-    Stops,
     TemplateSettings,
     TokenId,
-    TruncatedLength,
     invalid,
     prompts,
-    stops,
     unsupported,
 )
 from router.api.messages import Message
-from router.api.structured import ResponseFormat, Structure, StructuredOutputs
+from router.api.sampling import Body, SamplingBody
+from router.api.structured import ResponseFormat, Structure
 from router.api.tools import NamedTool, Tool, ToolChoice
 from router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refuse
-from router.errors import InvalidRequest, Unsupported
 
 MAX_LOGPROBS = 20
-MAX_TIMEOUT = 86_400.0  # seconds
 MAX_TOOLS = 128
-
-
-class Body(BaseModel):
-    """The fields that all bodies have."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
-
-    model: str | None = None
 
 
 class StreamOptions(BaseModel):
@@ -68,47 +52,16 @@ class StreamOptions(BaseModel):
         return self.usage_at_the_end and self.continuous_usage_stats
 
 
-class GenerationBody(Body):
+class GenerationBody(SamplingBody):
     """The fields that chat and text completions share."""
 
-    stream: Nullable[bool] = False
     stream_options: StreamOptions | None = None
     n: Nullable[Annotated[int, Field(ge=1, le=MAX_CHOICES)]] = 1
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[str], PlainValidator(stops, json_schema_input_type=Stops)] = []
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
-    bad_words: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED)] | None
-    ) = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    min_tokens: Nullable[Annotated[int, Field(ge=0, lt=2**31)]] = 0
-    ignore_eos: Nullable[bool] = False
-    skip_special_tokens: Nullable[bool] = True
     return_token_ids: Nullable[bool] = False
     return_tokens_as_token_ids: Nullable[bool] = False
     """In logprobs, `token_id:N` in place of the text of token N."""
-    include_stop_str_in_output: Nullable[bool] = False
-    truncate_prompt_tokens: TruncatedLength | None = None
-    """-1: as many tokens as leave room for `max_tokens`."""
-    truncation_side: Literal["left", "right"] | None = None
-    """Side where tokens of the prompt are dropped. None: left."""
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    priority: Nullable[Annotated[int, Field(ge=-(2**31), lt=2**31)]] = 0
-    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    """Requests share cached prefixes only with those of the same API key's salt and the same `cache_salt`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -343,51 +296,3 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     tokens: list[TokenId] = Field(validation_alias=AliasChoices("tokens", "token_ids"))
-
-
-B = TypeVar("B", bound=Body)
-
-
-def parse(kind: type[B], raw: bytes | bytearray) -> B:
-    """Parses and validates JSON.
-
-    Raises InvalidRequest with the field, the reason and the value that was sent.
-    """
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as error:
-        raise _explained(error) from None
-
-
-def validate(kind: type[B], fields: dict[str, Any]) -> B:
-    """Validates fields that are already parsed. Raises InvalidRequest like `parse`."""
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _explained(error) from None
-
-
-def _explained(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_url=False)[0]
-    context = first.get("ctx", {})
-    if first["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not valid JSON: {context['error']}")
-    if not first["loc"] and "param" not in context:
-        return InvalidRequest("the body must be a JSON object")
-    param = context.get("param") or _path(first["loc"])
-    reason = first["msg"][:1].lower() + first["msg"][1:]
-    if first["type"] == "unsupported":
-        message = reason if "param" in context else f"{param}: {reason}"
-        return Unsupported(message, param=param)
-    sent = "" if first["type"] in ("missing", "invalid") else f", not {_shown(first['input'])}"
-    return InvalidRequest(f"{param}: {reason}{sent}", param=param)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return path.removeprefix(".")
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from router.api.bodies import GenerationBody, validate
+from router.api.bodies import GenerationBody
+from router.api.validation import validate
 from router.errors import InvalidRequest
 
 FILE = "generation_config.json"

@@ -4,7 +4,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from router.api.bodies import ChatBody, CompletionBody, validate
+from router.api.bodies import ChatBody, CompletionBody
+from router.api.validation import validate
 from router.errors import InvalidRequest
 from rpc import inference_pb2 as pb
 

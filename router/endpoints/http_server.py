@@ -14,9 +14,9 @@ from aiohttp import web
 from router import errors
 from router.active_request import Services
 from router.admission.account import Account
-from router.api.bodies import MAX_TIMEOUT
 from router.api.defaults import shown
 from router.api.openapi import OPERATIONS, description
+from router.api.sampling import MAX_TIMEOUT
 from router.config import RouterConfig
 from router.endpoints.builders import ChatBuilder, ChoicesBuilder, CompletionBuilder
 from router.endpoints.cors import Cors

@@ -7,7 +7,6 @@ from typing import Literal
 import msgspec
 
 from router.api.bodies import (
-    Body,
     ChatBody,
     ChatOptions,
     CompletionBody,
@@ -15,11 +14,12 @@ from router.api.bodies import (
     DetokenizeBody,
     RenderedBody,
     TokenizeBody,
-    parse,
 )
 from router.api.grpc_body import parse_message
 from router.api.jobs import output_room
 from router.api.messages import Message
+from router.api.sampling import Body
+from router.api.validation import parse
 from router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from router.text.tokenizer import ModelTokenizer
 from router.tools import Beginning, continues_reasoning

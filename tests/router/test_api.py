@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from router.api.bodies import ChatBody, CompletionBody, TokenizeBody, parse
+from router.api.bodies import ChatBody, CompletionBody, TokenizeBody
+from router.api.validation import parse
 from router.errors import InvalidRequest, Unsupported
 
 HELLO = [{"role": "user", "content": "hi"}]

@@ -1,0 +1,63 @@
+"""The fields that all endpoints that generate share."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+
+from router.api.fields import (
+    MAX_LISTED,
+    MAX_STOPS,
+    Nullable,
+    Stop,
+    Stops,
+    TokenId,
+    TruncatedLength,
+    stops,
+)
+from router.api.structured import StructuredOutputs
+
+MAX_TIMEOUT = 86_400.0  # seconds
+
+
+class Body(BaseModel):
+    """The fields that all bodies have."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+
+    model: str | None = None
+
+
+class SamplingBody(Body):
+    """How tokens are chosen, where the text ends, and how the request is scheduled."""
+
+    stream: Nullable[bool] = False
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: Annotated[list[str], PlainValidator(stops, json_schema_input_type=Stops)] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED)] | None
+    ) = None
+    min_tokens: Nullable[Annotated[int, Field(ge=0, lt=2**31)]] = 0
+    ignore_eos: Nullable[bool] = False
+    skip_special_tokens: Nullable[bool] = True
+    include_stop_str_in_output: Nullable[bool] = False
+    truncate_prompt_tokens: TruncatedLength | None = None
+    """-1: as many tokens as leave room for `max_tokens`."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Side where tokens of the prompt are dropped. None: left."""
+    structured_outputs: StructuredOutputs | None = None
+    priority: Nullable[Annotated[int, Field(ge=-(2**31), lt=2**31)]] = 0
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Requests share cached prefixes only with those of the same API key's salt and the same `cache_salt`."""
