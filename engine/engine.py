@@ -92,13 +92,16 @@ class Engine:
         self._kv_sink = kv_sink
         self._tick = tick
         self._computing = computing
+        self._graph_rows = runner.mixed_rows[-1] if runner.mixed_rows else math.inf
+        # With more tokens, products bound a step, not reading the weights; without a graph, its launches do.
+        dense_step = FULL_STEP * model_config.num_parameters / model_config.parameters_read(1)
         self._scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size=self.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
-            full_step=int(FULL_STEP * model_config.num_parameters / model_config.parameters_read(1)),
+            full_step=int(min(dense_step, self._graph_rows)),
             content_root=content_root if config.enable_prefix_caching else None,
             cache_observer=cache_observer,
         )
@@ -111,7 +114,6 @@ class Engine:
         """Set by the caller: when the next reservation should have its KV (time.monotonic())."""
         self._joined = False  # a request from another worker decodes from the next step on
         self._pace = Pace()
-        self._graph_rows = runner.mixed_rows[-1] if runner.mixed_rows else math.inf
         self._flights: list[Flight] = []  # in the order of their launch
         self._landings = Landings()
 
