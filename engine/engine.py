@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.api.config import EngineConfig
 from engine.api.request import (
+    PROMPT_PIECE,
     CacheObserver,
     EngineRequest,
     EngineStats,
@@ -21,6 +22,7 @@ from engine.api.request import (
     Logprobs,
     Output,
     PrefillChunk,
+    PromptLogprobs,
     Reservation,
     StepResult,
 )
@@ -30,7 +32,7 @@ from engine.core.live_request import LiveRequest, Phase
 from engine.core.meters import Meters
 from engine.core.pace import Pace
 from engine.core.prefix_exchange import PrefixExchange
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Chunk, Scheduler
 from engine.core.step_builder import build_adjustments, build_step, is_plain
 from engine.execution.moments import Landings
 from engine.execution.runner import ModelRunner
@@ -38,7 +40,7 @@ from engine.flight import Flight
 from engine.grammar import Grammars
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import AttentionCache
-from engine.step import NO_CHOICE, NOT_FINITE, RowLogprobs
+from engine.step import NO_CHOICE, NOT_FINITE, RowLogprobs, ScoredLogprobs
 
 if TYPE_CHECKING:
     from engine.kernels import KV
@@ -156,7 +158,7 @@ class Engine:
             return False
         ids = frozenset([chunk.live.id for chunk in plan.chunks])
         self._computing(ids.union(*(flight.ids for flight in self._flights)))
-        step, sampled = build_step(
+        step, sampled, scored = build_step(
             plan.chunks,
             self.model_config.vocab_size,
             block_size=self.block_size,
@@ -170,7 +172,7 @@ class Engine:
                 self._kv_sink.layer_done(layer, moved)
 
         launched = self._runner.run(step, layer_done)
-        flight = Flight(plan, ids, sampled, launched)
+        flight = Flight(plan, ids, sampled, scored, launched)
         self._scheduler.launched(plan.chunks)
         self._flights.append(flight)
         if not flight.waits:
@@ -222,6 +224,8 @@ class Engine:
         self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
         self._computing(frozenset().union(*(later.ids for later in self._flights)))
         self._scheduler.landed(plan.chunks)
+        if done.scored is not None:
+            result.prompt_logprobs = _prompt_logprobs(flight.scored, done.scored)
         logprobs = _logprobs(flight.sampled, done.logprobs)
         for row, (live, token) in enumerate(zip(flight.sampled, done.tokens, strict=True)):
             if live.phase is Phase.GONE:
@@ -423,6 +427,30 @@ class Engine:
     def stats(self) -> EngineStats:
         experts = None if self._expert_meter is None else self._expert_meter.read()
         return self._meters.stats(self._scheduler, self._chunk_limit, experts)
+
+
+def _prompt_logprobs(scored: Sequence[Chunk], of_step: ScoredLogprobs) -> list[PromptLogprobs]:
+    """Of the requests that have not ended meanwhile."""
+    result = []
+    row = 0
+    for live, start, stop in scored:
+        wanted = live.request.sampling.prompt_logprobs or 0
+        for first in range(start, stop, PROMPT_PIECE) if live.phase is not Phase.GONE else ():
+            end = min(first + PROMPT_PIECE, stop)
+            logprobs, ranks, ids, values = (x[row + first - start : row + end - start] for x in of_step)
+            result.append(
+                PromptLogprobs(
+                    live.id,
+                    first + 1,
+                    logprobs.tobytes(),
+                    ranks.tobytes(),
+                    ids[:, :wanted].tobytes(),
+                    values[:, :wanted].tobytes(),
+                )
+            )
+        live.num_scored = stop
+        row += stop - start
+    return result
 
 
 def _logprobs(sampled: Sequence[LiveRequest], rows: RowLogprobs | None) -> dict[int, Logprobs]:

@@ -9,7 +9,7 @@ before has landed; the device computes the forward pass meanwhile.
 from dataclasses import dataclass, field
 
 from engine.core.live_request import LiveRequest
-from engine.core.scheduler import Schedule
+from engine.core.scheduler import Chunk, Schedule
 from engine.execution.runner import Launched
 
 
@@ -22,6 +22,8 @@ class Flight:
     """The requests that it computes."""
     sampled: list[LiveRequest]
     """The requests that get a token, by row."""
+    scored: list[Chunk]
+    """The positions that predict a token of a prompt with log probabilities."""
     launched: Launched
     is_sampled: bool = False
     refused: dict[int, str] = field(default_factory=dict)

@@ -41,6 +41,14 @@ class Draws(NamedTuple, Generic[Array]):
     min_p: Array  # float32
 
 
+class Scored(NamedTuple):
+    """Tokens of prompts that get log probabilities: [scored] each."""
+
+    rows: np.ndarray  # int64: index of the token before each of them, which predicts it
+    tokens: np.ndarray  # int64
+    top: int  # the most alternatives that any of them wants
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Chunks of requests, one after the other; chunks of one token (decodes) come first."""
@@ -56,6 +64,7 @@ class Step:
     hands_over: bool  # KV of some chunk leaves layer by layer, so `layer_done` must be called
     variant: Variant
     draws: Draws[np.ndarray]  # [sampled] each
+    scored: Scored | None = None
 
 
 def arrange(
@@ -70,13 +79,14 @@ def arrange(
     hands_over: bool,
     block_size: int,
     table_width: int | None,
+    scored: Scored | None = None,
 ) -> Step:
     """Lays out a step.
 
     Chunk i computes positions [starts[i], stops[i]) of a request with block table tables[i]; chunks of one
     token come first. `token_ids` has the tokens of all chunks in order. `sampled` has the numbers of the
     chunks that get a token, ascending. `table_width`: blocks in a row of the block tables; None: as many as
-    the longest table has. `hands_over` as in `Step`."""
+    the longest table has. `hands_over` and `scored` as in `Step`."""
     ends_at = np.array(stops)
     lengths = ends_at - np.array(starts)
     num_decodes = int((lengths == 1).sum())
@@ -97,6 +107,7 @@ def arrange(
         hands_over=hands_over,
         variant=variant,
         draws=draws,
+        scored=scored,
     )
 
 
@@ -168,9 +179,19 @@ class RowLogprobs:
     values: list[list[float]]  # [k, most]
 
 
+class ScoredLogprobs(NamedTuple):
+    """Log probabilities of the tokens of `Scored`, from the model's own logits."""
+
+    logprobs: np.ndarray  # [scored] float32
+    ranks: np.ndarray  # [scored] int32: 1 if no token was more likely
+    top_ids: np.ndarray  # [scored, top] int32: the most likely tokens, most likely first
+    top_logprobs: np.ndarray  # [scored, top] float32
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The result of a step that is over."""
 
     tokens: list[int]  # [sampled]; negative: why there is none
     logprobs: RowLogprobs | None = None
+    scored: ScoredLogprobs | None = None

@@ -8,6 +8,9 @@ from typing import NamedTuple, Protocol
 from engine.api.expert_stats import ExpertStats
 from engine.api.sampling_params import SamplingParams
 
+PROMPT_PIECE = 256
+"""Most tokens in a `PromptLogprobs`."""
+
 
 @dataclass(slots=True)
 class EngineRequest:
@@ -92,6 +95,23 @@ class Output(NamedTuple):
     """From that step to this token."""
 
 
+class PromptLogprobs(NamedTuple):
+    """Natural log probabilities of consecutive tokens of a prompt, from the model's logits before any
+    adjustment. The bytes are little-endian arrays."""
+
+    id: bytes
+    position: int
+    """Of the first of these tokens. At least 1: the first token of a prompt has no probability."""
+    logprobs: bytes
+    """[tokens] float32."""
+    ranks: bytes
+    """[tokens] int32. 1: no token was more likely."""
+    top_ids: bytes
+    """[tokens, alternatives] int32: the most likely tokens, most likely first."""
+    top_logprobs: bytes
+    """[tokens, alternatives] float32."""
+
+
 @dataclass(slots=True)
 class StepResult:
     """The result of one call of `Engine.step`.
@@ -100,6 +120,9 @@ class StepResult:
     with handover and fail or are refused before their first token are held until `Engine.release`."""
 
     outputs: list[Output] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """Of requests that ask for them, as their prompts are computed: each position once, in order, and all
+    before the first output. Each has at most `PROMPT_PIECE` tokens."""
     preempted: list[bytes] = field(default_factory=list)
     """Requests of `reserve`, `start` or `resume` that are handed back for lack of blocks."""
     failed: list[tuple[bytes, str]] = field(default_factory=list)

@@ -49,6 +49,8 @@ class SamplingParams:
     """Sequences of tokens that must not be in the output."""
     logprobs: int | None = None
     """How many most likely alternatives to return with each token's log probability. None: return neither."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
     structured_output: StructuredOutput | None = None
     """Structure of the output. The output ends with EOS where the structure is complete, even below
     min_tokens."""
@@ -93,6 +95,5 @@ class SamplingParams:
             not (self.ignore_eos and self.structured_output),
             "false with structured_output, which ends with EOS",
         )
-        require(
-            "logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"
-        )
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            require(name, count is None or 0 <= count <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")

@@ -98,6 +98,10 @@ class LiveRequest:
     """How many of these positions came from the prefix cache."""
     names: PrefixNames | None = None
     """Of the full blocks of `token_ids`. None until they are needed, and without a prefix cache."""
+    scores_to: int = field(init=False)
+    """Positions [0, scores_to) predict a token of the prompt whose log probability is asked for."""
+    num_scored: int = 0
+    """How many of these positions have given it."""
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
     arrived: float = field(default_factory=time.monotonic)
@@ -117,6 +121,7 @@ class LiveRequest:
         self.token_ids = array("i", [*self.request.prompt_ids, *self.request.output_ids])
         p, prompt = self.request.sampling, len(self.request.prompt_ids)
         self.longest = prompt + p.max_tokens
+        self.scores_to = 0 if p.prompt_logprobs is None else prompt - 1
         penalised = p.repetition_penalty != 1 or bool(p.presence_penalty or p.frequency_penalty)
         special = penalised or p.has_grammar or p.logit_bias or p.logprobs is not None
         self.plain_from = math.inf if special else prompt + p.min_tokens

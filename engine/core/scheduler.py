@@ -427,13 +427,15 @@ class Scheduler:
             self.cache.hits += live.num_cached
 
     def _prefix_hits(self, live: LiveRequest) -> list[int]:
-        """Cached blocks that the request begins with. A prefill always computes its last position, for the
-        logits, so the block of that position is not among them."""
+        """Cached blocks that the request begins with. A prefill always computes the positions whose logits
+        it needs: the last one, and those for log probabilities of the prompt. Their blocks are not among
+        these."""
         if self.cache is None:
             return []
-        computed = 0 if live.phase is Phase.RESERVED else 1
-        usable = (len(live.token_ids) - computed) // self.block_size
-        return self.pool.lookup(self._names(live, self.cache).blocks[:usable])
+        usable = len(live.token_ids)
+        if live.phase is not Phase.RESERVED:
+            usable = live.num_scored if live.num_scored < live.scores_to else usable - 1
+        return self.pool.lookup(self._names(live, self.cache).blocks[: usable // self.block_size])
 
     def _names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
         """The names of all full blocks with known tokens."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.core.live_request import DRAW, PENDING, LiveRequest
 from engine.core.scheduler import Chunk
-from engine.step import Adjustments, Bias, Draws, Penalties, Step, TokenMask, Variant, arrange
+from engine.step import Adjustments, Bias, Draws, Penalties, Scored, Step, TokenMask, Variant, arrange
 
 NO_TOP_P = np.float32(2)
 """Rounded sums of probabilities may pass 1, so "no limit" must be above it."""
@@ -20,8 +20,9 @@ NO_TOP_P = np.float32(2)
 
 def build_step(
     chunks: Sequence[Chunk], vocabulary: int, *, block_size: int, table_width: int | None
-) -> tuple[Step, list[LiveRequest]]:
-    """The step, and the requests that get a token in the order of its sampled rows."""
+) -> tuple[Step, list[LiveRequest], list[Chunk]]:
+    """The step, the requests that get a token in the order of its sampled rows, and the positions that
+    `Step.scored` has in its order."""
     # Decodes are sorted by length: attention groups requests of similar length.
     decodes = sorted([c for c in chunks if c.stop - c.start == 1], key=attrgetter("stop"))
     prefills = [c for c in chunks if c.stop - c.start > 1]
@@ -33,6 +34,7 @@ def build_step(
         tokens += c.live.token_ids[c.start : c.stop]
     sampled = [i for i, c in enumerate(chunks) if c.stop == len(c.live.token_ids)]
     requests = [chunks[i].live for i in sampled]
+    scored, scores = _scored(chunks)
     step = arrange(
         tokens,
         [c.start for c in chunks],
@@ -43,8 +45,28 @@ def build_step(
         hands_over=any(c.live.handover for c in chunks),
         block_size=block_size,
         table_width=table_width,
+        scored=scored,
     )
-    return step, requests
+    return step, requests, scores
+
+
+def _scored(chunks: Sequence[Chunk]) -> tuple[Scored | None, list[Chunk]]:
+    """The tokens of prompts that get log probabilities, and the positions that predict them."""
+    if not any(c.start < c.live.scores_to for c in chunks):
+        return None, []
+    rows: list[int] = []
+    tokens: list[int] = []
+    scores: list[Chunk] = []
+    begin = 0  # row of the chunk's first token
+    for live, start, stop in chunks:
+        first, end = max(start, live.num_scored), min(stop, live.scores_to)
+        if first < end:
+            rows += range(begin + first - start, begin + end - start)
+            tokens += live.token_ids[first + 1 : end + 1]
+            scores.append(Chunk(live, first, end))
+        begin += stop - start
+    top = max((c.live.request.sampling.prompt_logprobs or 0 for c in scores), default=0)
+    return Scored(np.array(rows), np.array(tokens), top) if rows else None, scores
 
 
 def draws_of(requests: Sequence[LiveRequest], vocabulary: int) -> tuple[Variant, Draws[np.ndarray]]:

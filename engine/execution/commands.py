@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.execution.rank_files import RankFiles
 from engine.execution.upload import aligned
-from engine.step import Draws, Step, Variant
+from engine.step import Draws, Scored, Step, Variant
 
 SLOTS = 8
 """At most two steps, with two commands each, are under way on a GPU."""
@@ -55,21 +55,36 @@ class Followers:
 
 
 HEAD = 16  # int64: kind, the sizes of the arrays, and the other fields of a step
-TYPES = tuple(map(np.dtype, ("i8", "i8", "i8", "i4", "i4", "i8", "i8", "f4", "i4", "i4", "f4", "f4")))
+TYPES = tuple(
+    map(np.dtype, ("i8", "i8", "i8", "i4", "i4", "i8", "i8", "i8", "i8", "f4", "i4", "i4", "f4", "f4"))
+)
 """Of the arrays of a step, in the order of `_arrays`."""
 
 
-def _shapes(tokens: int, requests: int, width: int, prefills: int, sampled: int) -> list[tuple[int, ...]]:
+def _shapes(
+    tokens: int, requests: int, width: int, prefills: int, sampled: int, scored: int
+) -> list[tuple[int, ...]]:
     """The shapes of the arrays of a step, in the order of `_arrays`."""
     by_token, draws = [(tokens,)] * 3, [(sampled,)] * 5
-    return [*by_token, (requests, width), (requests,), (prefills, 2), (sampled,), *draws]
+    return [
+        *by_token,
+        (requests, width),
+        (requests,),
+        (prefills, 2),
+        (sampled,),
+        (scored,),
+        (scored,),
+        *draws,
+    ]
 
 
 def _arrays(step: Step) -> list[np.ndarray]:
     prefills = np.array(step.prefills, dtype=np.int64).reshape(-1, 2)
+    none = np.zeros(0, np.int64)
+    scored = (none, none) if step.scored is None else (step.scored.rows, step.scored.tokens)
     return [
         step.token_ids, step.positions, step.slots, step.block_tables, step.contexts, prefills,
-        step.sampled_rows, *step.draws,
+        step.sampled_rows, *scored, *step.draws,
     ]  # fmt: skip
 
 
@@ -80,7 +95,7 @@ class Commands(Followers):
 
     def __init__(self, files: RankFiles, *, tokens: int, requests: int, table_width: int) -> None:
         """`tokens`, `requests`: most of them in a step."""
-        most = zip(_shapes(tokens, requests, table_width, requests, requests), TYPES, strict=True)
+        most = zip(_shapes(tokens, requests, table_width, requests, requests, tokens), TYPES, strict=True)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in most]
         self._slot_bytes = 8 * HEAD + sum(map(aligned, sizes))
         self._wakes = files.wakes
@@ -98,9 +113,10 @@ class Commands(Followers):
     def run(self, step: Step) -> None:
         arrays = _arrays(step)
         requests, width = step.block_tables.shape
+        scored = (0, 0) if step.scored is None else (len(step.scored.rows), step.scored.top)
         head = [
             Kind.RUN, len(step.token_ids), requests, width, len(step.prefills), len(step.sampled_rows),
-            step.num_decodes, step.hands_over, step.variant.value,
+            *scored, step.num_decodes, step.hands_over, step.variant.value,
         ]  # fmt: skip
         slot = self._next(head)
         at = 8 * HEAD
@@ -148,20 +164,22 @@ def _step(slot: np.ndarray) -> Step:
     head = slot[: 8 * HEAD].view(np.int64).tolist()
     arrays = []
     at = 8 * HEAD
-    for shape, dtype in zip(_shapes(*head[1:6]), TYPES, strict=True):
+    for shape, dtype in zip(_shapes(*head[1:7]), TYPES, strict=True):
         arrays.append(np.ndarray(shape, dtype, slot, at))
         at += aligned(arrays[-1].nbytes)
-    token_ids, positions, slots, block_tables, contexts, prefills, sampled_rows, *draws = arrays
+    token_ids, positions, slots, block_tables, contexts, prefills, sampled_rows, rows, tokens, *draws = arrays
+    scored, top, num_decodes, hands_over, variant = head[6:11]
     return Step(
         token_ids=token_ids,
         positions=positions,
         slots=slots,
         block_tables=block_tables,
         contexts=contexts,
-        num_decodes=head[6],
+        num_decodes=num_decodes,
         prefills=[(start, stop) for start, stop in prefills.tolist()],
         sampled_rows=sampled_rows,
-        hands_over=bool(head[7]),
-        variant=Variant(head[8]),
+        hands_over=bool(hands_over),
+        variant=Variant(variant),
         draws=Draws(*draws),
+        scored=Scored(rows, tokens, top) if scored else None,
     )

@@ -272,6 +272,11 @@ class StepGraphs:
             layer_done(i)
         last.replay()
 
+    @property
+    def hidden(self) -> Tensor:
+        """[rows, hidden_size] of the last step, valid until the next one."""
+        return self._hidden
+
     def logits(self, rows: int) -> Tensor:
         """Launches the logits of the `rows` sampled rows of the last step. Returns [rows, vocabulary]
         float32, valid until the next step."""

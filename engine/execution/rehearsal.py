@@ -5,7 +5,8 @@
 
 Both run the same steps, in this order: prompts of as many requests as a step can hold, which fill its token
 budget; decodes of all these requests, of half of them, of a quarter, and so on; long prompts that fill a step
-beside one decode, and the rest of them; steps with other kernels for sampling or matrix products.
+beside one decode, and the rest of them, all with log probabilities of their tokens; steps with other kernels
+for sampling or matrix products.
 """
 
 from array import array
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from engine.execution.runner import ModelRunner
-from engine.step import NOT_FINITE, Adjustments, Draws, Penalties, Step, Variant, arrange
+from engine.step import NOT_FINITE, Adjustments, Draws, Penalties, Scored, Step, Variant, arrange
 
 TOP_LOGPROBS = 20
 PLAINER = [(24, Variant.DRAWN), (48, Variant.GREEDY)]
@@ -85,8 +86,11 @@ class Rehearsal:
         for sequence in (*self._first, *self._long, *(sequence for sequence, _ in self._plainer)):
             sequence.computed = 0
 
-        def step(chunks: Sequence[_Chunk], variant: Variant = Variant.FILTERED) -> Step:
-            return self._step(sorted(chunks, key=lambda chunk: chunk.count > 1), variant, table_width)
+        def step(
+            chunks: Sequence[_Chunk], variant: Variant = Variant.FILTERED, *, scored: bool = False
+        ) -> Step:
+            chunks = sorted(chunks, key=lambda chunk: chunk.count > 1)
+            return self._step(chunks, variant, table_width, scored=scored)
 
         while chunks := self._fill(self._first, self._budget):
             yield step(chunks)
@@ -96,7 +100,7 @@ class Rehearsal:
             count //= 2
         decodes = [_Chunk(sequence, 1) for sequence in self._beside]
         while chunks := self._fill(self._long, self._budget - len(decodes)):
-            yield step([*decodes, *chunks])
+            yield step([*decodes, *chunks], scored=True)
         for sequence, variant in self._plainer:
             while chunks := self._fill([sequence], self._budget):
                 yield step(chunks, variant)
@@ -112,7 +116,9 @@ class Rehearsal:
                 room -= count
         return chunks
 
-    def _step(self, chunks: Sequence[_Chunk], variant: Variant, table_width: int | None) -> Step:
+    def _step(
+        self, chunks: Sequence[_Chunk], variant: Variant, table_width: int | None, *, scored: bool
+    ) -> Step:
         """The arrays of these chunks, which count as computed from then on. A decode at the end of its blocks
         computes the last position again."""
         ends = [min(self._max_model_len, len(s.blocks) * self._block_size) for s, _ in chunks]
@@ -121,10 +127,13 @@ class Rehearsal:
         for (sequence, _), stop in zip(chunks, stops, strict=True):
             sequence.computed = stop
         sampled = [i for i, (sequence, _) in enumerate(chunks) if sequence.computed >= sequence.prompt]
+        tokens = [0] * sum(count for _, count in chunks)
+        all_rows = Scored(np.arange(len(tokens)), np.array(tokens), TOP_LOGPROBS)
         return arrange(
-            [0] * sum(count for _, count in chunks), starts, stops,
+            tokens, starts, stops,
             [sequence.blocks for sequence, _ in chunks], sampled, variant, _draws(len(sampled), variant),
             hands_over=False, block_size=self._block_size, table_width=table_width,
+            scored=all_rows if scored else None,
         )  # fmt: skip
 
 

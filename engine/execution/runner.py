@@ -19,6 +19,7 @@ from engine.execution.commands import Followers
 from engine.execution.expert_meter import ExpertMeter
 from engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from engine.execution.moments import Moment, moment
+from engine.execution.prompt_logprobs import Piece, joined, prompt_logprobs
 from engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
 from engine.execution.upload import upload
 from engine.kernels import KV, HeadNorm, Kernels
@@ -46,6 +47,7 @@ class Launched:
     """None: not sampled yet."""
     tokens: Tensor | None = None  # [rows] int64, on the host once the step is over
     logprobs: TopLogprobs | None = None
+    scored: Sequence[Piece] = ()
 
     @property
     def over(self) -> bool:
@@ -62,7 +64,8 @@ class Launched:
         assert self.ended is not None, "a step is sampled before it is waited for"
         self.ended.synchronize()
         tokens = [] if self.tokens is None else self.tokens.tolist()
-        return Sampled(tokens, None if self.logprobs is None else self.logprobs.result())
+        logprobs = None if self.logprobs is None else self.logprobs.result()
+        return Sampled(tokens, logprobs, joined(self.scored))
 
 
 class ModelRunner:
@@ -160,7 +163,9 @@ class ModelRunner:
         size = graphs.size(step) if graphs is not None else None
         if graphs is not None and size is not None:
             graphs.forward(size, step, layer_done)
-            return Launched(rows, step.variant, size, None, None, began)
+            return Launched(
+                rows, step.variant, size, None, None, began, scored=self._score(graphs.hidden, step)
+            )
         arrays = [step.token_ids, step.positions, step.slots, step.block_tables, step.contexts]
         token_ids, positions, slots, tables, contexts = upload(arrays, self.device)
         attention = AttentionMetadata(
@@ -169,7 +174,14 @@ class ModelRunner:
         sampled, *draws = upload([step.sampled_rows, *step.draws], self.device)
         hidden = self.forward(token_ids, positions, attention, layer_done)
         logits = self.logits(hidden[sampled]).float() if rows else None
-        return Launched(rows, step.variant, None, logits, Draws(*draws), began)
+        scored = self._score(hidden, step)
+        return Launched(rows, step.variant, None, logits, Draws(*draws), began, scored=scored)
+
+    def _score(self, hidden: Tensor, step: Step) -> Sequence[Piece]:
+        """Enqueues the log probabilities of prompts."""
+        if step.scored is None:
+            return ()
+        return prompt_logprobs(hidden, step.scored, self.logits, self.ranks.rank)
 
     @torch.inference_mode()
     def sample(self, launched: Launched, adjustments: Adjustments | None) -> Moment:

@@ -60,7 +60,7 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
         chunks.append(Chunk(live, start, stop))
         sequences.append((keys_values, torch.randn(stop - start, HEADS, DIM, generator=generator)))
 
-    step, sampled = build_step(chunks, VOCABULARY, block_size=block_size, table_width=None)
+    step, sampled, _ = build_step(chunks, VOCABULARY, block_size=block_size, table_width=None)
     rows_of_chunks = rows_of(step, sampled, chunks)
     order = sorted(range(len(chunks)), key=lambda i: rows_of_chunks[i].start)
     q = torch.cat([sequences[i][1] for i in order])
@@ -117,6 +117,6 @@ def test_only_tokens_that_complete_their_request_are_sampled() -> None:
         return result
 
     chunks = [Chunk(live(9), 0, 4), Chunk(live(9), 4, 9), Chunk(live(3), 2, 3)]
-    step, sampled = build_step(chunks, VOCABULARY, block_size=4, table_width=None)
+    step, sampled, _ = build_step(chunks, VOCABULARY, block_size=4, table_width=None)
     assert sampled == [chunks[2].live, chunks[1].live]
     assert step.token_ids[step.sampled_rows].tolist() == [2, 8]

@@ -58,7 +58,7 @@ def test_a_step_that_hands_kv_over_is_cut_by_layer(
         live.handover = number in handover
         live.blocks.extend(range(length))
         chunks.append(Chunk(live, 0, length))
-    step, _ = build_step(chunks, 199, block_size=1, table_width=None)
+    step, *_ = build_step(chunks, 199, block_size=1, table_width=None)
     assert size_for(step, SIZES) == size
 
 

@@ -28,7 +28,7 @@ from engine.execution.host_ranks import HostRanks
 from engine.execution.rank_files import RankFiles
 from engine.kernels import Fp8Experts, parts
 from engine.loader import check_model
-from engine.step import Draws, Step, Variant, arrange
+from engine.step import Draws, Scored, Step, Variant, arrange
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -277,6 +277,7 @@ def step(seed: int) -> Step:
         list(range(rows)), Variant(seed % 3),
         Draws(*(values.astype(type_) for values, type_ in zip(draws, types, strict=True))),
         hands_over=bool(seed % 2), block_size=4, table_width=6,
+        scored=Scored(*rng.integers(0, 7, (2, 1 + seed)), seed) if seed % 2 else None,
     )  # fmt: skip
 
 
