@@ -7,7 +7,7 @@ are dropped, for example after a cancel.
 from collections import defaultdict
 from collections.abc import Callable
 
-from engine import Output
+from engine import Output, PromptLogprobs
 from worker import messages
 from worker.messages import Code, FromEngine
 
@@ -71,6 +71,11 @@ class Attempts:
         stream = self._streams.get(attempt_id)
         if stream is not None:
             self._send(messages.PrefillStarted(stream, attempt_id))
+
+    def scored(self, logprobs: PromptLogprobs) -> None:
+        stream = self._streams.get(logprobs.id)
+        if stream is not None:
+            self._send(messages.Scored(stream, logprobs))
 
     def token(self, output: Output) -> None:
         stream = self._streams.get(output.id)

@@ -218,6 +218,8 @@ class Roles:
         return next(role for role in self._roles if role.owns(attempt_id))
 
     def after_step(self, result: StepResult) -> None:
+        for logprobs in result.prompt_logprobs:
+            self._parts.attempts.scored(logprobs)
         for role in self._roles:
             role.after_step(result)
         self._parts.attempts.flush()

@@ -11,7 +11,7 @@ from enum import IntEnum
 import msgspec
 from msgspec import Struct
 
-from engine import EngineRequest, EngineStats, Output
+from engine import EngineRequest, EngineStats, Output, PromptLogprobs
 from kv_transfer import InjectStats, KVLayout
 
 
@@ -156,6 +156,13 @@ class PrefillStarted(_Message):
     prefill_id: bytes
 
 
+class Scored(_Message):
+    """A part of a prompt was computed, and its log probabilities were asked for."""
+
+    stream: int
+    logprobs: PromptLogprobs
+
+
 class Failed(_Message):
     stream: int
     attempt_id: bytes
@@ -258,6 +265,7 @@ FromEngine = (
     | Tokens
     | Reserved
     | PrefillStarted
+    | Scored
     | Failed
     | EngineStatus
     | Injected

@@ -307,6 +307,8 @@ class Service:
                 self._routers.deliver(message.stream, streams.reserved(message.decode_id))
             case messages.PrefillStarted():
                 self._routers.deliver(message.stream, streams.prefill_started(message.prefill_id))
+            case messages.Scored():
+                self._routers.deliver(message.stream, streams.prompt_logprobs(message.logprobs))
             case messages.Failed():
                 self._journal.failed(message)
                 self._routers.deliver(message.stream, streams.failed(message))

@@ -5,7 +5,7 @@ from collections import deque
 
 import grpc.aio
 
-from engine import Output
+from engine import Output, PromptLogprobs
 from rpc import worker_pb2 as pb
 from worker import messages
 
@@ -92,6 +92,19 @@ def reserved(decode_id: bytes) -> pb.WorkerMessage:
 
 def prefill_started(prefill_id: bytes) -> pb.WorkerMessage:
     return pb.WorkerMessage(prefill_started=pb.PrefillStarted(prefill_id=prefill_id))
+
+
+def prompt_logprobs(of: PromptLogprobs) -> pb.WorkerMessage:
+    return pb.WorkerMessage(
+        prompt_logprobs=pb.PromptLogprobs(
+            attempt_id=of.id,
+            position=of.position,
+            logprobs=of.logprobs,
+            ranks=of.ranks,
+            top_ids=of.top_ids,
+            top_logprobs=of.top_logprobs,
+        )
+    )
 
 
 def _token(token: Output) -> pb.TokenEvent:

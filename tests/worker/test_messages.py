@@ -9,6 +9,7 @@ from engine import (
     Logprobs,
     MixedStep,
     Output,
+    PromptLogprobs,
     SamplingParams,
     StructuredOutput,
 )
@@ -20,7 +21,7 @@ ID = bytes(range(16))
 SAMPLING = SamplingParams(
     temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=2**64 - 1, max_tokens=9,
     min_tokens=2, stop_token_ids=(7, 8), logit_bias={5: -1.0, 6: 2.5}, logprobs=0,
-    structured_output=StructuredOutput("regex", "[a-z]+"),
+    prompt_logprobs=3, structured_output=StructuredOutput("regex", "[a-z]+"),
 )  # fmt: skip
 REQUEST = EngineRequest(ID, [1, 2, 3], [4], SAMPLING, -5, True, True, b"tenant")
 LOGPROBS = Logprobs(-0.5, (1, 2), (-0.5, -1.5))
@@ -45,6 +46,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
     "message",
     [
         messages.Tokens(3, [Output(ID, 0, 7), Output(ID, 1, 8, LOGPROBS, "stop", 16, 0.1, 0.2)]),
+        messages.Scored(3, PromptLogprobs(ID, 1, b"\0\0\0\x80", b"\1\0\0\0", b"", b"")),
         messages.EngineStatus(
             1,
             EngineStats(

@@ -6,7 +6,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
-from engine import Logprobs, Output
+from engine import Logprobs, Output, PromptLogprobs
 from rpc import worker_pb2 as pb
 from worker import messages, streams
 from worker.streams import MAX_UNREAD_BYTES, RouterStream
@@ -88,6 +88,12 @@ def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
     assert token.logprobs.logprob == -0.5
     assert list(token.logprobs.top_ids) == [3, 4]
     assert list(token.logprobs.top_logprobs) == [-0.5, -1.5]
+
+
+def test_logprobs_of_a_prompt_keep_every_field() -> None:
+    given = PromptLogprobs(b"a" * 16, 5, b"logp", b"rank", b"ids!", b"tops")
+    sent = streams.prompt_logprobs(given).prompt_logprobs
+    assert [value for _, value in sent.ListFields()] == list(given)
 
 
 @pytest.mark.parametrize("code", list(messages.Code))

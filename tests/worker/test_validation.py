@@ -17,7 +17,13 @@ ID = b"a" * 16
 
 def test_a_request_keeps_every_field() -> None:
     params = sampling(
-        temperature=0.5, top_k=3, seed=2**64 - 1, stop_token_ids=[7], logit_bias={5: -1.0}, logprobs=0
+        temperature=0.5,
+        top_k=3,
+        seed=2**64 - 1,
+        stop_token_ids=[7],
+        logit_bias={5: -1.0},
+        logprobs=0,
+        prompt_logprobs=2,
     )
     asked = request([1, 2], params, [3], timeout_ms=1500)
     asked.cache_salt = b"tenant"
@@ -34,10 +40,12 @@ def test_a_request_keeps_every_field() -> None:
     assert params.stop_token_ids == (7,)
     assert params.logit_bias == {5: -1.0}
     assert params.logprobs == 0, "logprobs=0 asks for the log probability of the token alone"
+    assert params.prompt_logprobs == 2
     assert (params.allowed_token_ids, params.bad_words) == ((4, 5), ((4, 4),))
     assert params.reasoning == Reasoning(9, None, 0)
     other = work(ID, request([1], sampling()), LIMITS).request
-    assert (other.sampling.logprobs, other.first_token_within) == (None, math.inf)
+    assert (other.sampling.logprobs, other.sampling.prompt_logprobs) == (None, None)
+    assert other.first_token_within == math.inf
 
 
 def late_already(r: pb.Request) -> None:
