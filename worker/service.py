@@ -301,14 +301,8 @@ class Service:
 
     def _deliver(self, message: FromEngine) -> None:
         match message:
-            case messages.Tokens():
-                self._routers.deliver(message.stream, streams.step_output(message.tokens))
-            case messages.Reserved():
-                self._routers.deliver(message.stream, streams.reserved(message.decode_id))
-            case messages.PrefillStarted():
-                self._routers.deliver(message.stream, streams.prefill_started(message.prefill_id))
-            case messages.Scored():
-                self._routers.deliver(message.stream, streams.prompt_logprobs(message.logprobs))
+            case messages.Tokens() | messages.Scored() | messages.Reserved() | messages.PrefillStarted():
+                self._routers.deliver(message.stream, streams.progress(message))
             case messages.Failed():
                 self._journal.failed(message)
                 self._routers.deliver(message.stream, streams.failed(message))

@@ -70,9 +70,19 @@ class RouterStream:
                 self.unread_bytes -= message.ByteSize()
 
 
-def step_output(tokens: list[Output]) -> pb.WorkerMessage:
-    """Converts the tokens of one engine step for one router to one message."""
-    return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
+def progress(
+    message: messages.Tokens | messages.Scored | messages.Reserved | messages.PrefillStarted,
+) -> pb.WorkerMessage:
+    """Converts what happened to attempts that go on."""
+    match message:
+        case messages.Tokens(_, tokens):
+            return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
+        case messages.Scored(_, logprobs):
+            return pb.WorkerMessage(prompt_logprobs=_prompt_logprobs(logprobs))
+        case messages.Reserved(_, decode_id):
+            return pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id))
+        case messages.PrefillStarted(_, prefill_id):
+            return pb.WorkerMessage(prefill_started=pb.PrefillStarted(prefill_id=prefill_id))
 
 
 def failed(message: messages.Failed) -> pb.WorkerMessage:
@@ -86,24 +96,14 @@ def failed(message: messages.Failed) -> pb.WorkerMessage:
     )
 
 
-def reserved(decode_id: bytes) -> pb.WorkerMessage:
-    return pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id))
-
-
-def prefill_started(prefill_id: bytes) -> pb.WorkerMessage:
-    return pb.WorkerMessage(prefill_started=pb.PrefillStarted(prefill_id=prefill_id))
-
-
-def prompt_logprobs(of: PromptLogprobs) -> pb.WorkerMessage:
-    return pb.WorkerMessage(
-        prompt_logprobs=pb.PromptLogprobs(
-            attempt_id=of.id,
-            position=of.position,
-            logprobs=of.logprobs,
-            ranks=of.ranks,
-            top_ids=of.top_ids,
-            top_logprobs=of.top_logprobs,
-        )
+def _prompt_logprobs(of: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        attempt_id=of.id,
+        position=of.position,
+        logprobs=of.logprobs,
+        ranks=of.ranks,
+        top_ids=of.top_ids,
+        top_logprobs=of.top_logprobs,
     )
 
 

@@ -277,7 +277,7 @@ def step(seed: int) -> Step:
         list(range(rows)), Variant(seed % 3),
         Draws(*(values.astype(type_) for values, type_ in zip(draws, types, strict=True))),
         hands_over=bool(seed % 2), block_size=4, table_width=6,
-        scored=Scored(*rng.integers(0, 7, (2, 1 + seed)), seed) if seed % 2 else None,
+        scored=Scored(rng.integers(0, 7, 1 + seed), rng.integers(0, 9, 1 + seed), seed) if seed % 2 else None,
     )  # fmt: skip
 
 

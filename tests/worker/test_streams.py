@@ -81,7 +81,8 @@ async def test_finish_writes_the_queued_messages() -> None:
 )
 def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
     logprobs = Logprobs(-0.5, (3, 4), (-0.5, -1.5))
-    step = streams.step_output([Output(b"a" * 16, 5, 3, logprobs, reason, 2)]).step
+    output = Output(b"a" * 16, 5, 3, logprobs, reason, 2)
+    step = streams.progress(messages.Tokens(1, [output])).step
     token = step.tokens[0]
     assert (token.attempt_id, token.output_index, token.token_id) == (b"a" * 16, 5, 3)
     assert (token.finish_reason, token.cached_tokens) == (expected, 2)
@@ -92,7 +93,7 @@ def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
 
 def test_logprobs_of_a_prompt_keep_every_field() -> None:
     given = PromptLogprobs(b"a" * 16, 5, b"logp", b"rank", b"ids!", b"tops")
-    sent = streams.prompt_logprobs(given).prompt_logprobs
+    sent = streams.progress(messages.Scored(1, given)).prompt_logprobs
     assert [value for _, value in sent.ListFields()] == list(given)
 
 
