@@ -1,18 +1,19 @@
 """What a layer computes between its matrix products, on any device.
 
-    once a step    plan(metadata, span)               where to read and write, for all layers with this span
+    once a step    plan, plan_states                  where to read and write, for all layers of a kind
     each layer     add_rms_norm → [QKV product] → rope_and_write → attention → [output product]
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
                    or, with experts: add_rms_norm → [router's product] → mix_experts
+    with states    [input product] → mamba2 → gated_rms_norm → [output product], in place of attention
     with FP8       add_rms_norm_quantized, silu_mul_quantized and quantize, before fp8_linear
     at its end     greedy, or draw with or without thresholds: from logits to tokens
 
 `TorchKernels` is plain torch: it defines each operation, and runs on a CPU. `TritonKernels` runs on CUDA and
 must match it. Each of its files has one kernel and its maths. Only `kernels_for` chooses between the two.
 
-CUDA graphs can capture every operation, and `plan` if `AttentionMetadata.prefills` is empty. These launch the
-same grid for all values in the tensors, read lengths on the device, and never wait for it. Keep the metadata
-in static tensors, and give padding rows context 0 and slot −1.
+CUDA graphs can capture every operation, and the plans if `AttentionMetadata.prefills` is empty. These launch
+the same grid for all values in the tensors, read lengths on the device, and never wait for it. Keep the
+metadata in static tensors, and give padding rows context 0 and slot −1.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.kv_cache import KV, Fp8KV, parts
+from engine.kernels.mamba2 import LayerState, Mamba2
 from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "Fp8KV",
     "HeadNorm",
     "Kernels",
+    "LayerState",
+    "Mamba2",
     "Quantized",
     "kernels_for",
     "parts",
@@ -169,6 +173,23 @@ class Kernels(Protocol):
         span. q, k and v are as `rope_and_write` returns them, and kv holds this step's keys and values. sinks
         [num_heads]: logits that take part in the softmax of each head, without a value. Returns [tokens,
         num_heads, head_dim]."""
+        ...
+
+    def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> Any:
+        """The plan that `mamba2` needs, the same for all layers of a step with so many heads."""
+        ...
+
+    def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: Any) -> Tensor:
+        """Convolution and scan of a state layer (`engine.kernels.mamba2`): takes the state of each request in
+        the plan past the tokens of this step, in place.
+
+        projected [tokens, channels + heads], dense rows at any stride: x, B, C, and Δ of each head. Returns
+        y [tokens, heads · head_dim]."""
+        ...
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+        """The RMSNorm of x · silu(gate), times weight. x [rows, size]; gate too, with rows at any stride.
+        Each of the `groups` parts of a row has a norm of its own."""
         ...
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:

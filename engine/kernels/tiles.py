@@ -1,4 +1,4 @@
-"""Cuts the attention of prefill chunks into tiles, one for each program. Pure, on the host."""
+"""Cuts the work of prefill chunks into parts, one for each program. Pure, on the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -42,3 +42,20 @@ def tile_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int
         row += stop - start
     tiles.sort(key=lambda tile: -tile[3])
     return np.array(tiles, dtype=np.int32).reshape(-1, 4)
+
+
+def scan_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int) -> np.ndarray:
+    """The chunks of state layers, [chunks, 6] int32: request (index into the slots), first row, number of
+    tokens (at most `tokens`), number among the chunks of its request, tokens of the request from this chunk
+    on, first position. `prefills` (start, stop) follow `num_decodes` requests of one row each.
+
+    A chunk needs the state after the one before it. So the first chunks of all requests come first."""
+    chunks, row = [], num_decodes
+    for request, (start, stop) in enumerate(prefills, num_decodes):
+        chunks += [
+            (request, row + at - start, min(tokens, stop - at), number, stop - at, at)
+            for number, at in enumerate(range(start, stop, tokens))
+        ]
+        row += stop - start
+    chunks.sort(key=lambda chunk: chunk[3])
+    return np.array(chunks, dtype=np.int32).reshape(-1, 6)

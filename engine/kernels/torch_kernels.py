@@ -7,9 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import FP8, FP8_GROUP, KV, SMALLEST_TEMPERATURE, Fp8Experts, HeadNorm, Quantized, parts
+from engine.kernels import (
+    FP8,
+    FP8_GROUP,
+    KV,
+    SMALLEST_TEMPERATURE,
+    Fp8Experts,
+    HeadNorm,
+    LayerState,
+    Mamba2,
+    Quantized,
+    mamba2,
+    parts,
+)
 from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
 from engine.kernels.experts import mix, route
+from engine.kernels.mamba2 import TorchStatePlan
 from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 
@@ -128,6 +141,15 @@ class TorchKernels:
         self, q: Tensor, k: Tensor, v: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None = None
     ) -> Tensor:
         return paged_attention(q, kv, plan, sinks)
+
+    def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> TorchStatePlan:
+        return mamba2.plan_states(metadata)
+
+    def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchStatePlan) -> Tensor:
+        return mamba2.mamba2(projected, layer, state, plan)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+        return mamba2.gated_rms_norm(x, gate, weight, eps, groups)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return logits.argmax(dim=-1), logits.isfinite().all(dim=-1)

@@ -6,7 +6,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels import KV, Fp8Experts, HeadNorm, Quantized, fp8, norm, parts, rope, sampling, silu
+from engine.kernels import (
+    KV,
+    Fp8Experts,
+    HeadNorm,
+    LayerState,
+    Mamba2,
+    Quantized,
+    causal_conv,
+    fp8,
+    gated_norm,
+    norm,
+    parts,
+    rope,
+    sampling,
+    silu,
+    ssd,
+    state_update,
+)
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.combine import combine
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
@@ -16,7 +33,7 @@ from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.shuffle import shuffle
 from engine.kernels.split_k import multiprocessors
 from engine.kernels.thresholds import thresholds
-from engine.kernels.tiles import SHORT, shape_for, tile_work
+from engine.kernels.tiles import SHORT, scan_work, shape_for, tile_work
 from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -29,6 +46,14 @@ class TritonPlan:
     pieces: Pieces | None  # None: no decodes
     tiles: Tiles | None  # None: no chunks
     span: Span | None
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStatePlan:
+    slots: Tensor  # [requests] int32
+    contexts: Tensor  # [decodes] int32
+    scans: Tensor | None  # [chunks, 6] int32; None: no chunks
+    progress: Tensor
 
 
 class TritonKernels:
@@ -142,6 +167,34 @@ class TritonKernels:
         if plan.tiles is not None:
             prefill_attention(q, kv, plan.block_tables, plan.tiles, out, plan.span, sinks)
         return out
+
+    def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> TritonStatePlan:
+        decodes, device, slots = metadata.num_decodes, metadata.contexts.device, metadata.state_slots
+        assert slots is not None, "each request of a model with states has a slot"
+        scans = metadata.scans
+        if metadata.prefills:
+            work = scan_work(metadata.prefills, decodes, ssd.chunk_tokens(dtype))
+            scans = torch.from_numpy(work).to(device, non_blocking=True)
+        progress = ssd.progress_of(len(slots), heads, device)
+        return TritonStatePlan(slots, metadata.contexts[:decodes], scans, progress)
+
+    def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TritonStatePlan) -> Tensor:
+        _, heads, head_dim, _ = state.ssm.shape
+        x, dt = projected.split((projected.shape[1] - heads, heads), dim=1)
+        rows = x.new_empty(x.shape)
+        y = x.new_empty(len(x), heads * head_dim)
+        slots, decodes = plan.slots, len(plan.contexts)
+        if decodes:
+            causal_conv.convolve_next(x, layer, state.conv, slots, plan.contexts, rows)
+            state_update.update(rows, dt, layer, state.ssm, slots, plan.contexts, y)
+        if plan.scans is not None:
+            tokens = ssd.chunk_tokens(x.dtype)
+            causal_conv.convolve(x, layer, state.conv, slots, plan.scans, tokens, rows)
+            ssd.scan(rows, dt, layer, state.ssm, slots, plan.scans, plan.progress, y)
+        return y
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+        return gated_norm.gated_rms_norm(x, gate, weight, eps, groups)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return sampling.greedy(logits)

@@ -40,7 +40,18 @@ def main() -> None:
     triton.runtime.driver.set_active(NoDriver())
     JITFunction.__getitem__ = compile_instead
 
-    from engine.kernels import FP8, KV, AttentionMetadata, Fp8Experts, Fp8KV, HeadNorm, parts, sampling
+    from engine.kernels import (
+        FP8,
+        KV,
+        AttentionMetadata,
+        Fp8Experts,
+        Fp8KV,
+        HeadNorm,
+        LayerState,
+        Mamba2,
+        parts,
+        sampling,
+    )
     from engine.kernels.fp8_linear import Fp8Linear
     from engine.kernels.int4_linear import Int4Linear
     from engine.kernels.peer_copy import PeerCopy
@@ -165,6 +176,22 @@ def main() -> None:
                 down_bias=down[:, :, 0].contiguous(),
                 activation=ClampedSwiGLU(1.702, 7.0),
             )
+
+    print("-- Mamba-2")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for heads, groups, size in ((128, 1, 128), (48, 1, 128), (112, 8, 256)):
+            channels = heads * 64 + 2 * groups * size
+            kernels = TritonKernels(torch.device("cpu"), 128)
+            per_head = torch.zeros(heads)
+            weight = torch.zeros(4, channels, dtype=dtype)
+            layer = Mamba2(weight, weight[0], per_head, per_head, per_head, groups, (0.0, float("inf")))
+            state = LayerState(torch.zeros(4, 3, channels, dtype=dtype), torch.zeros(4, heads, 64, size))
+            projected = torch.zeros(80, heads * 64 + channels + heads, dtype=dtype)
+            gate, inputs = projected.split((heads * 64, channels + heads), dim=1)
+            ones = torch.ones(3, dtype=torch.int32)
+            metadata = AttentionMetadata(16, ones, ones, ones, 2, [(0, 78)], state_slots=ones)
+            y = kernels.mamba2(inputs, layer, state, kernels.plan_states(metadata, heads, dtype))
+            kernels.gated_rms_norm(y, gate, y[0], 1e-5, groups)
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)

@@ -1,0 +1,162 @@
+"""The convolution of Mamba-2 over the last tokens of each channel, followed by silu. `mamba2` defines it.
+
+One kernel is for requests that decode, the other for chunks of prompts. Both keep the last inputs of each
+request in its slot. Of a prompt only the program of the first chunk does: it also reads what the slot held.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels import overlap
+from engine.kernels.mamba2 import Mamba2
+from engine.kernels.overlap import inputs_ready
+
+BLOCK_DECODE = 256  # channels of a program
+BLOCK_CHUNK = 64
+
+
+def convolve_next(
+    x: Tensor, layer: Mamba2, state: Tensor, slots: Tensor, contexts: Tensor, out: Tensor
+) -> None:
+    """x, out [requests, channels], with dense rows at any stride. A request with context 0 is padding."""
+    width, channels = layer.conv_weight.shape
+    _convolve_next[(len(contexts), triton.cdiv(channels, BLOCK_DECODE))](
+        x,
+        layer.conv_weight,
+        layer.conv_bias,
+        state,
+        slots,
+        contexts,
+        out,
+        x.stride(0),
+        out.stride(0),
+        channels,
+        WIDTH=width,
+        BLOCK=BLOCK_DECODE,
+        **overlap.options(),
+    )
+
+
+def convolve(
+    x: Tensor, layer: Mamba2, state: Tensor, slots: Tensor, scans: Tensor, tokens: int, out: Tensor
+) -> None:
+    """x, out [rows, channels], with dense rows at any stride; scans from `scan_work` with this number of
+    `tokens`, a power of 2."""
+    width, channels = layer.conv_weight.shape
+    assert width <= tokens + 1, "a chunk needs the one before it at most"
+    _convolve[(len(scans), triton.cdiv(channels, BLOCK_CHUNK))](
+        x,
+        layer.conv_weight,
+        layer.conv_bias,
+        state,
+        slots,
+        scans,
+        out,
+        x.stride(0),
+        out.stride(0),
+        channels,
+        WIDTH=width,
+        TOKENS=tokens,
+        BLOCK=BLOCK_CHUNK,
+        **overlap.options(),
+    )
+
+
+@triton.jit
+def _convolve_next(
+    x,
+    weight,
+    bias,
+    state,
+    slots,
+    contexts,
+    out,
+    x_stride,
+    out_stride,
+    channels,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    inputs_ready(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    context = tl.load(contexts + row)
+    if context == 0:
+        return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < channels
+    slot = tl.load(slots + row).to(tl.int64)
+    kept = state + slot * (WIDTH - 1) * channels + at
+    total = tl.zeros([BLOCK], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    known = inside & (context > 1)
+    for i in tl.static_range(WIDTH - 1):
+        value = tl.load(kept + i * channels, mask=known, other=0.0)
+        if i > 0:
+            tl.store(kept + (i - 1) * channels, value, mask=inside)
+        total += value.to(tl.float32) * tl.load(weight + i * channels + at, mask=inside, other=0.0)
+    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
+    tl.store(kept + (WIDTH - 2) * channels, value, mask=inside)
+    total += value.to(tl.float32) * tl.load(weight + (WIDTH - 1) * channels + at, mask=inside, other=0.0)
+    y = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
+    tl.store(out + row * out_stride + at, y, mask=inside)
+
+
+@triton.jit
+def _convolve(
+    x,
+    weight,
+    bias,
+    state,
+    slots,
+    scans,
+    out,
+    x_stride,
+    out_stride,
+    channels,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    inputs_ready(OVERLAP)
+    scan = scans + tl.program_id(0) * 6
+    tokens = tl.load(scan + 2)
+    if tokens == 0:
+        return
+    slot = tl.load(slots + tl.load(scan)).to(tl.int64)
+    row = tl.load(scan + 1).to(tl.int64)
+    number = tl.load(scan + 3)
+    has_state = tl.load(scan + 5) > 0
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < channels
+    kept = state + slot * (WIDTH - 1) * channels + at
+    token = tl.arange(0, TOKENS)
+    used = token < tokens
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    for i in tl.static_range(WIDTH):
+        source = token - (WIDTH - 1 - i)  # among the chunk's tokens; below 0: before the chunk
+        here = used & ((source >= 0) | (number > 0))
+        rows = x + (row + source)[:, None] * x_stride + at[None, :]
+        value = tl.load(rows, mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        if number == 0:
+            before = (source < 0) & has_state
+            old = kept[None, :] + (source + WIDTH - 1)[:, None] * channels
+            value += tl.load(old, mask=before[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += value * tl.load(weight + i * channels + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    y = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
+    to = out + (row + token)[:, None] * out_stride + at[None, :]
+    tl.store(to, y, mask=used[:, None] & inside[None, :])
+    if number == 0:
+        tl.debug_barrier()  # all threads have read the slot before one of them writes it
+        last = tl.load(scan + 4) - (WIDTH - 1)
+        for i in tl.static_range(WIDTH - 1):
+            index = last + i
+            kept_before = inside & has_state & (index < 0)
+            last_of_slot = tl.load(kept + (index + WIDTH - 1) * channels, mask=kept_before, other=0.0)
+            of_rows = tl.load(x + (row + index) * x_stride + at, mask=inside & (index >= 0), other=0.0)
+            tl.store(kept + i * channels, tl.where(index < 0, last_of_slot, of_rows), mask=inside)

@@ -1,0 +1,175 @@
+"""Mamba-2 (Dao & Gu 2024): parameters and state of a layer, and plain torch that defines it.
+
+A layer computes this for the row of a token, which has the *channels* x, B and C, and Δ of each head:
+
+    x, B, C = silu(convolution of the channels over the last `width` tokens)
+    Δ       = softplus(Δ + bias), within limits
+    state   = exp(Δ A) · state + Δ x ⊗ B
+    y       = state · C + D x
+
+Each head has a state [head_dim, state_size], and shares B and C with the other heads of its group. A request
+that decodes takes this step (`update`). The tokens of a prompt are computed in chunks, which are products of
+matrices (`scan`). With s_i = Δ_0 A + … + Δ_i A within a chunk:
+
+    y_i   = exp(s_i) C_i · state + Σ_{j ≤ i} (C_i · B_j) exp(s_i − s_j) Δ_j x_j + D x_i
+    state = exp(s_last) · state + Σ_j exp(s_last − s_j) Δ_j x_j ⊗ B_j
+
+A request keeps its state in a slot. At its first position a request has no state: what the slot holds then is
+not read, not even to multiply it by zero.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.attention import AttentionMetadata
+
+CHUNK = 64
+"""Tokens of a chunk on a CPU."""
+
+
+class LayerState(NamedTuple):
+    """The state of one layer, for all slots."""
+
+    conv: Tensor  # [slots, width − 1, channels]: the last inputs of the convolution
+    ssm: Tensor  # [slots, heads, head_dim, state_size] float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mamba2:
+    """The parameters of one layer between its two products."""
+
+    conv_weight: Tensor  # [width, channels]
+    conv_bias: Tensor | None  # [channels]
+    dt_bias: Tensor  # [heads] float32
+    a: Tensor  # [heads] float32, below 0
+    d: Tensor  # [heads] float32
+    groups: int
+    """Each has one B and one C."""
+    dt_limits: tuple[float, float]
+
+
+class Prompt(NamedTuple):
+    """The chunk of a prompt in a step."""
+
+    slot: int
+    fresh: bool
+    """It begins at position 0."""
+    rows: slice
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStatePlan:
+    slots: Tensor  # [decodes] int64
+    fresh: Tensor  # [decodes] bool: the request is at its first position
+    prompts: list[Prompt]
+
+
+def plan_states(metadata: AttentionMetadata) -> TorchStatePlan:
+    assert metadata.state_slots is not None, "each request of a model with states has a slot"
+    decodes, slots = metadata.num_decodes, metadata.state_slots
+    prompts, row = [], decodes
+    for slot, (start, stop) in zip(slots[decodes:].tolist(), metadata.prefills, strict=True):
+        prompts.append(Prompt(slot, start == 0, slice(row, row + stop - start)))
+        row += stop - start
+    return TorchStatePlan(slots[:decodes].long(), metadata.contexts[:decodes] == 1, prompts)
+
+
+def mamba2(projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchStatePlan) -> Tensor:
+    """As `Kernels.mamba2`."""
+    channels = layer.conv_weight.shape[1]
+    decodes = len(plan.slots)
+    y = projected.new_empty(len(projected), state.ssm.shape[1] * state.ssm.shape[2])
+    if decodes:
+        rows = convolve_next(projected[:decodes, :channels], layer, state.conv, plan)
+        y[:decodes] = update(rows, projected[:decodes, channels:], layer, state.ssm, plan).flatten(1)
+    for prompt in plan.prompts:
+        rows, dt = projected[prompt.rows].split((channels, projected.shape[1] - channels), dim=1)
+        y[prompt.rows] = scan(convolve(rows, layer, state.conv, prompt), dt, layer, state.ssm, prompt)
+    return y
+
+
+def convolve(x: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt) -> Tensor:
+    """The convolution of the tokens of a prompt: x [tokens, channels] → the same. Keeps the last inputs in
+    `state`, as in `LayerState`."""
+    width, tokens = len(layer.conv_weight), len(x)
+    before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot]
+    inputs = torch.cat((before, x))
+    state[prompt.slot] = inputs[tokens:]
+    exact, weight = inputs.float(), layer.conv_weight.float()
+    total = exact[:tokens] * weight[0]
+    for i in range(1, width):
+        total.addcmul_(exact[i : i + tokens], weight[i])
+    return _activated(total, layer).to(x.dtype)
+
+
+def convolve_next(x: Tensor, layer: Mamba2, state: Tensor, plan: TorchStatePlan) -> Tensor:
+    """As `convolve`, for one token of each request that decodes: x [requests, channels]."""
+    before = state[plan.slots].masked_fill_(plan.fresh[:, None, None], 0)
+    inputs = torch.cat((before, x[:, None]), dim=1)
+    state[plan.slots] = inputs[:, 1:]
+    return _activated((inputs.float() * layer.conv_weight.float()).sum(dim=1), layer).to(x.dtype)
+
+
+def _activated(total: Tensor, layer: Mamba2) -> Tensor:
+    return F.silu(total if layer.conv_bias is None else total + layer.conv_bias.float())
+
+
+def update(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TorchStatePlan) -> Tensor:
+    """The step of each request that decodes. rows [requests, channels] after the convolution, dt [requests,
+    heads]. Returns y [requests, heads, head_dim] float32."""
+    x, b, c = _by_head(rows, layer, state)
+    step = _time_steps(dt, layer)
+    before = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
+    decayed = before.mul_((step * layer.a).exp()[:, :, None, None])
+    after = decayed.addcmul_((x * step[:, :, None])[..., None], b[:, :, None])
+    state[plan.slots] = after
+    return (after @ c[..., None])[..., 0].addcmul_(x, layer.d[:, None])
+
+
+def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt) -> Tensor:
+    """The tokens of a prompt, chunk by chunk. rows [tokens, channels] after the convolution, dt [tokens,
+    heads]. Returns y [tokens, heads · head_dim] float32."""
+    x, b, c = (tensor.transpose(0, 1) for tensor in _by_head(rows, layer, state))  # [heads, tokens, …]
+    step = _time_steps(dt, layer).T
+    decay = step * layer.a[:, None]
+    before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
+    y = torch.empty_like(x)
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril_()
+    for start in range(0, x.shape[1], CHUNK):
+        at = slice(start, start + CHUNK)
+        total = decay[:, at].cumsum(dim=1)
+        size = total.shape[1]
+        moved = x[:, at] * step[:, at, None]
+        between = (total[:, :, None] - total[:, None]).masked_fill_(~causal[:size, :size], float("-inf"))
+        y[:, at] = (c[:, at] @ b[:, at].mT).mul_(between.exp_()) @ moved
+        y[:, at] += (c[:, at] @ before.mT).mul_(total.exp()[..., None])
+        left = (total[:, -1:] - total).exp_()
+        before.mul_(total[:, -1].exp()[:, None, None])
+        before += moved.mul_(left[..., None]).mT @ b[:, at]
+    state[prompt.slot] = before
+    return y.addcmul_(x, layer.d[:, None, None]).transpose(0, 1).flatten(1)
+
+
+def _by_head(rows: Tensor, layer: Mamba2, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, heads, head_dim], B and C [rows, heads, state_size], in float32."""
+    _, heads, head_dim, size = state.shape
+    x, b, c = rows.float().split((heads * head_dim, layer.groups * size, layer.groups * size), dim=1)
+
+    def spread(of_groups: Tensor) -> Tensor:
+        return of_groups.unflatten(1, (layer.groups, size)).repeat_interleave(heads // layer.groups, dim=1)
+
+    return x.unflatten(1, (heads, head_dim)), spread(b), spread(c)
+
+
+def _time_steps(dt: Tensor, layer: Mamba2) -> Tensor:
+    return F.softplus(dt.float() + layer.dt_bias).clamp_(*layer.dt_limits)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    """As `Kernels.gated_rms_norm`."""
+    gated = (x.float() * F.silu(gate.float())).unflatten(1, (groups, -1))
+    return (F.rms_norm(gated, gated.shape[2:], eps=eps).flatten(1) * weight.float()).to(x.dtype)

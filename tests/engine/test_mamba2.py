@@ -1,0 +1,221 @@
+"""Mamba-2: the torch kernels against the recurrence one token at a time, and the Triton kernels against them.
+
+The interpreter's bfloat16 products are wrong, so bfloat16 is for the GPU alone.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2
+from engine.kernels.torch_kernels import TorchKernels
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CLOSE = {F32: 2e-5, F16: 4e-3, BF16: 3e-2}
+"""Largest error, relative to the size of what is compared."""
+DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
+
+HEADS, HEAD_DIM, SIZE, WIDTH = 4, 16, 32, 4
+INF = float("inf")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours: Tensor, reference: Tensor) -> None:
+    assert ours.isfinite().all()
+    error = (ours.cpu().double() - reference.double()).norm() / reference.double().norm()
+    assert error <= CLOSE[ours.dtype], f"relative error {float(error):.2e}"
+
+
+def layer_of(groups: int, dtype: torch.dtype, *, bias: bool = True, dt_limits: Any = (0.0, INF)) -> Mamba2:
+    channels = HEADS * HEAD_DIM + 2 * groups * SIZE
+    return Mamba2(
+        (normal(WIDTH, channels, seed=1) / 2).to(dtype),
+        normal(channels, seed=2).to(dtype) if bias else None,
+        normal(HEADS, seed=3),
+        -normal(HEADS, seed=4).exp(),
+        normal(HEADS, seed=5),
+        groups,
+        dt_limits,
+    )
+
+
+@dataclass
+class Step:
+    """Requests with (start, stop) positions each: those of one token first."""
+
+    spans: list[tuple[int, int]]
+    layer: Mamba2
+    dtype: torch.dtype = F32
+
+    def __post_init__(self) -> None:
+        tokens = sum(stop - start for start, stop in self.spans)
+        channels = self.layer.conv_weight.shape[1]
+        self.projected = normal(tokens, 8 + channels + HEADS, seed=6).to(self.dtype)[:, 8:]  # beside a gate
+        requests = len(self.spans)
+        self.slots = torch.randperm(requests + 2, generator=torch.Generator().manual_seed(7))[:requests].int()
+        conv = normal(requests + 2, WIDTH - 1, channels, seed=8).to(self.dtype)
+        self.state = LayerState(conv, normal(requests + 2, HEADS, HEAD_DIM, SIZE, seed=9))
+        for slot, (start, _) in zip(self.slots.tolist(), self.spans, strict=True):
+            if not start:  # what an earlier request may have left there
+                for part in self.state:
+                    part[slot] = torch.nan
+        self.decodes = sum(stop - start == 1 for start, stop in self.spans)
+
+    def metadata(self, device: str) -> AttentionMetadata:
+        empty = torch.empty(0, device=device)
+        contexts = torch.tensor([stop for _, stop in self.spans], dtype=torch.int32, device=device)
+        return AttentionMetadata(
+            1, empty, empty, contexts, self.decodes, self.spans[self.decodes :],
+            state_slots=self.slots.to(device),
+        )  # fmt: skip
+
+    def run(self, kernels: Kernels, device: str = "cpu") -> tuple[Tensor, LayerState]:
+        """y, and the states after the step."""
+        state = LayerState(*(part.to(device, copy=True) for part in self.state))
+        plan = kernels.plan_states(self.metadata(device), HEADS, self.dtype)
+        y = kernels.mamba2(self.projected.to(device), on(self.layer, device), state, plan)
+        return y, LayerState(*(part.cpu() for part in state))
+
+    def token_by_token(self) -> tuple[Tensor, LayerState]:
+        """The definition, in float64."""
+        layer, rows = self.layer, []
+        conv, ssm = (part.double() for part in self.state)
+        weight, groups = layer.conv_weight.double(), layer.groups
+        row = 0
+        for slot, (start, stop) in zip(self.slots.tolist(), self.spans, strict=True):
+            for position in range(start, stop):
+                if position == 0:
+                    conv[slot], ssm[slot] = 0, 0
+                x, dt = self.projected[row].double().split((conv.shape[2], HEADS))
+                inputs = torch.cat((conv[slot], x[None]))
+                conv[slot] = inputs[1:]
+                total = (inputs * weight).sum(0)
+                mixed = F.silu(total if layer.conv_bias is None else total + layer.conv_bias.double())
+                x, b, c = mixed.split((HEADS * HEAD_DIM, groups * SIZE, groups * SIZE))
+                x = x.view(HEADS, HEAD_DIM)
+                b, c = (of.view(groups, SIZE).repeat_interleave(HEADS // groups, 0) for of in (b, c))
+                step = F.softplus(dt + layer.dt_bias.double()).clamp(*layer.dt_limits)[:, None, None]
+                decay = (step * layer.a.double()[:, None, None]).exp()
+                ssm[slot] = decay * ssm[slot] + step * x[:, :, None] * b[:, None]
+                rows.append(((ssm[slot] @ c[:, :, None])[..., 0] + layer.d[:, None] * x).flatten())
+                row += 1
+        return torch.stack(rows), LayerState(conv, ssm)
+
+    def compare(
+        self, found: tuple[Tensor, LayerState], expected: tuple[Tensor, LayerState], exact: bool = False
+    ) -> None:
+        y, state = found
+        close(y, expected[0])
+        used = self.slots.long()
+        assert torch.equal(state.conv[used].double(), expected[1].conv[used].double())
+        error = (state.ssm[used] - expected[1].ssm[used]).norm() / expected[1].ssm[used].norm()
+        assert error <= CLOSE[self.dtype]
+        others = [slot for slot in range(len(state.conv)) if slot not in used.tolist()]
+        for part, before in zip(state, self.state, strict=True):
+            assert torch.equal(part[others], before[others]), "other states do not change"
+
+
+def on(layer: Mamba2, device: str) -> Mamba2:
+    bias = None if layer.conv_bias is None else layer.conv_bias.to(device)
+    tensors = {name: getattr(layer, name).to(device) for name in ("conv_weight", "dt_bias", "a", "d")}
+    return replace(layer, conv_bias=bias, **tensors)
+
+
+BATCHES = {
+    "decodes": [(0, 1), (5, 6), (1, 2)],
+    "shorter than the convolution": [(0, 2), (2, 4), (1, 4)],
+    "ragged": [(9, 10), (0, 3), (0, 33), (40, 105), (7, 71)],
+    "whole chunks": [(0, 64), (64, 192), (0, 256)],
+}
+
+
+@pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_torch_equals_the_recurrence(spans: list[tuple[int, int]], groups: int) -> None:
+    step = Step(spans, layer_of(groups, F32))
+    step.compare(step.run(TorchKernels()), step.token_by_token())
+
+
+def test_limits_of_the_time_step() -> None:
+    step = Step(BATCHES["ragged"], layer_of(1, F32, bias=False, dt_limits=(0.3, 0.9)))
+    step.compare(step.run(TorchKernels()), step.token_by_token())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("spans", "groups", "dt_limits"),
+    [
+        (BATCHES["decodes"], 2, (0.0, INF)),
+        (BATCHES["shorter than the convolution"], 1, (0.3, 0.9)),
+        (BATCHES["ragged"], 1, (0.0, INF)),
+        (BATCHES["whole chunks"], 4, (0.0, INF)),
+    ],
+)
+def test_triton_equals_torch(
+    triton_kernels: Kernels,
+    kernel_device: str,
+    dtype: torch.dtype,
+    spans: list[tuple[int, int]],
+    groups: int,
+    dt_limits: Any,
+) -> None:
+    step = Step(spans, layer_of(groups, dtype, bias=groups > 1, dt_limits=dt_limits), dtype)
+    step.compare(step.run(triton_kernels, kernel_device), step.run(TorchKernels()))
+
+
+def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels, kernel_device: str) -> None:
+    """At each number of tokens around the convolution's width and a chunk's length."""
+    layer, length = layer_of(2, F32), 70
+    whole = Step([(0, length)], layer)
+    y, state = whole.run(TorchKernels())
+    for cut in (1, 2, 3, 4, 31, 32, 33, 64, 69):
+        for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
+            first, second = Step([(0, cut)], layer), Step([(cut, length)], layer)
+            first.projected, second.projected = whole.projected[:cut], whole.projected[cut:]
+            first_y, second.state = first.run(kernels, device)
+            second_y, after = second.run(kernels, device)
+            close(torch.cat((first_y, second_y)), y)
+            slot = int(whole.slots)
+            assert torch.equal(after.conv[slot], state.conv[slot])
+            close(after.ssm[slot], state.ssm[slot])
+
+
+def test_padding_of_a_graph_changes_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
+    """A graph has static work for more requests and chunks than a step has."""
+    from engine.kernels.ssd import chunk_tokens
+    from engine.kernels.tiles import scan_work
+
+    step = Step([(4, 5), (0, 40), (3, 9)], layer_of(1, F32))
+    expected = step.run(TorchKernels())
+    plain = step.metadata(kernel_device)
+    work = torch.from_numpy(scan_work(step.spans[1:], 1, chunk_tokens(F32))).to(kernel_device)
+    contexts = plain.contexts.clone()
+    contexts[1:] = 0
+    padded = replace(plain, contexts=contexts, num_decodes=3, prefills=[], scans=F.pad(work, (0, 0, 0, 3)))
+    step.metadata = lambda device: padded  # type: ignore[method-assign]
+    step.compare(step.run(triton_kernels, kernel_device), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "groups"), [(96, 1), (128, 4)])
+def test_gated_norm(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, size: int, groups: int
+) -> None:
+    x, gate, weight = (
+        normal(*shape, seed=i).to(dtype) for i, shape in enumerate([(3, size), (3, size + 8), (size,)])
+    )
+    gate = gate[:, :size]
+    x32, gated = x.double() * F.silu(gate.double()), []
+    for part, scale in zip(x32.chunk(groups, 1), weight.double().chunk(groups), strict=True):
+        gated.append(part / (part.square().mean(1, keepdim=True) + 1e-5).sqrt() * scale)
+    expected = torch.cat(gated, dim=1)
+    close(TorchKernels().gated_rms_norm(x, gate, weight, 1e-5, groups), expected)
+    x, gate, weight = (tensor.to(kernel_device) for tensor in (x, gate, weight))
+    close(triton_kernels.gated_rms_norm(x, gate, weight, 1e-5, groups), expected)
