@@ -2,9 +2,9 @@
 
 Workers report once a second. Between reports the queue of a worker is estimated: the reported tokens, plus
 what this router sent since, less what the worker computes in that time at its reported speed. It is never
-less than this router's own waiting tokens. Work that other routers sent since is unknown. So a policy must
-not simply send everything to the worker that seems idle: `sticky` spreads sessions by a ring, `two_choices`
-draws.
+less than this router's own waiting tokens, and at most these and what other routers had in the last report.
+Work that other routers sent since is unknown. So a policy must not simply send everything to the worker that
+seems idle: `sticky` spreads sessions by a ring, `two_choices` draws.
 """
 
 import math
@@ -48,6 +48,7 @@ class PrefillLoads:
         self._tokens: list[float] = []  # waiting at time `_at`
         self._at: list[float] = []
         self._own: list[int] = []  # tokens of prefills that this router sent, without a first token
+        self._others: list[int] = []  # those of other routers in the last report
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
         self._own_seconds = np.zeros(0)  # time to compute `_own`; infinite if it does not serve
@@ -67,7 +68,7 @@ class PrefillLoads:
         assert name
         row = self._names.index("") if "" in self._names else self._new_row()
         self._names[row], self._serving[row], self._stale = name, True, True
-        self._own[row] = 0
+        self._own[row] = self._others[row] = 0
         self._tokens[row], self._at[row] = 0.0, now
         self._computed[row], self._utilisation[row] = 0, 0.0
         self._reported_at[row] = now
@@ -99,6 +100,7 @@ class PrefillLoads:
         self._tokens.append(0.0)
         self._at.append(0.0)
         self._own.append(0)
+        self._others.append(0)
         for array in ("_speed", "_clear_at", "_own_seconds", "_measured"):
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
         self.index.grow(row + 1)
@@ -130,6 +132,7 @@ class PrefillLoads:
         speed is that beside decodes, which says nothing about other workers.
         """
         self._tokens[row], self._at[row] = tokens_waiting, now
+        self._others[row] = max(0, tokens_waiting - self._own[row])
         if tokens_per_s > 0 and not alone:
             self._speed[row] = tokens_per_s
         elif tokens_per_s > 0:
@@ -160,7 +163,8 @@ class PrefillLoads:
         waiting = self.tokens_waiting(row, now)
         self._own[row] -= work.tokens
         if not computed:
-            self._tokens[row], self._at[row] = waiting - work.tokens, now
+            waiting -= work.tokens
+        self._tokens[row], self._at[row] = min(waiting, self._own[row] + self._others[row]), now
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 

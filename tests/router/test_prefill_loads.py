@@ -32,8 +32,21 @@ def test_the_queue_is_the_report_plus_sent_minus_computed_tokens():
     loads.reported(row, tokens_waiting=300, tokens_per_s=SPEED, now=13)
     assert look(loads, 13).wait[row] == pytest.approx(1), "1000 tokens of this router are not computed"
     loads.ended(row, PrefillWork(1000), computed=True, now=13)
-    assert look(loads, 13.1).wait[row] == pytest.approx(0.2)
-    assert look(loads, 99).wait[row] == 0
+    assert look(loads, 13).wait[row] == 0, "the 300 tokens were of this prompt"
+
+
+def test_first_tokens_show_what_is_left():
+    """The worker is faster than it last reported."""
+    loads, row = one()
+    loads.sent(row, PrefillWork(1000), 0)
+    loads.reported(row, tokens_waiting=5000, tokens_per_s=100, now=1)
+    loads.sent(row, PrefillWork(500), 1)
+    assert loads.tokens_waiting(row, 2) == 5400
+    loads.ended(row, PrefillWork(1000), computed=True, now=2)
+    assert loads.tokens_waiting(row, 2) == 4000 + 500, "of other routers, and of this one"
+    loads.reported(row, tokens_waiting=400, tokens_per_s=100, now=3)
+    loads.ended(row, PrefillWork(500), computed=True, now=3.1)
+    assert loads.tokens_waiting(row, 3.1) == 0
 
 
 def test_a_cancelled_prefill_no_longer_waits():
