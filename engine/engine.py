@@ -110,7 +110,7 @@ class Engine:
         self._meters = Meters(*largest)
         self._expert_meter = runner.expert_meter()
         self._chunk_limit = ChunkLimit(
-            config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps
+            config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps, largest
         )
         self.joins_at = math.inf
         """Set by the caller: when the next reservation should have its KV (time.monotonic())."""

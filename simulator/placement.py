@@ -7,9 +7,10 @@ The policies are those of the router. A worker is an engine step by step (`step_
 second. The KV of a handover arrives `HANDOVER_SECONDS` after the first token.
 
 Two simpler placements compare: `split` hands each request over, and `colocated` stands for engines that
-decode and compute prompts in steps of a fixed size, and take requests in turn.
+decode and compute prompts in steps of a fixed size. Each router gives them requests in turn.
 """
 
+import itertools
 import math
 import random
 from collections import deque
@@ -225,6 +226,7 @@ def simulate(
         Worker(str(row), clock, outcome, colocated=kind == "colocated", target_steps=target_steps)
         for row in range(workers)
     ]
+    turns = [itertools.count(router * workers // routers) for router in range(routers)]
     views = [Router(fleet, seats, kind, clock, random.Random(seed), outcome) for _ in range(routers)]
 
     def arrive(number: int) -> None:
@@ -232,10 +234,11 @@ def simulate(
         arrived += 1
         outcome.measures = arrived > WARM_UP * requests
         request = Request(number, load.prompt, load.answer, clock.now, outcome.measures, load.prompt)
+        router = rng.randrange(routers)
         if kind != "colocated":
-            views[number % routers].add(request)
+            views[router].add(request)
             return
-        worker = fleet[number % workers]
+        worker = fleet[next(turns[router]) % workers]
         request.first_token = partial(worker.decode, request)
         worker.prefill(request)
 

@@ -152,8 +152,9 @@ class Worker:
         self._clock = clock
         self._outcome = outcome
         self._colocated = colocated
-        self._limit = ChunkLimit(None, BUDGET, target_steps)
-        self._meters = Meters(BUDGET, step_seconds(0, 0, [(BUDGET, 0)]))
+        largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
+        self._limit = ChunkLimit(None, BUDGET, target_steps, largest)
+        self._meters = Meters(*largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by number of the last step
         self._joining: list[Request] = []

@@ -62,9 +62,16 @@ def without_padding(tokens: int, decodes: int, rows: Sequence[int]) -> int:
 class ChunkLimit:
     """Learns from each step, and returns the number of prompt tokens for the next."""
 
-    def __init__(self, target: float | None, most: int, target_steps: float = LONG) -> None:
+    def __init__(
+        self,
+        target: float | None,
+        most: int,
+        target_steps: float = LONG,
+        largest: tuple[int, float] = (0, 0.0),
+    ) -> None:
         """`target`: seconds that a step with decodes may take. None: `target_steps` times the fastest step
-        that only decodes. `most`: token budget of any step."""
+        that only decodes. `most`: token budget of any step. `largest`: prompt tokens and seconds of a step
+        that was measured at the start; (0, 0.0): there was none."""
         self._target = target
         self._target_steps = target_steps
         self._most = most
@@ -72,6 +79,9 @@ class ChunkLimit:
         self._steps = self._step_seconds = 0.0  # of steps that only decode; weighted sums
         self._prompt_tokens = self._added_seconds = 0.0  # of steps with prompts; weighted sums
         self._recent_most = 0.0  # tokens of the largest recent chunk; decays
+        tokens, seconds = largest
+        # Until a step teaches better. Beside decodes a token costs no more than in a step of prompts alone.
+        self._first_guess = seconds / tokens if tokens else 0.0
 
     def record(self, decodes: bool, prompt_tokens: int, seconds: float) -> None:
         """Learns from a step with `prompt_tokens` that took `seconds`. A step that does not decode teaches
@@ -96,8 +106,8 @@ class ChunkLimit:
 
     @property
     def token_seconds(self) -> float:
-        """Time that a prompt token adds to a step with decodes; 0 before the first."""
-        return self._added_seconds / self._prompt_tokens if self._prompt_tokens else 0.0
+        """Time that a prompt token adds to a step with decodes; 0: not known."""
+        return self._added_seconds / self._prompt_tokens if self._prompt_tokens else self._first_guess
 
     @property
     def short_seconds(self) -> float:
@@ -118,10 +128,11 @@ class ChunkLimit:
         spare = seconds - self.step_seconds
         if not self._steps or spare <= 0:
             return 0
-        if not self._prompt_tokens:
-            return min(FIRST, self._most)
-        most = min(self._most, int(2 * self._recent_most))  # the slope of much larger chunks is a guess
-        slope = self.token_seconds
+        slope, most = self.token_seconds, self._most
+        if self._prompt_tokens:
+            most = min(most, int(2 * self._recent_most))  # the slope of much larger chunks is a guess
+        elif not slope:
+            return min(FIRST, most)
         tokens = most if spare >= slope * most else int(spare / slope)
         return tokens if tokens >= LEAST else 0
 

@@ -36,6 +36,15 @@ def test_the_first_prompt_is_a_small_trial() -> None:
     assert limit.tokens(LATE, 0.0) == limit.short_tokens == FIRST
 
 
+def test_until_a_prompt_was_computed_a_token_costs_what_it_did_at_the_start() -> None:
+    """Otherwise routers expect small chunks, and may send no prompt from which the worker could learn."""
+    limit = ChunkLimit(None, 8192, 3.5, (8192, 8192 * 2 * TOKEN))
+    limit.record(True, 0, STEP)
+    assert limit.mixed_step(limit.long_seconds) == MixedStep(125, pytest.approx(3.5 * STEP))
+    limit.record(True, 125, STEP + 125 * TOKEN)
+    assert limit.mixed_step(limit.long_seconds).tokens == pytest.approx(250, abs=1)
+
+
 @pytest.mark.parametrize(
     ("target", "short", "long"), [(0.012, 20, 20), (0.030, 50, 200), (None, 50, 10 * (LONG - 1) * 10)]
 )
@@ -58,11 +67,11 @@ def test_without_a_target_in_seconds_a_long_step_takes_so_many_fastest_steps(ste
 def test_the_engine_passes_its_targets_on(
     tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[float | None, int, float]] = []
+    made: list[tuple[float | None, int, float, tuple[int, float]]] = []
     monkeypatch.setattr("engine.engine.ChunkLimit", lambda *given: made.append(given))
     tiny_engine(max_num_batched_tokens=64, ttit_target_steps=6.0)
     tiny_engine(max_num_batched_tokens=128, ttit_target=0.02)
-    assert made == [(None, 64, 6.0), (0.02, 128, LONG)]
+    assert made == [(None, 64, 6.0, (0, 0.0)), (0.02, 128, LONG, (0, 0.0))]
 
 
 def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
