@@ -7,9 +7,11 @@ and 210 ms.
 from bisect import bisect_left
 from collections.abc import Iterable
 
-GRAPH_ROWS = (*range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, 512)
-"""Rows of the graphs with chunks of prompts. A smaller step is padded to the next one. Larger graphs are left
-out: their padding is a small share of the step."""
+GRAPH_ROWS = (
+    *range(16, 128, 16), *range(128, 256, 32), 256, 320, 384, 432, 480, *range(512, 2048, 128), 2048,
+)  # fmt: skip
+"""Rows of the graphs with chunks of prompts. A smaller step is padded to the next one. A larger one has no
+graph."""
 
 READ_SECONDS = 4.35e-3
 """To read the weights."""
@@ -36,7 +38,5 @@ def step_seconds(decodes: int, context: int, chunks: Iterable[tuple[int, int]]) 
     rows = tokens + decodes
     if tokens and rows <= GRAPH_ROWS[-1]:
         rows = GRAPH_ROWS[bisect_left(GRAPH_ROWS, rows)]
-    products = ROW_SECONDS * rows + PRODUCTS_SECONDS
-    if rows <= GRAPH_ROWS[-1]:
-        products = max(products, READ_SECONDS + FEW_ROWS_SECONDS * rows)
+    products = max(ROW_SECONDS * rows + PRODUCTS_SECONDS, READ_SECONDS + FEW_ROWS_SECONDS * rows)
     return products + context * DECODE_SECONDS + pairs * PAIR_SECONDS + LAUNCH_SECONDS
