@@ -506,6 +506,7 @@ def test_at_most_two_prefixes_leave_at_a_time(make_prefill: Any, until: Any) -> 
         lane.say(FETCH_CONTENT, [[name], 0, 1, 0, 0, 2], transfer)
     assert lane.expect(ABORTED) == (ids[2], ["busy", 0])
     until(lambda: prefill.poll() or len(prefill.held) == 2, "the engine to be asked", prefill.sender)
+    assert sorted(lane.read()[0] for _ in range(4)) == [COMMIT, COMMIT, HAVE, HAVE], "both are pinned"
     lane.say(ABORT, ["cancelled"], ids[0])
     lane.say(FETCH_CONTENT, [[name], 0, 1, 0, 0, 2], ids[3])
     until(lambda: prefill.poll() or pin_of(ids[3]) in prefill.held, "the fourth", prefill.sender)
