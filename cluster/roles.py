@@ -67,6 +67,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             metrics_port=given.network.metrics_port,
             kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
             kv_connector=given.transfer.kv_connector,
+            kv_encrypt=given.transfer.kv_encrypt,
             kv_lanes=given.transfer.kv_lanes,
             kv_slot_bytes=given.transfer.kv_slot_bytes,
             kv_slots=given.transfer.kv_slots,

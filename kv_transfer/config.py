@@ -56,6 +56,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_handshakes: int = 64
     max_waiting: int = 4096  # FETCHes for prefill ids not yet seen
     lane_processes: int = msgspec.field(default_factory=_lane_processes)  # 0: the transfer process does it
+    encrypt: bool = False  # lanes; each peer must do the same
     deadlines: TransferDeadlines = TransferDeadlines()
     trace_path: str | None = None
     logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own

@@ -40,7 +40,7 @@ class TransferStats(msgspec.Struct, frozen=True, tag=True):
     frames_received: int
     late_frames: int  # of transfers that had ended, read away
     transfers: dict[str, int]  # ended, by reason ("injected" or "acked" is the good one)
-    checksum_failures: dict[str, int]  # by kind: header, payload, control
+    checksum_failures: dict[str, int]  # by kind: header, payload, control, tag
     refused: dict[str, int]  # peers and frames refused, by reason
     deadlines: dict[str, int]  # expired, by name in TransferDeadlines
     transports: dict[str, str]  # peers that fetch from here, by name: how they get KV, or why over TCP

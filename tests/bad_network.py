@@ -11,11 +11,11 @@ import contextlib
 import random
 from dataclasses import dataclass, field
 
-from tests.kv_transfer.second_wire import COMMIT, KV, pack, unpack
+from tests.kv_transfer.second_wire import COMMIT, HELLO, KV, pack, unpack
 from tests.kv_transfer.second_wire import frame as whole_frame
 from tests.proxy import Proxy
 
-HEADER, TRAILER = 64, 8
+HEADER = 64
 FAULTS = (
     "delay",
     "throttle",
@@ -45,6 +45,7 @@ class BadNetwork(Proxy):
     first_token: list[object] | None = None  # replaces that of the next COMMIT; checksums are right
     hits: int = 0
     chance: float = 1.0  # that a frame is hit at all
+    trailer: int = 8  # bytes behind the payload of a frame, except of HELLO
     bytes_per_second: float = 125_000.0  # of "throttle": 1 Mbit/s
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
@@ -73,9 +74,10 @@ class BadNetwork(Proxy):
             while True:
                 head = await source.readexactly(HEADER)
                 length = int.from_bytes(head[44:48], "little")
-                frame = bytearray(head + await source.readexactly(length + TRAILER))
+                trailer = 8 if head[5] == HELLO else self.trailer
+                frame = bytearray(head + await source.readexactly(length + trailer))
                 if head[5] == COMMIT and self.first_token is not None:
-                    message = unpack(frame[HEADER:-TRAILER])
+                    message = unpack(frame[HEADER:-trailer])
                     message[0], self.first_token = self.first_token, None
                     frame = bytearray(whole_frame(COMMIT, pack(message), head[8:24]))
                 meant = head[5] in self.back if back else head[5] == KV and not self.back

@@ -88,6 +88,8 @@ class WorkerConfig:
     """
     kv_connector: Literal["auto", "tcp"] = "tcp"
     """auto: workers of this host may read KV that is to be sent, if they run as the same user."""
+    kv_encrypt: bool = False
+    """Encrypt KV lanes, and refuse peers that do not."""
     kv_lanes: int = 4
     """Decode: TCP connections to each prefill worker."""
     kv_slot_bytes: int = 2 << 20

@@ -28,7 +28,7 @@ disable_created_metrics()  # each counter and histogram would get one more serie
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
 # These label values are exported from the start with 0, so that rates and alerts see the first event.
-_CHECKSUMS = ("header", "payload", "control")
+_CHECKSUMS = ("header", "payload", "control", "tag")
 _REFUSED = ("hello", "secret", "version", "limits", "transfer_id")
 _DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
 _TRANSFERS = ("acked", "busy", "injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost")

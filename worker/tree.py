@@ -182,6 +182,7 @@ class WorkerTree:
             port=config.kv_port,
             lanes=config.kv_lanes,
             bind=config.kv_bind,
+            encrypt=config.kv_encrypt,
             deadlines=TransferDeadlines(
                 fetch_wait=deadlines.hold,
                 hold=deadlines.hold,

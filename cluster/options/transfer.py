@@ -23,6 +23,9 @@ class TransferOptions:
             "where a test copy succeeds."
         ),
     ] = "tcp"
+    kv_encrypt: Annotated[
+        bool, opt("Encrypt KV that moves over TCP (AES-256-GCM). All workers of a cluster must use it.")
+    ] = False
     kv_bind: Annotated[
         str | None,
         opt(

@@ -13,6 +13,7 @@ lane 0.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import logging.config
 import os
@@ -63,6 +64,8 @@ class TransferProcess:
         self._config = config
         self._heartbeat = heartbeat
         self._service = service
+        if config.encrypt:  # now, and not in each mover when its first lane comes
+            importlib.import_module("kv_transfer.protocol.encryption")
         slots = SlotPipe(config.num_slots)
         inherited = [sending.channel, receiving.channel, service]
         self._movers = movers.fork(config, sending.arena, receiving.arena, slots, inherited)

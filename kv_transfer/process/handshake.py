@@ -64,6 +64,8 @@ class Handshake:
             say(lane, encode(party.answer(message, bytes(payload))))
         elif isinstance(party, Listener) and isinstance(message, HelloProof):
             opened, peer = party.check(message)
+            if party.keys is not None:
+                lane.encrypt(party.keys)
             self.session = self._connector.joined_session(opened, peer)
             self._up(lane, opened.lane, peer)
         elif isinstance(party, Initiator) and isinstance(message, HelloReply) and party.proof is None:
@@ -72,6 +74,8 @@ class Handshake:
             finally:
                 if party.proof is not None:
                     say(lane, encode(party.proof))
+            if party.keys is not None:
+                lane.encrypt(party.keys)
             self._up(lane, party.lane, peer)
         else:
             raise LaneRefused("hello", f"unexpected {type(message).__name__}")

@@ -1,8 +1,9 @@
 """A lane: one TCP connection, cut into frames.
 
 A lane belongs to the `Loop` of its process, and never blocks it. Payloads go straight between socket and
-arena slot: `sendmsg` from it, `recvmsg_into` it, and the checksum is computed here, piece by piece as they
-come and go, while the bytes are in this core's cache.
+arena slot: `sendmsg` from it, `recvmsg_into` it. The checksum is computed here, piece by piece as they come
+and go, while the bytes are in this core's cache. On an encrypted lane the same pieces are encrypted into a
+buffer before they go, and decrypted in their slot when they came.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import xxhash
-
 from kv_transfer.process.loop import Loop
 from kv_transfer.protocol.frame import (
     HEADER_BYTES,
-    TRAILER_BYTES,
+    MAX_TRAILER_BYTES,
+    ChecksumReader,
+    ChecksumWriter,
     FrameError,
+    FrameReader,
     FrameType,
+    FrameWriter,
     Header,
     pack,
     parse,
-    trailer,
 )
 from kv_transfer.protocol.hello import MAX_HELLO_BYTES
+from kv_transfer.protocol.keys import LaneKeys
 from kv_transfer.protocol.messages import MAX_CONTROL_BYTES
 from kv_transfer.trace import TraceWriter
 
@@ -38,7 +41,7 @@ _PIECE = 1 << 20  # bytes: few enough for a core's cache, and enough for a wakeu
 _BURST = 4 << 20  # bytes that one lane moves before the others of its loop have their turn
 _MOST_VIEWS = 1000  # written at once; the kernel takes 1,024
 _MOST_CONTROL = 16384  # messages that wait for a peer to read
-_EDGE_BYTES = TRAILER_BYTES + HEADER_BYTES  # between two payloads
+_EDGE_BYTES = MAX_TRAILER_BYTES + HEADER_BYTES  # between two payloads
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
 
@@ -50,10 +53,6 @@ class OutgoingFrame:
     payload: memoryview
     slot: int
     started: float = 0.0
-
-    @property
-    def wire_bytes(self) -> int:
-        return HEADER_BYTES + len(self.payload) + TRAILER_BYTES
 
 
 L = TypeVar("L", contravariant=True)
@@ -96,9 +95,9 @@ class LaneSender(Protocol[L]):
 class Lane:
     def __init__(
         self, sock: socket.socket, loop: Loop, owner: LaneOwner[Lane], trace: TraceWriter, *,
-        read: bytes = bytes(TRAILER_BYTES), unwritten: bytes = b"",
+        read: bytes = bytes(MAX_TRAILER_BYTES), unwritten: bytes = b"", keys: LaneKeys | None = None,
     ) -> None:  # fmt: skip
-        """`read`, `unwritten`: what `leave` returned for a lane that another process opened."""
+        """`read`, `unwritten`, `keys`: what `leave` returned for a lane that another process opened."""
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -121,33 +120,39 @@ class Lane:
         self.loop = loop
         self._called = False  # `serve` is to be called, for what was pushed
         self._trace = trace
-        # Outgoing. `push` appends and adds to _queued, what is written is removed and added to _sent.
-        self._control: deque[bytes] = deque([unwritten] if unwritten else [])
+        self._keys: LaneKeys | None = None  # it is encrypted
+        # Outgoing.
+        self._writer: FrameWriter = ChecksumWriter()
+        self._control: deque[tuple[bytes, bytes]] = deque()  # header, payload
         self._frames: deque[OutgoingFrame] = deque()
         self._frame: OutgoingFrame | None = None  # of which not all is in _out yet, and
         self._at = 0  # so much is
         self._out: deque[tuple[memoryview, OutgoingFrame | None]] = deque()  # being written; whose end it is
+        self._waiting = 0  # bytes of payloads that are not in _out yet
         # Bytes, counted from the first that is written here.
         self._laid = 0  # put into _out
+        self._sent = 0
         self._kv_end = 0  # behind the last of a KV frame that was
         self._taken = 0  # by the peer's kernel, as of the last look
-        self._out_checksum = xxhash.xxh3_64()
-        self._queued = len(unwritten)
-        self._sent = 0
+        if unwritten:
+            self._lay(memoryview(unwritten))
         # Incoming.
+        self._reader: FrameReader = ChecksumReader()
         self._edge = memoryview(bytearray(_EDGE_BYTES))  # the trailer of one frame, the header of the next
         self._edge[: len(read)] = read
         self._edge_got = len(read)
         self._header: Header | None = None  # of the frame being received
         self._payload = memoryview(b"")
         self._rest = 0  # bytes of the payload still to come
-        self._checksum = xxhash.xxh3_64()  # of what came
         self._began = 0.0
         self._low_water = 1
+        if keys is not None:
+            self.encrypt(keys)
 
     @property
     def unsent(self) -> int:
-        return self._queued - self._sent
+        """Bytes, of frames that have not begun without headers and trailers."""
+        return self._waiting + self._laid - self._sent
 
     @property
     def receiving(self) -> bool:
@@ -161,14 +166,12 @@ class Lane:
         if len(self._control) >= _MOST_CONTROL:
             self.close_soon("flood", f"{_MOST_CONTROL} messages wait, and the peer reads none")
             return
-        header = Header(kind, transfer_id, length=len(payload))
-        data = pack(header) + payload + trailer(xxhash.xxh3_64(payload))
-        self._queued += len(data)
-        self._control.append(data)
+        self._control.append((pack(Header(kind, transfer_id, length=len(payload))), payload))
+        self._waiting += len(payload)
         self._call()
 
     def push_frame(self, frame: OutgoingFrame) -> None:
-        self._queued += frame.wire_bytes
+        self._waiting += len(frame.payload)
         self._frames.append(frame)
         self._call()
 
@@ -177,17 +180,26 @@ class Lane:
         self.closing = self.closing or (kind, why)
         self._call()
 
-    def leave(self) -> tuple[socket.socket, bytes, bytes]:
+    def encrypt(self, keys: LaneKeys) -> None:
+        """Encrypt all frames that are pushed from now on, and expect that of all whose header comes."""
+        from kv_transfer.protocol.encryption import FrameDecryptor, FrameEncryptor
+
+        self._lay_messages()
+        self._keys = keys
+        self._writer = FrameEncryptor(keys.outgoing, _PIECE)
+        self._reader = FrameDecryptor(keys.incoming)
+
+    def leave(self) -> tuple[socket.socket, bytes, bytes, LaneKeys | None]:
         """Stop serving it here, between two frames, for another process: its socket, what is read of the next
-        header (with what stands before it), and what is still to be written."""
+        header (with what stands before it), what is still to be written, and its keys."""
         assert self._header is None
         assert not self._frames
         self.closed = True
         self.loop.forget(self.sock.fileno())
-        unwritten = b"".join(view for view, _ in self._out) + b"".join(self._control)
+        self._lay_messages()
+        unwritten = b"".join(view for view, _ in self._out)
         self._out.clear()
-        self._control.clear()
-        return self.sock, bytes(self._edge[: self._edge_got]), unwritten
+        return self.sock, bytes(self._edge[: self._edge_got]), unwritten, self._keys
 
     def _call(self) -> None:
         if not self._called:
@@ -276,10 +288,10 @@ class Lane:
         payload = min(got, self._rest)
         if payload:
             at = len(self._payload) - self._rest
-            self._checksum.update(self._payload[at : at + payload])
+            self._reader.piece(self._payload[at : at + payload])
             self._rest -= payload
         self._edge_got += got - payload
-        if self._header is not None and self._edge_got >= TRAILER_BYTES:
+        if self._header is not None and self._edge_got >= MAX_TRAILER_BYTES:
             self._end(self._header)
         if self._edge_got == _EDGE_BYTES and self.closing is None and not self.closed:
             self._begin()
@@ -305,15 +317,17 @@ class Lane:
             self._low_water = size
 
     def _begin(self) -> None:
-        header = parse(self._edge[TRAILER_BYTES:])
+        packed = self._edge[MAX_TRAILER_BYTES:]
+        header = parse(packed)
         kv = header.type is FrameType.KV
         if self.max_payload == 0:  # not authenticated yet
             if header.type is not FrameType.HELLO or header.length > MAX_HELLO_BYTES:
                 raise FrameError("hello", f"{header.type.name} of {header.length} bytes before the handshake")
         elif header.length > (self.max_payload if kv else MAX_CONTROL_BYTES):
             raise FrameError("length", f"{header.type.name} of {header.length} bytes")
-        self._header, self._rest, self._edge_got = header, header.length, 0
-        self._checksum = xxhash.xxh3_64()
+        self._reader.begin(packed)
+        self._header, self._rest = header, header.length
+        self._edge_got = MAX_TRAILER_BYTES - self._reader.trailer_bytes
         if not kv:
             self._payload = memoryview(bytearray(header.length))
         elif self.receiver is None:
@@ -323,9 +337,12 @@ class Lane:
             self._payload, self.ticket = self.receiver.kv_begins(self, header)
 
     def _end(self, header: Header) -> None:
+        start = MAX_TRAILER_BYTES - self._reader.trailer_bytes
+        whole = self._reader.whole(self._edge[start:MAX_TRAILER_BYTES])
+        if self._keys is not None and not whole:  # the header may be forged, too
+            raise FrameError("tag", f"{header.type.name} is not as it was sent")
         payload, ticket = self._payload, self.ticket
         self._header, self._payload, self.ticket = None, memoryview(b""), None
-        whole = self._edge[:TRAILER_BYTES] == trailer(self._checksum)
         if header.type is not FrameType.KV:
             if not whole:
                 raise FrameError("control", f"{header.type.name}: payload checksum does not match")
@@ -366,22 +383,31 @@ class Lane:
         room = _PIECE - (self._laid - self._sent)
         while room > 0 and len(self._out) < _MOST_VIEWS:
             if (frame := self._frame) is not None:
-                piece = frame.payload[self._at : self._at + room]
-                self._out_checksum.update(piece)
+                piece = self._writer.piece(frame.payload[self._at : self._at + room])
                 self._lay(piece)
                 self._at += len(piece)
+                self._waiting -= len(piece)
                 room -= len(piece)
                 if self._at == len(frame.payload):
-                    self._lay(memoryview(trailer(self._out_checksum)), frame)
+                    self._lay(memoryview(self._writer.end()), frame)
                     self._frame = None
                 self._kv_end = self._laid
             elif self._control:
-                self._lay(memoryview(self._control.popleft()))
+                self._lay_message()
             elif self._frames and self.closing is None:
                 self._next(self._frames.popleft())
             else:
                 break
         return bool(self._out)
+
+    def _lay_messages(self) -> None:
+        while self._control:
+            self._lay_message()
+
+    def _lay_message(self) -> None:
+        header, payload = self._control.popleft()
+        self._waiting -= len(payload)
+        self._lay(memoryview(header + self._writer.message(header, payload)))
 
     def _lay(self, view: memoryview, ends: OutgoingFrame | None = None) -> None:
         self._out.append((view, ends))
@@ -392,7 +418,9 @@ class Lane:
         assert self.sender is not None
         if self.sender.frame_begins(self, frame):
             frame.started = time.monotonic()
-            self._lay(memoryview(pack(frame.header)))
-            self._frame, self._at, self._out_checksum = frame, 0, xxhash.xxh3_64()
+            header = pack(frame.header)
+            self._lay(memoryview(header))
+            self._writer.begin(header)
+            self._frame, self._at = frame, 0
         else:
-            self._queued -= frame.wire_bytes
+            self._waiting -= len(frame.payload)

@@ -20,6 +20,7 @@ from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
+from kv_transfer.protocol.keys import LaneKeys
 from kv_transfer.trace import TraceWriter
 
 _TICK = 0.25  # seconds between reports of what is heard, and of what moves
@@ -35,6 +36,7 @@ class Adopt(Local):
     max_payload: int
     read: bytes
     unwritten: bytes
+    keys: LaneKeys | None
     sends: bool  # KV frames leave by this lane; else they come
 
 
@@ -173,8 +175,9 @@ class Mover:
             self._channel.post(Closed(m.lane, "socket", "too many open files"))
             return
         lane = Lane(
-            socket.socket(fileno=fds[0]), self._loop, self, self._trace, read=m.read, unwritten=m.unwritten
-        )
+            socket.socket(fileno=fds[0]), self._loop, self, self._trace, read=m.read, unwritten=m.unwritten,
+            keys=m.keys,
+        )  # fmt: skip
         lane.max_payload = m.max_payload
         if m.sends:
             lane.sender = self

@@ -70,7 +70,7 @@ class FarLane:
     def push_frame(self, frame: OutgoingFrame) -> None:
         assert self.sender is not None
         if self.sender.frame_begins(self, frame):
-            self.unsent += frame.wire_bytes
+            self.unsent += len(frame.payload)
             self._frames[frame.slot] = frame
             self._handle.channel.post(mover.Move(self._number, frame.header, frame.slot))
 
@@ -96,7 +96,7 @@ class FarLane:
             case mover.Gone(_, slot, sent):
                 assert self.sender is not None
                 frame = self._frames.pop(slot)
-                self.unsent -= frame.wire_bytes
+                self.unsent -= len(frame.payload)
                 (self.sender.frame_sent if sent else self.sender.frame_dropped)(self, frame)
             case mover.Said(_, header, payload):
                 self._owner.control(self, header, memoryview(payload))
@@ -127,10 +127,10 @@ class MoverHandle:
     def adopt(self, lane: Lane, owner: LaneOwner[FarLane], *, sends: bool) -> FarLane:
         """Hand over a lane on which no KV frame is under way."""
         self._made += 1
-        sock, read, unwritten = lane.leave()
+        sock, read, unwritten, keys = lane.leave()
         socket.send_fds(self._side, [b"l"], [sock.fileno()])
         sock.close()
-        self.channel.post(mover.Adopt(self._made, lane.max_payload, read, unwritten, sends))
+        self.channel.post(mover.Adopt(self._made, lane.max_payload, read, unwritten, keys, sends))
         self.lanes[self._made] = FarLane(self, self._made, owner)
         return self.lanes[self._made]
 

@@ -76,8 +76,9 @@ class TcpConnector:
         self.sessions[session.id] = session
         for number, sock in enumerate(sockets):
             party = Initiator(
-                self._secret, self._identity("receiver"), session.id, number, lanes, incarnation
-            )
+                self._secret, self._identity("receiver"), session.id, number, lanes, incarnation,
+                encrypt=self.config.encrypt,
+            )  # fmt: skip
             say(self._adopt(sock, None, Handshake(self, session, party)), party.open)
         return session
 
@@ -91,8 +92,8 @@ class TcpConnector:
             except OSError as e:  # out of descriptors, or the connection is gone again: others go on
                 self.counters.refuse("accept", str(e))
                 return e.errno not in _SCARCE
-            owner = Handshake(self, None, Listener(self._secret, self._identity("sender")))
-            self._adopt(sock, _network_of(address[0]), owner)
+            party = Listener(self._secret, self._identity("sender"), encrypt=self.config.encrypt)
+            self._adopt(sock, _network_of(address[0]), Handshake(self, None, party))
         return True
 
     def joined_session(self, opened: HelloOpen, peer: Identity) -> TcpSession:

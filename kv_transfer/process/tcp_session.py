@@ -130,7 +130,7 @@ class TcpSession(ABC):
         if self.ended:
             self._over()
             return
-        if kind in ("header", "control"):
+        if kind in ("header", "control", "tag"):
             self._connector.counters.checksum(kind, f"{self.name}: {why}")
         elif kind not in ("eof", "socket"):
             self._connector.counters.refuse(kind, f"{self.name}: {why}")

@@ -2,14 +2,15 @@
 
 The header's own checksum is verified before any field is believed: a damaged length would make all that
 follows on the lane unreadable, so a bad header ends the lane. The payload's checksum comes behind it, so that
-it is computed while the payload leaves, and the reader verifies it.
+it is computed while the payload leaves, and the reader verifies it. On an encrypted lane (`encryption`) the
+payload is followed by a tag instead.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import xxhash
 
@@ -17,7 +18,7 @@ from kv_transfer.layout import WIRE_VERSION
 
 MAGIC = b"BtKV"
 HEADER_BYTES = 64
-TRAILER_BYTES = 8
+MAX_TRAILER_BYTES = 16
 NO_TRANSFER = bytes(16)
 KIND_KV = 0
 KIND_STATE = 1  # of layers with a state; not built yet
@@ -27,7 +28,6 @@ _CHECK = struct.Struct("<I")
 _ZEROS = bytes(9)
 assert _BODY.size + _CHECK.size == HEADER_BYTES
 _TRAILER = struct.Struct("<Q")
-assert _TRAILER.size == TRAILER_BYTES
 
 
 class FrameType(enum.IntEnum):
@@ -113,6 +113,74 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header:
     return header
 
 
-def trailer(checksum: xxhash.xxh3_64) -> bytes:
+class FrameWriter(Protocol):
+    """Protects the frames that leave by a lane, in the order in which they leave."""
+
+    def message(self, header: bytes, payload: bytes) -> bytes:
+        """What follows the header of a control message."""
+        ...
+
+    def begin(self, header: bytes) -> None:
+        """A KV frame is next."""
+        ...
+
+    def piece(self, piece: memoryview) -> memoryview:
+        """What to send for the next bytes of its payload: for as many of `piece` as the result has."""
+        ...
+
+    def end(self) -> bytes:
+        """The trailer of the frame."""
+        ...
+
+
+class FrameReader(Protocol):
+    """Verifies the frames that come on a lane, in order."""
+
+    trailer_bytes: int
+
+    def begin(self, header: memoryview) -> None: ...
+
+    def piece(self, piece: memoryview) -> None:
+        """The next bytes of the payload are there. They become plain text in place."""
+        ...
+
+    def whole(self, trailer: memoryview) -> bool:
+        """Whether the frame came as it was sent."""
+        ...
+
+
+class ChecksumWriter:
+    """Implements FrameWriter for a lane in plain text."""
+
+    def message(self, header: bytes, payload: bytes) -> bytes:
+        return payload + _trailer(xxhash.xxh3_64(payload))
+
+    def begin(self, header: bytes) -> None:
+        self._checksum = xxhash.xxh3_64()
+
+    def piece(self, piece: memoryview) -> memoryview:
+        self._checksum.update(piece)
+        return piece
+
+    def end(self) -> bytes:
+        return _trailer(self._checksum)
+
+
+class ChecksumReader:
+    """Implements FrameReader for a lane in plain text."""
+
+    trailer_bytes = _TRAILER.size
+
+    def begin(self, header: memoryview) -> None:
+        self._checksum = xxhash.xxh3_64()
+
+    def piece(self, piece: memoryview) -> None:
+        self._checksum.update(piece)
+
+    def whole(self, trailer: memoryview) -> bool:
+        return trailer == _trailer(self._checksum)
+
+
+def _trailer(checksum: xxhash.xxh3_64) -> bytes:
     """What follows a payload that `checksum` has seen, from its first byte to its last."""
     return _TRAILER.pack(checksum.intdigest())

@@ -7,6 +7,9 @@
 
 The two HMACs differ in their label, so that neither can be reflected. Fingerprints are compared after the
 peer has proved itself; both sides are named when they differ.
+
+If the worker encrypts its lanes, the nonces are the public keys of an X25519 exchange, which the HMACs
+authenticate. It refuses peers that do not encrypt, and they refuse it: there is nothing to negotiate.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from typing import TYPE_CHECKING
 
 from kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
 from kv_transfer.layout import ITEM_BYTES, WIRE_VERSION, convertible, scales_of
+from kv_transfer.protocol.keys import LaneKeys
 from kv_transfer.protocol.messages import (
     HelloOpen,
+    HelloOpenEncrypted,
     HelloProof,
     HelloReply,
     Identity,
@@ -26,6 +32,9 @@ from kv_transfer.protocol.messages import (
     decode_identity,
     encode,
 )
+
+if TYPE_CHECKING:
+    from kv_transfer.protocol.encryption import KeyExchange
 
 MAX_HELLO_BYTES = 4096
 
@@ -43,16 +52,21 @@ class Initiator:
     """One lane, from the side that connected."""
 
     def __init__(
-        self, secret: bytes, identity: Identity, session_id: bytes, lane: int, lanes: int, incarnation: int
-    ) -> None:
+        self, secret: bytes, identity: Identity, session_id: bytes, lane: int, lanes: int, incarnation: int,
+        *, encrypt: bool = False,
+    ) -> None:  # fmt: skip
         """`incarnation`: the one that must answer."""
         self._secret = secret
         self._identity = identity
         self._incarnation = incarnation
         self.lane = lane
-        self.open = encode(HelloOpen(session_id, lane, lanes, os.urandom(32), encode(identity)))
+        self._exchange, nonce = _key_exchange(encrypt)
+        kind = HelloOpenEncrypted if encrypt else HelloOpen
+        self.open = encode(kind(session_id, lane, lanes, nonce, encode(identity)))
         # To be sent as soon as it is there, even if what follows refuses.
         self.proof: HelloProof | None = None
+        self.keys: LaneKeys | None = None
+        """After `reply`, of an encrypted lane."""
 
     def reply(self, message: HelloReply) -> Identity:
         """The identity of the listener. LaneRefused: it is not a peer."""
@@ -65,25 +79,38 @@ class Initiator:
             raise LaneRefused(
                 "incarnation", f"{theirs.name} is now {theirs.incarnation:x}, not {self._incarnation:x}"
             )
+        if self._exchange is not None:
+            bound = _mac(self._secret, b"keys", self.open, message)
+            self.keys = _keys(self._exchange, message.nonce, bound, initiates=True)
         return theirs
 
 
 class Listener:
     """One lane, from the side that accepted."""
 
-    def __init__(self, secret: bytes, identity: Identity) -> None:
+    def __init__(self, secret: bytes, identity: Identity, *, encrypt: bool = False) -> None:
         self._secret = secret
         self._identity = identity
+        self._encrypt = encrypt
+        self._exchange: KeyExchange | None = None
         self._open: HelloOpen | None = None
-        self._expected = b""
+        self._expected = self._bound = b""
+        self.keys: LaneKeys | None = None
+        """After `check`, of an encrypted lane."""
 
     def answer(self, message: HelloOpen, payload: bytes) -> HelloReply:
         """The reply to `message`, which came as `payload`."""
         if self._open is not None or not 0 <= message.lane < message.lanes <= MAX_LANES:
             raise LaneRefused("hello", f"lane {message.lane} of {message.lanes}, or opened twice")
+        encrypted = isinstance(message, HelloOpenEncrypted)
+        if encrypted != self._encrypt:
+            without = self._identity.name if encrypted else _identity(message.identity).name
+            raise LaneRefused("encryption", f"{without} does not encrypt lanes (--kv-encrypt), its peer does")
         self._open = message
-        unsigned = HelloReply(os.urandom(32), encode(self._identity), bytes(32))
+        self._exchange, nonce = _key_exchange(encrypted)
+        unsigned = HelloReply(nonce, encode(self._identity), bytes(32))
         self._expected = _mac(self._secret, b"initiator", payload, unsigned)
+        self._bound = _mac(self._secret, b"keys", payload, unsigned)
         return HelloReply(
             unsigned.nonce, unsigned.identity, _mac(self._secret, b"listener", payload, unsigned)
         )
@@ -96,6 +123,8 @@ class Listener:
             raise LaneRefused("secret", "the initiator does not know this cluster's secret")
         theirs = _identity(self._open.identity)
         _check(self._identity, theirs)
+        if self._exchange is not None:
+            self.keys = _keys(self._exchange, self._open.nonce, self._bound, initiates=False)
         return self._open, theirs
 
 
@@ -104,6 +133,23 @@ def _mac(secret: bytes, label: bytes, opened: bytes, reply: HelloReply) -> bytes
     parts = (b"baton kv lane v3", label, opened, reply.nonce, reply.identity)
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return hmac.digest(secret, message, hashlib.sha256)
+
+
+def _key_exchange(encrypt: bool) -> tuple[KeyExchange | None, bytes]:
+    """This side's part of an exchange, if the lane is encrypted, and its nonce."""
+    if not encrypt:
+        return None, os.urandom(32)
+    from kv_transfer.protocol.encryption import KeyExchange
+
+    exchange = KeyExchange()
+    return exchange, exchange.public
+
+
+def _keys(exchange: KeyExchange, peer: bytes, bound_to: bytes, *, initiates: bool) -> LaneKeys:
+    try:
+        return exchange.keys(peer, bound_to, initiates=initiates)
+    except ValueError as e:
+        raise LaneRefused("encryption", f"the peer's public key: {e}") from None
 
 
 def _identity(payload: bytes) -> Identity:

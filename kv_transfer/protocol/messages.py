@@ -83,6 +83,10 @@ class HelloOpen(Message, tag="open"):
     identity: bytes  # msgpack of Identity, as signed
 
 
+class HelloOpenEncrypted(HelloOpen, tag="open_encrypted"):
+    """The same, for a lane that is encrypted after the handshake. Both nonces are X25519 public keys then."""
+
+
 class HelloReply(Message, tag="reply"):
     nonce: Nonce
     identity: bytes
@@ -100,7 +104,7 @@ class HelloRefused(Message, tag="refused"):
     detail: Text
 
 
-Hello = HelloOpen | HelloReply | HelloProof | HelloRefused
+Hello = HelloOpen | HelloOpenEncrypted | HelloReply | HelloProof | HelloRefused
 
 
 class Fetch(Message):

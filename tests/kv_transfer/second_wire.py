@@ -11,12 +11,56 @@ from typing import Any
 
 import msgspec
 import xxhash
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 SECRET = b"a cluster secret for tests"
 LAYOUT = "kv3 layers=3 kv_heads=2 head_dim=16"
 HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_NEW = range(1, 16)
 EXPORT, REACH, SLICE, TAKEN = _NEW
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
+
+
+class Direction:
+    """The frames of one direction of an encrypted lane."""
+
+    def __init__(self, key: bytes, frames_of_a_key: int = 1 << 20) -> None:
+        self.key = key
+        self.frames_of_a_key = frames_of_a_key
+        self.frames = 0
+
+    def _next(self) -> bytes:
+        if self.frames == self.frames_of_a_key:
+            self.key, self.frames = hmac.digest(self.key, b"baton kv next key", "sha256"), 0
+        self.frames += 1
+        return struct.pack("<QI", self.frames - 1, 0)
+
+    def seal(self, plain: bytes) -> bytes:
+        """The frame, encrypted: its checksum goes, a tag comes."""
+        nonce, head = self._next(), plain[:64]
+        return head + AESGCM(self.key).encrypt(nonce, plain[64:-8], head)
+
+    def open(self, head: bytes, rest: bytes) -> bytes:
+        nonce = self._next()
+        return AESGCM(self.key).decrypt(nonce, rest, head)
+
+
+class Exchange:
+    """This side's part of the exchange of keys. Without encryption, a nonce and no keys."""
+
+    def __init__(self, encrypt: bool) -> None:
+        self._private = X25519PrivateKey.generate() if encrypt else None
+        self.nonce = self._private.public_key().public_bytes_raw() if self._private else os.urandom(32)
+
+    def keys(self, peer: bytes, *said: bytes) -> tuple[Direction, Direction] | tuple[None, None]:
+        """Of the initiator's frames and of the listener's."""
+        if self._private is None:
+            return None, None
+        shared = self._private.exchange(X25519PublicKey.from_public_bytes(peer))
+        extracted = hmac.digest(mac(SECRET, b"keys", *said), shared, "sha256")
+        first = hmac.digest(extracted, b"baton kv lane keys\x01", "sha256")
+        second = hmac.digest(extracted, first + b"baton kv lane keys\x02", "sha256")
+        return Direction(first), Direction(second)
 
 
 class Lane:
@@ -27,11 +71,14 @@ class Lane:
         self.granted = self.sent = 0  # of KV frames
         self.answers = True  # recalls of credit, as one must
         self.number = 0
+        self.outgoing: Direction | None = None  # of an encrypted lane, after the handshake
+        self.incoming: Direction | None = None
         sock.settimeout(20)
 
     def send(self, frame_type: int, body: bytes = b"", transfer: bytes = bytes(16), **head: Any) -> None:
         self.sent += frame_type == KV
-        self.sock.sendall(frame(frame_type, body, transfer, **head))
+        plain = frame(frame_type, body, transfer, **head)
+        self.sock.sendall(self.outgoing.seal(plain) if self.outgoing else plain)
 
     def say(self, kind: int, message: object, transfer: bytes = bytes(16)) -> None:
         self.send(kind, pack(message), transfer)
@@ -57,12 +104,16 @@ class Lane:
                 "length",
             )
             head = dict(zip(names, struct.unpack("<4H4I", raw[24:48]), strict=True))
-            payload = self._exactly(head["length"]) or b""
             head["sender_rank"], head["receiver_rank"] = raw[48:50]
             assert raw[50:60] == bytes(10)
-            if (checksum := self._exactly(8)) is None:
+            rest = self._exactly(head["length"] + (16 if self.incoming else 8))
+            if rest is None:
                 return 0, b"", {}, b""
-            assert struct.unpack("<Q", checksum)[0] == xxhash.xxh3_64_intdigest(payload)
+            if self.incoming:
+                payload = self.incoming.open(raw, rest)
+            else:
+                payload = rest[:-8]
+                assert struct.unpack("<Q", rest[-8:])[0] == xxhash.xxh3_64_intdigest(payload)
             if kind == CREDIT:
                 self.granted, recall = unpack(payload)
                 if recall and self.answers:
@@ -119,14 +170,15 @@ def connect(
     number: int = 0,
     lanes: int = 1,
     behind: bytes = b"",
+    encrypt: bool = False,
     **about: Any,
 ) -> Lane:
     """As a decode worker, one lane, up to the listener's verdict; `behind` its last word, in one piece."""
     lane = Lane(socket.create_connection(("127.0.0.1", port)))
     lane.answers = False
-    opened = pack(
-        ["open", session or os.urandom(16), number, lanes, os.urandom(32), identity("receiver", **about)]
-    )
+    exchange = Exchange(encrypt)
+    tag, session = "open_encrypted" if encrypt else "open", session or os.urandom(16)
+    opened = pack([tag, session, number, lanes, exchange.nonce, identity("receiver", **about)])
     lane.send(HELLO, opened)
     kind, _, _, payload = lane.read()
     tag, nonce, theirs, proof = unpack(payload)
@@ -135,6 +187,7 @@ def connect(
         assert proof == mac(secret, b"listener", opened, nonce, theirs)
     proof = pack(["proof", mac(secret, b"initiator", opened, nonce, theirs)])
     lane.sock.sendall(frame(HELLO, proof) + behind)
+    lane.outgoing, lane.incoming = exchange.keys(nonce, opened, nonce, theirs)
     return lane
 
 

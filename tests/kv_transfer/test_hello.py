@@ -8,7 +8,10 @@ import msgspec
 import pytest
 
 from kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
+from kv_transfer.protocol.keys import LaneKeys
 from kv_transfer.protocol.messages import HelloOpen, HelloProof, HelloReply, Identity, decode_hello
+
+from .second_wire import mac
 
 SECRET = b"0123456789abcdef"
 PREFILL = Identity(
@@ -20,8 +23,10 @@ DECODE = Identity(
 replace = msgspec.structs.replace
 
 
-def initiator(identity: Identity = DECODE, secret: bytes = SECRET, incarnation: int = 7) -> Initiator:
-    return Initiator(secret, identity, b"s" * 16, 2, 4, incarnation)
+def initiator(
+    identity: Identity = DECODE, secret: bytes = SECRET, incarnation: int = 7, *, encrypt: bool = False
+) -> Initiator:
+    return Initiator(secret, identity, b"s" * 16, 2, 4, incarnation, encrypt=encrypt)
 
 
 def answer(listener: Listener, opener: Initiator) -> HelloReply:
@@ -47,8 +52,10 @@ def test_kv_in_fp8_and_plain_kv_are_converted() -> None:
         assert b.check(a.proof)[1] == theirs
 
 
-def test_neither_accepts_another_secret() -> None:
-    a, b = initiator(secret=b"another secret!!"), Listener(SECRET, PREFILL)
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_neither_accepts_another_secret(encrypt: bool) -> None:
+    a = initiator(secret=b"another secret!!", encrypt=encrypt)
+    b = Listener(SECRET, PREFILL, encrypt=encrypt)
     reply = answer(b, a)
     with pytest.raises(LaneRefused, match="secret"):
         a.reply(reply)
@@ -119,6 +126,48 @@ def test_another_incarnation_is_not_the_one_asked_for() -> None:
     a, b = initiator(incarnation=8), Listener(SECRET, PREFILL)
     with pytest.raises(LaneRefused, match="incarnation"):
         a.reply(answer(b, a))
+
+
+def test_each_lane_and_direction_has_a_key() -> None:
+    found = []
+    for _ in range(2):
+        a, b = initiator(encrypt=True), Listener(SECRET, PREFILL, encrypt=True)
+        a.reply(answer(b, a))
+        assert a.proof is not None
+        assert b.keys is None, "before the proof"
+        b.check(a.proof)
+        assert a.keys is not None
+        assert b.keys == LaneKeys(a.keys.incoming, a.keys.outgoing)
+        found += [a.keys.incoming.key, a.keys.outgoing.key]
+    assert len({*found}) == 4
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(True, False), (False, True)])
+def test_a_peer_that_does_not_encrypt_and_one_that_does(ours: bool, theirs: bool) -> None:
+    without = "decode 3" if ours else "prefill 0"
+    with pytest.raises(LaneRefused, match=rf"encryption: {without} does not"):
+        answer(Listener(SECRET, PREFILL, encrypt=ours), initiator(encrypt=theirs))
+
+
+def test_an_attacker_cannot_take_the_encryption_away() -> None:
+    """The listener does not encrypt, and gets an opening that seems not to, either."""
+    a, b = initiator(encrypt=True), Listener(SECRET, PREFILL)
+    opened = decode_hello(memoryview(a.open))
+    assert isinstance(opened, HelloOpen)
+    plain = HelloOpen(*(getattr(opened, field) for field in opened.__struct_fields__))
+    with pytest.raises(LaneRefused, match="secret"):
+        a.reply(b.answer(plain, msgspec.msgpack.encode(plain)))
+    assert a.proof is None
+    assert a.keys is None
+
+
+def test_a_public_key_that_is_none() -> None:
+    """The peer knows the cluster's secret, and breaks the protocol."""
+    a = initiator(encrypt=True)
+    identity = msgspec.msgpack.encode(PREFILL)
+    zeros = HelloReply(bytes(32), identity, mac(SECRET, b"listener", a.open, bytes(32), identity))
+    with pytest.raises(LaneRefused, match="encryption"):
+        a.reply(zeros)
 
 
 def test_out_of_order() -> None:

@@ -8,12 +8,11 @@ import socket
 from typing import Any, cast
 
 import pytest
-import xxhash
 
 from kv_transfer.process.lane import Lane, OutgoingFrame
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.tcp_session import SendingSession
-from kv_transfer.protocol.frame import FrameType, Header, pack, trailer
+from kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack
 from kv_transfer.trace import TraceWriter
 
 BURST = 32  # frames
@@ -79,7 +78,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 def framed(head: Header, payload: bytes) -> bytes:
-    return pack(head) + payload + trailer(xxhash.xxh3_64(payload))
+    return pack(head) + ChecksumWriter().message(b"", payload)
 
 
 def flipped(rng: random.Random, data: bytes, start: int, stop: int) -> bytes:
@@ -242,9 +241,9 @@ def test_a_frame_goes_to_the_lane_with_the_fewest_unsent_bytes() -> None:
     loop = Loop(lambda: None)  # not running: nothing leaves
     session = SendingSession(cast("Any", None), cast("Any", None), 1, b"s" * 16, 3)
     session.lanes = {n: sending(far, loop, Sender()) for n, (_, far) in enumerate(sockets)}
-    for size in (5000, 1000, 3000, 1000, 1000, 1):  # to lane 0, 1, 2, 1, 1, then 2 has least
+    for size in (5000, 1000, 3000, 1100, 1000, 1):  # to lane 0, 1, 2, 1, 1, then 2 has least
         session.send_frame(OutgoingFrame(Header(FrameType.KV, length=size), memoryview(bytes(size)), 0))
-    assert [lane.unsent for lane in session.lanes.values()] == [72 + 5000, 3 * (72 + 1000), 2 * 72 + 3001]
+    assert [lane.unsent for lane in session.lanes.values()] == [5000, 3100, 3001]
     for pair in sockets:
         for sock in pair:
             sock.close()

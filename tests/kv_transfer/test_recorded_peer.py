@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 
 import kv_transfer as kv
 from kv_transfer import receiver
 from kv_transfer.protocol import hello
 from kv_transfer.protocol import messages as m
-from kv_transfer.protocol.frame import FrameType, Header, pack, parse, trailer
+from kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack, parse
 
 from .recorded_peer import RECORDING, SECRET, RecordedPeer, payload
 
@@ -79,7 +78,7 @@ def frame_of(first: Header | bytes, value: m.Control | m.Hello | bytes) -> bytes
     if not isinstance(first, Header):
         kind = m.frame_type(value) if isinstance(value, m.Control) else FrameType.HELLO
         first = Header(kind, first, length=len(body))
-    return pack(first) + body + trailer(xxhash.xxh3_64(body))
+    return pack(first) + ChecksumWriter().message(b"", body)
 
 
 @pytest.mark.parametrize("exchange", VALUES)

@@ -17,10 +17,11 @@ class TransferProcess:
 
     def __init__(
         self, layout: kv.KVLayout, *, slots: int = 16, slot_bytes: int = 4096, secret: bytes = SECRET,
-        incarnation: int | None = None, **config: Any,
+        incarnation: int | None = None, encrypt: bool = False, **config: Any,
     ) -> None:  # fmt: skip
         """`config`: other fields of `TransferConfig`."""
         self.layout = layout
+        self.encrypt = encrypt
         self.incarnation = incarnation or random.getrandbits(64)
         self.sending, sending = kv.ArenaEnd.pair(slots, slot_bytes)
         self.receiving, receiving = kv.ArenaEnd.pair(slots, slot_bytes)
@@ -32,7 +33,7 @@ class TransferProcess:
         self.process = kv.spawn_transfer(
             kv.TransferConfig(
                 incarnation=self.incarnation, layout=layout, num_slots=slots,
-                slot_bytes=slot_bytes, **settings,
+                slot_bytes=slot_bytes, encrypt=encrypt, **settings,
             ),
             sending=sending, receiving=receiving, heartbeat=self.heartbeat, service=service, secret=secret,
         )  # fmt: skip

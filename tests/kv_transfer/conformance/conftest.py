@@ -24,7 +24,8 @@ from tests.kv_transfer.conftest import Decode, Pair, Prefill
 
 @contextmanager
 def _bent_on_a_lane(prefill: Prefill) -> Iterator[str]:
-    with closing(BadNetwork(prefill.port, fault="corrupt", hits=1)) as network:
+    trailer = 16 if prefill.encrypt else 8
+    with closing(BadNetwork(prefill.port, fault="corrupt", hits=1, trailer=trailer)) as network:
         yield network.address
         assert network.suffered == 1
 
@@ -59,6 +60,8 @@ class Kind:
     settings: dict[str, Any] = field(default_factory=dict)
     reached: str = "tcp"
     """As in `TransferStats.transports`, when workers have one rank each."""
+    found: tuple[str, str] = ("payload", "integrity")
+    """As what a bent byte counts in `checksum_failures`, and why its transfer ends."""
 
     def connect(self, pair: Pair) -> None:
         """Waits until the pair uses this transport."""
@@ -77,9 +80,10 @@ class Kind:
 
 TCP = Kind("tcp", _bent_on_a_lane)
 TCP_WITH_MOVERS = Kind("tcp with movers", _bent_on_a_lane, {"lane_processes": 3})
+ENCRYPTED = Kind("tcp+aes", _bent_on_a_lane, {"encrypt": True}, found=("tag", "lost"))
 KIND = "cuda_ipc" if DEVICE == "cuda" else "shared_memory"
 EXPORTED = Kind(KIND, _bent_in_memory, {"exports": True}, KIND)
-KINDS = [TCP, EXPORTED]
+KINDS = [TCP, ENCRYPTED, EXPORTED]
 
 
 @pytest.fixture(scope="package", params=KINDS, ids=str)

@@ -1,0 +1,157 @@
+"""Encrypted lanes: a second implementation reads them, and an attacker on the network cannot change them."""
+
+from __future__ import annotations
+
+import random
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+import kv_transfer as kv
+from kv_transfer.process.loop import Loop
+from kv_transfer.protocol import keys
+from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.protocol.keys import DirectionKey, LaneKeys
+
+from .conftest import Pair
+from .second_wire import COMMIT, CREDIT, FETCH, KV, Direction, connect, frame
+from .test_lane import OutgoingFrame, Owner, Sender, connected, receiving, sending
+
+KEY, OTHER = bytes(range(32)), bytes(32)
+
+
+@pytest.mark.parametrize("lane_processes", [0, 1])
+def test_as_a_decode_worker(make_prefill: Any, lane_processes: int) -> None:
+    """With a mover, lane 1 and its keys go on in another process, after frames of the transfer process."""
+    prefill = make_prefill(encrypt=True, lane_processes=lane_processes)
+    prefill_id = prefill.hold(10)
+    expected = [prefill.rows(prefill.held[prefill_id], layer, 0, 10) for layer in range(3)]
+    lanes = 1 + lane_processes
+    session = [
+        connect(prefill.port, session=b"s" * 16, number=i, lanes=lanes, encrypt=True) for i in range(lanes)
+    ]
+    control, data = session[0], session[-1]
+    control.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], b"t" * 16)
+    control.say(CREDIT, [3, False])
+    found = [data.read() for _ in range(3 + (lanes == 1))]
+    frames = [f for f in found if f[0] == KV]
+    assert len(frames) == 3
+    for _, transfer, head, payload in frames:
+        got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
+        assert transfer == b"t" * 16
+        assert torch.equal(got, expected[head["layer"]].cpu())
+    assert COMMIT in ([control.read()[0]] if lanes > 1 else [f[0] for f in found])
+
+
+@pytest.mark.parametrize("encrypts", ["prefill", "decode"])
+def test_a_peer_in_plain_text_is_refused(make_prefill: Any, make_decode: Any, encrypts: str) -> None:
+    prefill = make_prefill(encrypt=encrypts == "prefill")
+    quick = kv.TransferDeadlines(unreachable=0.3)
+    decode = make_decode(encrypt=encrypts == "decode", deadlines=quick)
+    prefill_id = prefill.hold(10)
+    decode_id = decode.fetch(prefill, prefill_id, 10)
+    event = Pair(prefill, decode).event(decode_id)
+    assert event == kv.FetchFailed(decode_id, "unreachable")
+    assert (prefill.stats().refused.keys(), decode.stats().refused.keys()) == ({"encryption"}, {"by_peer"})
+    assert prefill.stats().bytes_sent == 0
+
+
+def sealed(count: int = 4, key: bytes = KEY) -> list[bytes]:
+    """Frames as they leave a lane."""
+    direction = Direction(key)
+    return [direction.seal(frame(KV, bytes([seq]) * 300, seq=seq)) for seq in range(count)]
+
+
+def read(data: bytes) -> tuple[list[int], str]:
+    """The sequence numbers of the frames that a lane takes from these bytes, and why it closes."""
+    near, far = connected()
+    loop, owner = Loop(lambda: None), Owner()
+    lane = receiving(far, loop, owner)
+    lane.max_payload = 4096
+    lane.encrypt(LaneKeys(DirectionKey(OTHER), DirectionKey(KEY)))
+    near.sendall(data)
+    near.shutdown(socket.SHUT_WR)
+    lane.serve()
+    while not owner.closed:
+        loop.turn(1.0)
+    near.close()
+    for header, payload in owner.whole:
+        assert payload == bytes([header.seq]) * 300
+    return [header.seq for header, _ in owner.whole], owner.closed
+
+
+def test_frames_as_they_were_sent() -> None:
+    assert read(b"".join(sealed())) == ([0, 1, 2, 3], "eof")
+
+
+@pytest.mark.parametrize(
+    ("what", "whole"),
+    [("payload", 1), ("tag", 1), ("header", 1), ("replay", 1), ("reorder", 1), ("leave out", 1),
+     ("key of another lane", 0), ("plain text", 1), ("longer", 1)],
+)  # fmt: skip
+def test_what_an_attacker_does_to_a_frame(what: str, whole: int) -> None:
+    """The lane ends at the first frame that is not as it was sent, also if its header's checksum is right."""
+    frames, rng = sealed(), random.Random(what)
+    match what:
+        case "payload" | "tag":
+            damaged = bytearray(frames[1])
+            at = rng.randrange(64, 364) if what == "payload" else rng.randrange(364, 380)
+            damaged[at] ^= 1 << rng.randrange(8)
+            frames[1] = bytes(damaged)
+        case "header":
+            frames[1] = frame(KV, b"", layer=1, seq=1, length=300)[:64] + frames[1][64:]
+        case "replay":
+            frames.insert(1, frames[0])
+        case "reorder":
+            frames[1:3] = frames[2], frames[1]
+        case "leave out":
+            del frames[1]
+        case "key of another lane":
+            frames = sealed(key=OTHER)
+        case "plain text":
+            frames[1] = frame(KV, bytes([1]) * 300, seq=1)
+        case "longer":
+            frames[1] = frame(KV, b"", seq=1, length=308)[:64] + frames[1][64:]
+    assert read(b"".join(frames)) == (list(range(whole)), "tag")
+
+
+def test_a_stream_that_is_cut() -> None:
+    assert read(b"".join(sealed())[:-1]) == ([0, 1, 2], "eof")
+
+
+def test_a_lane_sends_what_the_second_implementation_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames larger than the buffer, messages between them, and a new key after each two frames."""
+    monkeypatch.setattr(keys, "FRAMES_OF_A_KEY", 2)
+    near, far = connected()
+    loop, sender = Loop(lambda: None), Sender()
+    lane = sending(far, loop, sender)
+    lane.push(FrameType.HELLO, bytes(16), b"in plain text")
+    lane.encrypt(LaneKeys(DirectionKey(KEY), DirectionKey(OTHER)))
+    payload = random.Random(1).randbytes((5 << 20) + 7)
+    for seq in range(3):
+        lane.push_frame(
+            OutgoingFrame(Header(FrameType.KV, seq=seq, length=len(payload)), memoryview(payload), seq)
+        )
+        lane.push(FrameType.PING, bytes(16), b"ping")
+    near.setblocking(False)
+    got = b""
+    while len(sender.sent) < 3 or lane.unsent:
+        loop.turn(0.01)
+        try:
+            got += near.recv(1 << 24)
+        except BlockingIOError:
+            continue
+    near.setblocking(True)
+    lane.close("stopped", "")
+    while more := near.recv(1 << 24):
+        got += more
+    hello, got = got[: 64 + 13 + 8], got[64 + 13 + 8 :]
+    assert hello == frame(1, b"in plain text")
+    direction, found = Direction(KEY, frames_of_a_key=2), []
+    while got:
+        length = int.from_bytes(got[44:48], "little")
+        found.append(direction.open(got[:64], got[64 : 64 + length + 16]))
+        got = got[64 + length + 16 :]
+    assert sorted(found) == sorted([payload, b"ping"] * 3)
