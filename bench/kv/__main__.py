@@ -11,6 +11,7 @@
 `….vs_cubic`           the first, against raw sockets with the congestion control of the lanes, if the machine
                        has another default; GB/s and CPU of these sockets are `….raw_cubic`
 `….unchecked`          the first without checksums
+`….encrypted`          the first with --kv-encrypt, against plain lanes; GB/s and CPU of these are `….plain`
 `….pool`               from one paged pool to the other, block size 16, shuffled blocks. On a CPU gather and
                        scatter compete with the sockets for cores; with `--device cuda` the GPU does them
 `….cpu`, `….raw.cpu`   CPU seconds for each GB, of all processes
@@ -79,11 +80,11 @@ def sockets(raw: RawPair) -> Way:
 
 def compare(
     report: Report, name: str, way: Way, to: Way, size: int, pairs: int, goal: float | None = None,
-    shown: str = "",
+    shown: str = "", other: str = "raw sockets",
 ) -> None:  # fmt: skip
-    """Adds row `name` with its ratio to raw sockets, and its CPU seconds.
+    """Adds row `name` with its ratio to `to`, which the report names `other`, and its CPU seconds.
 
-    `shown` is a row for the sockets.
+    `shown` is a row for `to`.
     """
     for each in (way, to):
         each.speed(size)  # warm up
@@ -92,7 +93,7 @@ def compare(
     ratio, spread = paired_ratio(speeds, raw_speeds)
     report.add(
         Row(
-            name, statistics.median(speeds), "GB/s", ratio=ratio, ratio_to="raw sockets", spread=spread,
+            name, statistics.median(speeds), "GB/s", ratio=ratio, ratio_to=other, spread=spread,
             goal=goal, better=None if goal is None else "higher",
         )
     )  # fmt: skip
@@ -123,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("kv", shown, args.json)
     with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
         rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
+    encrypted(report, settings, pairs)
     peers(report, settings, pythons, pairs)
     report.finish()
     return 0
@@ -155,6 +157,14 @@ class Peer:
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
         self._process.communicate("")
+
+
+def encrypted(report: Report, settings: Settings, pairs: int) -> None:
+    with closing(Pair(settings)) as plain, closing(Pair(replace(settings, encrypt=True))) as pair:
+        for mib in SIZES:
+            name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB.encrypted"
+            shown = f"{name}.plain"
+            compare(report, name, ours(pair), ours(plain), mib * MIB, pairs, 0.5, shown, "plain lanes")
 
 
 def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: int) -> None:

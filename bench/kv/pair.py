@@ -46,6 +46,7 @@ class Settings:
     device: str = "meta"  # of the pools; "meta": no pools, only slots are sent
     checksums: bool = True
     exports: bool = False  # the receiver reads slots itself
+    encrypt: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -65,7 +66,7 @@ class Side:
         config = kv.TransferConfig(
             name=f"{role} 0", incarnation=_INCARNATIONS[role],
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
-            slot_bytes=settings.slot_bytes, lanes=settings.lanes,
+            slot_bytes=settings.slot_bytes, lanes=settings.lanes, encrypt=settings.encrypt,
         )  # fmt: skip
         with _checksums(settings.checksums):
             self.process = kv.spawn_transfer(
