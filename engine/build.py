@@ -55,6 +55,7 @@ def build_engine(
         started.source,
         started.cache_spec,
         started.num_blocks,
+        started.num_slots,
         started.largest,
         overlap=device.type == "cuda" if config.overlap is None else config.overlap,
         kv_sink=kv_sink,

@@ -33,13 +33,14 @@ from engine.core.meters import Meters
 from engine.core.pace import Pace
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.scheduler import Chunk, Scheduler
+from engine.core.state_pool import StatePool
 from engine.core.step_builder import build_adjustments, build_step, is_plain
 from engine.execution.moments import Landings
 from engine.execution.runner import ModelRunner
 from engine.flight import Flight
 from engine.grammar import Grammars
 from engine.model_config import ModelConfig
-from engine.models.cache_spec import AttentionCache
+from engine.models.cache_spec import CacheSpec
 from engine.step import NO_CHOICE, NOT_FINITE, RowLogprobs, ScoredLogprobs
 
 if TYPE_CHECKING:
@@ -53,9 +54,9 @@ class Engine:
     """One model and its KV cache; `engine.build.build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
 
-    `kv_cache` has one cache per layer, [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] with the KV
-    heads of this rank, plain or in FP8. The engine owns it. KV transfer may read the blocks of a request that
-    is prefilled or held, and write those of a reserved one. Position p of a request is in slot
+    `kv_cache` has one cache per attention layer, [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]
+    with the KV heads of this rank, plain or in FP8. The engine owns it. KV transfer may read the blocks of a
+    request that is prefilled or held, and write those of a reserved one. Position p of a request is in slot
     block_table[p // block_size] * block_size + p % block_size.
     """
 
@@ -68,8 +69,9 @@ class Engine:
         model_fingerprint: str,
         content_root: bytes,
         source: str,
-        cache_spec: Sequence[AttentionCache],
+        cache_spec: Sequence[CacheSpec],
         num_blocks: int,
+        num_slots: int,
         largest: tuple[int, float],
         *,
         overlap: bool,
@@ -106,6 +108,7 @@ class Engine:
             full_step=int(min(dense_step, self._graph_rows)),
             content_root=content_root if config.enable_prefix_caching else None,
             cache_observer=cache_observer,
+            states=StatePool(num_slots) if num_slots else None,
         )
         self._meters = Meters(*largest)
         self._expert_meter = runner.expert_meter()
@@ -163,6 +166,7 @@ class Engine:
             self.model_config.vocab_size,
             block_size=self.block_size,
             table_width=self._runner.table_width,
+            has_states=self._scheduler.states is not None,
         )
         moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
 

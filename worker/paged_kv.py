@@ -6,6 +6,7 @@ from dataclasses import replace
 from engine import Engine
 from engine.execution.rank import Follower
 from engine.kernels import parts
+from engine.models import attention_caches
 from kv_transfer import KVLayout, PagedKV
 
 
@@ -31,9 +32,9 @@ def paged_kv(engine: Engine | Follower, layers_ready: Callable[[], int] = lambda
 def kv_layout(engine: Engine | Follower) -> KVLayout:
     """Returns the layout of the KV on the wire, with the KV heads of all ranks.
 
-    It requires that all layers cache alike. Their spans may differ: all tokens are sent.
+    It requires that all attention layers cache alike. Their spans may differ: all tokens are sent.
     """
-    layer, *others = (replace(layer, span=None) for layer in engine.cache_spec)
+    layer, *others = (replace(layer, span=None) for layer in attention_caches(engine.cache_spec))
     assert all(other == layer for other in others), "the wire has one layout for all layers"
     dtype = str(layer.dtype).removeprefix("torch.")
-    return KVLayout(len(engine.cache_spec), engine.model_config.num_kv_heads, layer.head_dim, dtype)
+    return KVLayout(len(engine.kv_cache), engine.model_config.num_kv_heads, layer.head_dim, dtype)

@@ -23,6 +23,7 @@ from bench.engine.on_cuda import CONTEXT, GEMM_FLOPS, HBM_BYTES_PER_S, dummy_eng
 from bench.engine.profile import STEPS, Profile, profiled, profiled_decodes
 from bench.shapes import MOE
 from engine import Engine
+from engine.models import cache_bytes_per_token
 
 DECODE_MS = {
     1: (4.0, 3.0),
@@ -151,5 +152,5 @@ def bytes_read(engine: Engine, batch: int, context: int, experts_read: float, ma
     one = 3 * config.hidden_size * experts.intermediate_size * len(experts.layers)
     head = config.vocab_size * config.hidden_size
     matrices = config.num_parameters - experts.num_experts * one - 2 * head + experts_read * one
-    kv = sum(cache.bytes_per_token for cache in engine.cache_spec)
+    kv = cache_bytes_per_token(engine.cache_spec)
     return 2 * head + matrix_bytes * matrices + batch * context * kv

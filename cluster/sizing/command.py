@@ -41,7 +41,7 @@ def run(sizing: SizingOptions) -> int:
     kv_dtype = FP8 if sizing.kv_cache_dtype == "fp8" else torch.bfloat16
     of_prefill, of_decode = (Speeds(gpu, model, element, ranks, kv_dtype) for ranks in sizes)
     show(answer(of_prefill, of_decode, load), sizes, gpu.source)
-    per_token = cache_bytes_per_token(cache_spec(model, kv_dtype))
+    per_token = cache_bytes_per_token(cache_spec(model, torch.bfloat16, kv_dtype))
     print(f"KV: {str(kv_dtype).removeprefix('torch.')}, {per_token:,} bytes a token")
     return 0
 

@@ -29,7 +29,7 @@ from cluster.sizing.models import MODELS
 from engine.loader.hf import read_config
 from engine.loader.hf_config import model_config_from_hf
 from engine.model_config import ModelConfig
-from engine.models import cache_bytes_per_token, cache_spec
+from engine.models import attention_caches, cache_bytes_per_token, cache_spec
 
 ELEMENT_BYTES = 2  # bfloat16
 CONTEXT = 1064  # tokens per request in the measured decode steps
@@ -110,11 +110,11 @@ class Speeds:
         self._matrix_bytes = matrix_bytes
         self._active = gemm_parameters(model, 1) / gemm_parameters(REFERENCE, 1)
         self._attention = _attention_width(model) / _attention_width(REFERENCE)
-        caches = cache_spec(model, kv_dtype)
+        caches = cache_spec(model, torch.bfloat16, kv_dtype)
         # Of all ranks. With fewer KV heads than ranks, each head is there several times.
         copies = ranks * model.of_rank(ranks).num_kv_heads // model.num_kv_heads
         self.kv_bytes_per_token = cache_bytes_per_token(caches) * copies
-        self._spans = Counter(layer.span for layer in caches)
+        self._spans = Counter(layer.span for layer in attention_caches(caches))
         reference_kv = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
         self._reference_kv_seconds = CONTEXT * reference_kv / gpu.kv_bytes_per_s  # of one request
         self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, self._matrix_bytes)

@@ -92,6 +92,8 @@ class LiveRequest:
     """A `DRAW` record."""
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
     """Block table: position p is in slot blocks[p // block_size] * block_size + p % block_size."""
+    state_slot: int = 0
+    """Of a model with state layers: where the states of the request are, as long as it has blocks."""
     num_computed: int = 0
     """KV of positions [0, num_computed) is in the cache, or a launched step writes it."""
     num_cached: int = 0

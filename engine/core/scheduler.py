@@ -10,7 +10,7 @@ Of one priority, tenants get equal shares of the prompt tokens (`fair_shares`).
 
 One engine may prefill for other workers and decode for them at the same time. What waits for blocks or seats:
 
-    waiting   ──▶ a seat and blocks, which running, held and reserved requests have
+    waiting   ──▶ a seat, blocks and a state slot, which running, held and reserved requests have
     held      ──▶ a transfer to a reservation on another worker, or a seat here (`resume`)
     reserved  ──▶ a prefill on another worker, which may be waiting there
     running   ──▶ nothing
@@ -45,6 +45,7 @@ from engine.core.live_request import LiveRequest, Phase
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.prefix_names import PrefixNames
+from engine.core.state_pool import StatePool
 
 
 class Chunk(NamedTuple):
@@ -76,7 +77,7 @@ class Schedule:
 
 
 class Scheduler:
-    """Owns all requests of an engine, in exactly one phase each, and the block pool."""
+    """Owns all requests of an engine, in exactly one phase each, and the pools of blocks and states."""
 
     def __init__(
         self,
@@ -89,12 +90,15 @@ class Scheduler:
         full_step: int = FULL_STEP,
         content_root: bytes | None = None,
         cache_observer: CacheObserver | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """`mixed_rows`: tokens of a step with decodes and prompts that waste nothing, in ascending order.
         `full_step`: prompt tokens from which on a step gains nothing from further prompts.
-        `content_root`: root of the names in the prefix cache. None: no prefix cache."""
+        `content_root`: root of the names in the prefix cache. None: no prefix cache.
+        `states`: of a model with state layers."""
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
+        self.states = states
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -372,8 +376,7 @@ class Scheduler:
             plan.handed_back.append(victim)
             return
         self.running.remove(victim)
-        self.pool.release(victim.blocks)
-        del victim.blocks[:]
+        self._free(victim)
         victim.num_computed = 0
         victim.phase = Phase.WAITING
         insort(self.waiting, victim, key=lambda r: r.order)
@@ -384,18 +387,18 @@ class Scheduler:
     @property
     def can_admit(self) -> bool:
         """Whether the first request of the queue could start now. No other request overtakes it."""
-        if not self.waiting or self._seats <= 0:
+        if not self.waiting or self._places <= 0:
             return False
         return self._need(self.waiting[0]) + self._headroom <= self.pool.free
 
     def _has_room_beside_queue(self, need: int) -> bool:
         """Whether a request that is not queued may take a seat and `need` blocks. The first request of the
         queue keeps a seat and its blocks, or requests that are not queued could delay it forever."""
-        seats = self._seats
+        places = self._places
         if self.waiting:
-            seats -= 1
+            places -= 1
             need += self._need(self.waiting[0])
-        return seats > 0 and need + self._headroom <= self.pool.free
+        return places > 0 and need + self._headroom <= self.pool.free
 
     @property
     def _spare_blocks(self) -> int:
@@ -420,6 +423,8 @@ class Scheduler:
         """Gives the request these cached blocks, and `own` blocks after them."""
         self.pool.share(hits)
         live.blocks = array("i", [*hits, *self.pool.allocate(own)])
+        if self.states is not None:
+            live.state_slot = self.states.allocate()
         live.num_cached = len(hits) * self.block_size
         live.num_published = len(hits)
         if self.cache is not None:
@@ -472,6 +477,11 @@ class Scheduler:
         seated = sum(not live.ends_with_pending for live in self.running)
         return self.max_num_seqs - seated - len(self.reserved)
 
+    @property
+    def _places(self) -> int:
+        """How many more requests can get blocks: each takes a seat and, if the model has states, a slot."""
+        return self._seats if self.states is None else min(self._seats, self.states.free)
+
     def to_drop(
         self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
     ) -> list[bytes]:
@@ -493,8 +503,9 @@ class Scheduler:
             seats = len(dropped)
         if not seats:
             return []
-        need, hits = 0, set[int]()
+        need, hits, count = 0, set[int](), 0
         for live in self.waiting[:seats]:  # later ones need a seat, not blocks
+            count += 1
             cached = self._prefix_hits(live)
             hits.update(cached)
             need += self._blocks_for(len(live.token_ids)) - len(cached)
@@ -502,7 +513,8 @@ class Scheduler:
                 break
         going = [live.blocks for live in (*self._leaving, *ending, *dropped)]
         for live in droppable:
-            if need + self._headroom <= self.pool.free_after(going, hits):
+            has_slots = self.states is None or count <= self.states.free + len(going)
+            if has_slots and need + self._headroom <= self.pool.free_after(going, hits):
                 break
             if live not in dropped:
                 going.append(live.blocks)
@@ -544,6 +556,8 @@ class Scheduler:
             self._free(live)
 
     def _free(self, live: LiveRequest) -> None:
+        if self.states is not None and live.blocks:
+            self.states.release(live.state_slot)
         self.pool.release(live.blocks)
         del live.blocks[:]
 
@@ -554,3 +568,5 @@ class Scheduler:
         exchange = self.prefix_exchange
         assert exchange is None or exchange.empty, "a pin or an import was left behind"
         self.pool.assert_whole()
+        if self.states is not None:
+            self.states.assert_whole()

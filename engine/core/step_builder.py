@@ -19,10 +19,15 @@ NO_TOP_P = np.float32(2)
 
 
 def build_step(
-    chunks: Sequence[Chunk], vocabulary: int, *, block_size: int, table_width: int | None
+    chunks: Sequence[Chunk],
+    vocabulary: int,
+    *,
+    block_size: int,
+    table_width: int | None,
+    has_states: bool = False,
 ) -> tuple[Step, list[LiveRequest], list[Chunk]]:
     """The step, the requests that get a token in the order of its sampled rows, and the positions that
-    `Step.scored` has in its order."""
+    `Step.scored` has in its order. `has_states`: the model has state layers."""
     # Decodes are sorted by length: attention groups requests of similar length.
     decodes = sorted([c for c in chunks if c.stop - c.start == 1], key=attrgetter("stop"))
     prefills = [c for c in chunks if c.stop - c.start > 1]
@@ -46,6 +51,7 @@ def build_step(
         block_size=block_size,
         table_width=table_width,
         scored=scored,
+        state_slots=[c.live.state_slot for c in chunks] if has_states else None,
     )
     return step, requests, scores
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from engine.execution.upload import aligned
 from engine.kernels.attention import AttentionMetadata
-from engine.kernels.tiles import tile_work
+from engine.kernels.tiles import scan_work, tile_work
 from engine.layers.ranks import Ranks
 from engine.step import Draws, Step, Variant
 
@@ -74,6 +74,7 @@ class Widths(NamedTuple):
     hidden: int
     vocabulary: int
     tile: int  # tokens of a tile of attention
+    scan: int  # tokens of a chunk of state layers; 0: no layer has states
 
 
 class Size(NamedTuple):
@@ -127,8 +128,11 @@ class _Inputs:
             "top_k": (by_request, torch.int32),
             "top_p": (by_request, torch.float32),
             "min_p": (by_request, torch.float32),
-            "tables": ((requests, widths.table), torch.int32),
         }
+        if widths.scan:
+            layout["state_slots"] = by_request, torch.int32
+            layout["scans"] = (rows // widths.scan + CHUNKS, 6), torch.int32
+        layout["tables"] = (requests, widths.table), torch.int32
         sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in layout.values()]
         ends = np.cumsum([0, *map(aligned, sizes)]).tolist()
         self.memory = memory(ends[-1])
@@ -263,6 +267,9 @@ class StepGraphs:
         inputs.put("sampled_rows", step.sampled_rows)
         for name in Draws._fields:
             inputs.put(name, getattr(step.draws, name))
+        if step.state_slots is not None:
+            inputs.put("state_slots", step.state_slots)
+            inputs.put("scans", scan_work(step.prefills, step.num_decodes, self._widths.scan))
         inputs["tables"][: len(step.block_tables)].numpy()[:] = step.block_tables
         used = inputs.before_tables + step.block_tables.nbytes
         self._static.memory[:used].copy_(inputs.memory[:used], non_blocking=True)
@@ -310,6 +317,10 @@ class StepGraphs:
             num_decodes=min(rows, len(self._tokens)) if size.decodes else 0,
             prefills=[],
             tiles=static["tiles"][: rows // self._widths.tile + CHUNKS] if size.chunks else None,
+            state_slots=static["state_slots"] if self._widths.scan else None,
+            scans=static["scans"][: rows // self._widths.scan + CHUNKS]
+            if size.chunks and self._widths.scan
+            else None,
         )
         cut = layer_done if size.chunks else lambda _: None
         hidden = self._network.forward(static["token_ids"][:rows], static["positions"][:rows], attention, cut)

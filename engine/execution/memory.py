@@ -1,4 +1,4 @@
-"""Plans memory: dtype, block size, number of KV blocks, and the context length that these allow.
+"""Plans memory: dtype, block size, number of KV blocks and states, and the context length that these allow.
 
 choose_limits ─▶ load the weights ─▶ measure a step (`engine.execution.rehearsal`) ─▶ size_pool
 """
@@ -6,7 +6,7 @@ choose_limits ─▶ load the weights ─▶ measure a step (`engine.execution.r
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,35 +16,46 @@ from engine.kernels import FP8
 from engine.layers.ranks import Ranks
 from engine.layers.weights import WeightFormat
 from engine.model_config import ModelConfig
-from engine.models import cache_bytes_per_token, cache_spec
-from engine.models.cache_spec import AttentionCache
+from engine.models import attention_caches, cache_bytes_per_token, cache_spec, state_bytes_per_request
+from engine.models.cache_spec import CacheSpec
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 CPU_POOL_BYTES = 1 * GIB
 """KV pool on a CPU. The system maps its pages only when they are first written."""
 CUDA_BYTES = 1 * GIB
 """For the CUDA context and the code of kernels: half a GiB and more, which torch's allocator does not count.
 A measurement could not tell it from what other processes allocate meanwhile."""
+TOKENS_BESIDE_STATES = 2048
+"""There are no more states than requests that find room for so many tokens of KV beside them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """What of the KV cache is decided before the weights are loaded."""
+    """What of the cache is decided before the weights are loaded."""
 
     dtype: torch.dtype
     """Of the weights and activations."""
     block_size: int
     max_model_len: int
     """The configured context length. Default: the model's, or what the largest possible pool here holds."""
-    cache: Sequence[AttentionCache]
+    cache: Sequence[CacheSpec]
     """What each layer caches on this rank."""
 
     @property
     def token_bytes(self) -> int:
         """Bytes of KV for one token on this rank, in all layers."""
         return cache_bytes_per_token(self.cache)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one request on this rank, in all layers."""
+        return state_bytes_per_request(self.cache)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return attention_caches(self.cache)[0].dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,8 @@ class MemoryUse:
 class PoolSize:
     num_blocks: int
     max_model_len: int
+    num_slots: int = 0
+    """Requests that have states at the same time. 0: no layer has states."""
 
 
 def choose_limits(
@@ -97,7 +110,7 @@ def choose_limits(
         raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}")
     if config.enable_expert_parallel:
         model.check_expert_parallel(ranks.size)
-    cache = cache_spec(model.of_rank(ranks.size), choose_kv_dtype(config, dtype, device))
+    cache = cache_spec(model.of_rank(ranks.size), dtype, choose_kv_dtype(config, dtype, device))
     most = CPU_POOL_BYTES // ranks.size
     weights = model.weight_bytes(dtype.itemsize, weight_format.bytes_per_parameter(dtype))
     if device.type == "cuda":
@@ -109,12 +122,14 @@ def choose_limits(
             f"--model {config.model}: its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory "
             "are available; free some, or choose a smaller model or --dtype"
         )
+    limits = CacheLimits(dtype, block_size, wanted, cache)
+    states = f"; states: {limits.state_bytes / MIB:.1f} MiB a request" if limits.state_bytes else ""
     log.info(
-        "weights: %s, %s, %s; KV: %s, %d bytes a token",
-        weight_format.name, dtype, gib(weights // ranks.size), cache[0].dtype, cache_bytes_per_token(cache),
+        "weights: %s, %s, %s; KV: %s, %d bytes a token%s",
+        weight_format.name, dtype, gib(weights // ranks.size), limits.kv_dtype, limits.token_bytes, states,
     )  # fmt: skip
-    capacity = config.num_blocks * block_size if config.num_blocks else most // cache_bytes_per_token(cache)
-    return CacheLimits(dtype, block_size, wanted if config.max_model_len else min(wanted, capacity), cache)
+    capacity = config.num_blocks * block_size if config.num_blocks else most // limits.token_bytes
+    return limits if config.max_model_len else replace(limits, max_model_len=min(wanted, capacity))
 
 
 def choose_dtype(
@@ -159,19 +174,26 @@ def size_pool(
     `ValueError` with the memory that each part needs."""
     token = limits.token_bytes
     block = token * limits.block_size
+    num_slots = config.max_num_seqs if limits.state_bytes else 0
     if config.num_blocks is None:
         share = config.gpu_memory_utilization
         room = CPU_POOL_BYTES // ranks.size if use is None else ranks.least(use.room(share))
+        if num_slots:
+            num_slots = _num_slots(config, limits, room)
+            room -= num_slots * limits.state_bytes
         # More than a full context for each request of a step would be of no use.
         most = config.max_num_seqs * -(-limits.max_model_len // limits.block_size)
         num_blocks = min(room // block, most)
     else:
         num_blocks = config.num_blocks
-        if use is not None and num_blocks * block > (room := ranks.least(use.room(1.0))):
-            raise ValueError(
-                f"--num-blocks {num_blocks}: {gib(num_blocks * block)} of KV, and there is room for "
-                f"{gib(room)}, {max(0, room // block)} blocks. {_needs(config, use)}"
-            )
+        if use is not None:
+            room = max(0, ranks.least(use.room(1.0)) - num_slots * limits.state_bytes)
+            beside = f" beside the states of {num_slots} requests" if num_slots else ""
+            if num_blocks * block > room:
+                raise ValueError(
+                    f"--num-blocks {num_blocks}: {gib(num_blocks * block)} of KV, and there is room for "
+                    f"{gib(room)}, {room // block} blocks{beside}. {_needs(config, use)}"
+                )
     capacity = max(0, num_blocks) * limits.block_size
     if capacity < (config.max_model_len or 1):
         remedy = "raise --num-blocks" if config.num_blocks or use is None else _remedy(config)
@@ -185,10 +207,23 @@ def size_pool(
         log.warning("requests can have %d tokens: the model's context of %d does not fit the KV pool",
                     max_model_len, model.max_model_len)  # fmt: skip
     log.info(
-        "memory: %sKV pool %s: %d blocks of %d, %d tokens",
+        "memory: %sKV pool %s: %d blocks of %d, %d tokens%s",
         f"{use}, " if use else "", gib(num_blocks * block), num_blocks, limits.block_size, capacity,
+        f"; states of {num_slots} requests {gib(num_slots * limits.state_bytes)}" if num_slots else "",
     )  # fmt: skip
-    return PoolSize(num_blocks, max_model_len)
+    return PoolSize(num_blocks, max_model_len, num_slots)
+
+
+def _num_slots(config: EngineConfig, limits: CacheLimits, room: int) -> int:
+    """States for all requests of a step, if there is room for them and for some KV of each."""
+    least = min(limits.max_model_len, TOKENS_BESIDE_STATES) * limits.token_bytes
+    num_slots = min(config.max_num_seqs, room // (limits.state_bytes + least))
+    if num_slots < 1:
+        raise ValueError(
+            f"the states of one request take {limits.state_bytes / MIB:.1f} MiB, and its KV beside them "
+            f"{least / MIB:.1f} MiB; there is room for {max(0, room) / MIB:.1f} MiB. Choose a smaller model"
+        )
+    return num_slots
 
 
 @contextmanager

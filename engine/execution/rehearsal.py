@@ -41,6 +41,7 @@ class _Sequence:
 
     prompt: int
     blocks: "array[int]"
+    state_slot: int
     computed: int = 0
 
 
@@ -53,14 +54,24 @@ class Rehearsal:
     """The steps for an engine with these limits."""
 
     def __init__(
-        self, *, seats: int, budget: int, max_model_len: int, block_size: int, pool: int | None = None
+        self,
+        *,
+        seats: int,
+        budget: int,
+        max_model_len: int,
+        block_size: int,
+        pool: int | None = None,
+        num_slots: int = 0,
     ) -> None:
         """`seats`: requests in a step. `budget`: tokens in a step. `pool`: blocks of the cache; requests that
-        find no more blocks share some. None: the cache will have `num_blocks`."""
+        find no more blocks share some. None: the cache will have `num_blocks`. `num_slots`: requests with
+        states, which may be fewer than requests; 0: no layer has states."""
         self._budget = budget
         self._max_model_len = max_model_len
         self._block_size = block_size
         self._pool = pool
+        self._num_slots = num_slots
+        self._sequences = 0
         self.num_blocks = 0
         decodes = seats.bit_length() + 3  # tokens that the first request decodes
         self._first = [
@@ -79,7 +90,10 @@ class Rehearsal:
         blocks = -(-min(prompt + decodes, self._max_model_len) // self._block_size)
         self.num_blocks += blocks
         ids = range(self.num_blocks - blocks, self.num_blocks)
-        return _Sequence(prompt, array("i", [block % self._pool if self._pool else block for block in ids]))
+        self._sequences += 1
+        slot = self._sequences % self._num_slots if self._num_slots else 0
+        table = array("i", [block % self._pool if self._pool else block for block in ids])
+        return _Sequence(prompt, table, slot)
 
     def steps(self, table_width: int | None) -> Iterator[Step]:
         """All steps in order; `table_width` as in `arrange`."""
@@ -134,6 +148,7 @@ class Rehearsal:
             [sequence.blocks for sequence, _ in chunks], sampled, variant, _draws(len(sampled), variant),
             hands_over=False, block_size=self._block_size, table_width=table_width,
             scored=all_rows if scored else None,
+            state_slots=[sequence.state_slot for sequence, _ in chunks] if self._num_slots else None,
         )  # fmt: skip
 
 

@@ -22,12 +22,13 @@ from engine.execution.moments import Moment, moment
 from engine.execution.prompt_logprobs import Piece, joined, prompt_logprobs
 from engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
 from engine.execution.upload import upload
-from engine.kernels import KV, HeadNorm, Kernels
+from engine.kernels import KV, HeadNorm, Kernels, LayerState, Mamba2
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.tiles import SHORT
 from engine.layers.ranks import Ranks
 from engine.model_config import ModelConfig
-from engine.models.cache_spec import AttentionCache
+from engine.models import attention_caches, state_caches
+from engine.models.cache_spec import CacheSpec
 from engine.step import Adjustments, Draws, Sampled, Step, Variant
 
 
@@ -71,14 +72,15 @@ class Launched:
 class ModelRunner:
     """Owns the model, its KV cache and its graphs on one device.
 
-    `kv_cache` has one cache for each layer, as its `AttentionCache` lays it out."""
+    `kv_cache` has one cache for each attention layer, and `states` one for each state layer, as their
+    `CacheSpec` lays them out."""
 
     def __init__(
         self,
         model: Any,
         kernels: Kernels,
         config: ModelConfig,
-        cache: Sequence[AttentionCache],
+        cache: Sequence[CacheSpec],
         *,
         dtype: torch.dtype,
         block_size: int,
@@ -93,9 +95,14 @@ class ModelRunner:
         self.followers = Followers()
         """Set on rank 0 when all ranks have started: the other ranks then follow its calls."""
         self.kv_cache: list[KV] = []
+        self.states: list[LayerState] = []
         self._kernels = kernels
         self._config = config
         self._cache = cache
+        self._attention = attention_caches(cache)
+        self._state = state_caches(cache)
+        self._index = [sum(type(other) is type(spec) for other in cache[:i]) for i, spec in enumerate(cache)]
+        """Of a layer among those of its kind."""
         self._dtype = dtype
         self._graphs: StepGraphs | None = None
         self._moment: Callable[[], Moment] = partial(moment, device)
@@ -108,15 +115,18 @@ class ModelRunner:
             # One width: Triton compiles a kernel anew for strides that differ in their divisibility.
             self.table_width = -(-config.max_model_len // (16 * block_size)) * 16
 
-    def open(self, num_blocks: int, layers: int | None = None) -> None:
-        """Makes an empty cache. With `layers`, only this many layers have memory; the others share it."""
-        own = layers or len(self._cache)
-        caches = [spec.allocate(num_blocks, self.block_size, self.device) for spec in self._cache[:own]]
-        self.kv_cache = [caches[layer % own] for layer in range(len(self._cache))]
+    def open(self, num_blocks: int, num_slots: int = 0, *, shared: bool = False) -> None:
+        """Makes an empty cache. `num_slots`: requests with states; 0: no layer has states. `shared`: all
+        layers of a kind share the memory of one."""
+        own = 1 if shared else len(self._cache)
+        kv = [spec.allocate(num_blocks, self.block_size, self.device) for spec in self._attention[:own]]
+        self.kv_cache = [kv[i % own] for i in range(len(self._attention))]
+        states = [spec.allocate(num_slots, self.device) for spec in self._state[:own]]
+        self.states = [states[i % own] for i in range(len(self._state))]
 
     def close(self) -> None:
         """Gives the cache's memory back."""
-        self.kv_cache = []
+        self.kv_cache, self.states = [], []
 
     def stop(self) -> None:
         """Runs nothing more: drops the graphs, and leaves the group of ranks."""
@@ -130,7 +140,8 @@ class ModelRunner:
         assert self.table_width is not None, "a CPU has no graphs"
         config = self._config
         tile = SHORT.tokens(config.num_heads // config.num_kv_heads)
-        widths = Widths(self.table_width, config.hidden_size, config.vocab_size, tile)
+        scan = self._kernels.chunk_tokens(self._dtype) if self._state else 0
+        widths = Widths(self.table_width, config.hidden_size, config.vocab_size, tile, scan)
         self._graphs = StepGraphs(
             self,
             self._tokens,
@@ -167,10 +178,12 @@ class ModelRunner:
                 rows, step.variant, size, None, None, began, scored=self._score(graphs.hidden, step)
             )
         arrays = [step.token_ids, step.positions, step.slots, step.block_tables, step.contexts]
-        token_ids, positions, slots, tables, contexts = upload(arrays, self.device)
+        arrays += [] if step.state_slots is None else [step.state_slots]
+        token_ids, positions, slots, tables, contexts, *states = upload(arrays, self.device)
         attention = AttentionMetadata(
-            self.block_size, slots, tables, contexts, step.num_decodes, step.prefills
-        )
+            self.block_size, slots, tables, contexts, step.num_decodes, step.prefills,
+            state_slots=states[0] if states else None,
+        )  # fmt: skip
         sampled, *draws = upload([step.sampled_rows, *step.draws], self.device)
         hidden = self.forward(token_ids, positions, attention, layer_done)
         logits = self.logits(hidden[sampled]).float() if rows else None
@@ -225,23 +238,33 @@ class ModelRunner:
         heads, kv_heads = self._config.num_heads, self._config.num_kv_heads
         plans = {
             span: kernels.plan(attention, heads, kv_heads, self._dtype, span)
-            for span in {layer.span for layer in self._cache}
+            for span in {layer.span for layer in self._attention}
         }
 
         def attend(
             layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None
         ) -> Tensor:
-            kv = self.kv_cache[layer]
+            index = self._index[layer]
+            kv = self.kv_cache[index]
             q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, k, v, kv, plans[self._cache[layer].span], sinks)
+            return kernels.attention(q, k, v, kv, plans[self._attention[index].span], sinks)
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)
         self.model.step_rows.decodes = attention.num_decodes
         if self.model.expert_load is not None:
             self.model.expert_load.begin_step(attention.slots)
-        return self.model(known, positions, attend)
+        if not self._state:
+            return self.model(known, positions, attend)
+        states = kernels.plan_states(attention, self._state[0].num_heads, self._dtype)
+
+        def mix(layer: int, projected: Tensor, parameters: Mamba2) -> Tensor:
+            y = kernels.mamba2(projected, parameters, self.states[self._index[layer]], states)
+            layer_done(layer)
+            return y
+
+        return self.model(known, positions, attend, mix)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocabulary], in the model's dtype."""

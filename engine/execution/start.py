@@ -15,14 +15,14 @@ import torch
 from content import content_root
 from engine.api.config import EngineConfig
 from engine.execution.graphs import LARGEST
-from engine.execution.memory import MemoryUse, choose_limits, memory_for, size_pool
+from engine.execution.memory import CacheLimits, MemoryUse, choose_limits, memory_for, size_pool
 from engine.execution.rehearsal import Rehearsal, measure_steps, warm_up
 from engine.execution.runner import ModelRunner
 from engine.kernels import kernels_for
 from engine.layers.ranks import Ranks
 from engine.loader import choose_format, load_model, open_checkpoint
 from engine.model_config import ModelConfig
-from engine.models.cache_spec import AttentionCache
+from engine.models.cache_spec import CacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,11 @@ class Started:
     """Of all that KV depends on beside the tokens and their salt (`content`)."""
     source: str
     """The checkpoint's file or directory."""
-    cache_spec: Sequence[AttentionCache]
+    cache_spec: Sequence[CacheSpec]
     """What each layer caches on this rank."""
     num_blocks: int
+    num_slots: int
+    """Requests that have states at the same time. 0: no layer has states."""
     largest: tuple[int, float]
     """Prompt tokens of a full step, and its seconds. 0: not measured."""
 
@@ -71,19 +73,14 @@ def start_rank(
         device=device,
         ranks=ranks,
     )
-    use = (
-        _measure(config, runner, _rehearsal(config, limits.max_model_len, runner, None), progress)
-        if on_gpu
-        else None
-    )
+    use = _measure(config, runner, limits, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
-        runner.open(pool.num_blocks)
+        runner.open(pool.num_blocks, pool.num_slots)
         largest = (0, 0.0)
         if on_gpu:
-            largest = warm_up(
-                runner, _rehearsal(config, pool.max_model_len, runner, pool.num_blocks), progress
-            )
+            rehearsal = _rehearsal(config, pool.max_model_len, runner, pool.num_slots, pool.num_blocks)
+            largest = warm_up(runner, rehearsal, progress)
         if on_gpu and config.cuda_graphs:
             runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
         if model.expert_load is not None:
@@ -92,35 +89,42 @@ def start_rank(
         runner,
         replace(model_config, max_model_len=pool.max_model_len),
         fingerprint,
-        content_root(fingerprint, str(limits.dtype), str(limits.cache[0].dtype)),
+        content_root(fingerprint, str(limits.dtype), str(limits.kv_dtype)),
         checkpoint.source,
         limits.cache,
         pool.num_blocks,
+        pool.num_slots,
         largest,
     )
 
 
-def _rehearsal(config: EngineConfig, max_model_len: int, runner: ModelRunner, pool: int | None) -> Rehearsal:
+def _rehearsal(
+    config: EngineConfig, max_model_len: int, runner: ModelRunner, num_slots: int, pool: int | None = None
+) -> Rehearsal:
     return Rehearsal(
         seats=config.max_num_seqs,
         budget=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=runner.block_size,
         pool=pool,
+        num_slots=num_slots,
     )
 
 
 def _measure(
     config: EngineConfig,
     runner: ModelRunner,
-    rehearsal: Rehearsal,
+    limits: CacheLimits,
     progress: Callable[[str, float], None],
 ) -> MemoryUse:
-    """The memory of the largest step beside the weights. All layers share one small cache meanwhile."""
+    """The memory of the largest step beside the weights. All layers of a kind share one small cache
+    meanwhile."""
+    num_slots = config.max_num_seqs if limits.state_bytes else 0
+    rehearsal = _rehearsal(config, limits.max_model_len, runner, num_slots)
     device = runner.device
     weights = torch.cuda.memory_allocated(device)
     with memory_for("the largest step", "lower --max-num-batched-tokens or --max-num-seqs"):
-        runner.open(rehearsal.num_blocks, layers=1)
+        runner.open(rehearsal.num_blocks, num_slots, shared=True)
         step = measure_steps(runner, rehearsal, progress)
     runner.close()
     torch.cuda.empty_cache()

@@ -179,6 +179,10 @@ class Kernels(Protocol):
         """The plan that `mamba2` needs, the same for all layers of a step with so many heads."""
         ...
 
+    def chunk_tokens(self, dtype: torch.dtype) -> int:
+        """Tokens of a chunk in `AttentionMetadata.scans`."""
+        ...
+
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: Any) -> Tensor:
         """Convolution and scan of a state layer (`engine.kernels.mamba2`): takes the state of each request in
         the plan past the tokens of this step, in place.

@@ -145,6 +145,9 @@ class TorchKernels:
     def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> TorchStatePlan:
         return mamba2.plan_states(metadata)
 
+    def chunk_tokens(self, dtype: torch.dtype) -> int:
+        return mamba2.CHUNK
+
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchStatePlan) -> Tensor:
         return mamba2.mamba2(projected, layer, state, plan)
 

@@ -178,6 +178,9 @@ class TritonKernels:
         progress = ssd.progress_of(len(slots), heads, device)
         return TritonStatePlan(slots, metadata.contexts[:decodes], scans, progress)
 
+    def chunk_tokens(self, dtype: torch.dtype) -> int:
+        return ssd.chunk_tokens(dtype)
+
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TritonStatePlan) -> Tensor:
         _, heads, head_dim, _ = state.ssm.shape
         x, dt = projected.split((projected.shape[1] - heads, heads), dim=1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.model_config import ModelConfig
-from engine.models.cache_spec import AttentionCache
+from engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
 from engine.models.gpt_oss import GptOss
 from engine.models.llama import Llama
 from engine.models.llama4 import Llama4
@@ -35,11 +35,30 @@ def model_class(architecture: str, source: str) -> type[Llama]:
     return MODELS[architecture]
 
 
-def cache_spec(config: ModelConfig, kv_dtype: torch.dtype) -> Sequence[AttentionCache]:
-    """What each layer of this model caches."""
-    return model_class(config.architecture, config.architecture).cache_spec(config, kv_dtype)
+def cache_spec(
+    config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> Sequence[CacheSpec]:
+    """What each layer of this model caches, if it computes in `dtype`. `kv_dtype` None: KV has this type,
+    too."""
+    model = model_class(config.architecture, config.architecture)
+    return model.cache_spec(config, dtype, kv_dtype or dtype)
 
 
-def cache_bytes_per_token(cache: Sequence[AttentionCache]) -> int:
+def attention_caches(cache: Sequence[CacheSpec]) -> list[AttentionCache]:
+    """Those of the attention layers."""
+    return [layer for layer in cache if isinstance(layer, AttentionCache)]
+
+
+def state_caches(cache: Sequence[CacheSpec]) -> list[StateCache]:
+    """Those of the state layers."""
+    return [layer for layer in cache if isinstance(layer, StateCache)]
+
+
+def cache_bytes_per_token(cache: Sequence[CacheSpec]) -> int:
     """Bytes that the cache of all layers needs for one token."""
-    return sum(layer.bytes_per_token for layer in cache)
+    return sum(layer.bytes_per_token for layer in attention_caches(cache))
+
+
+def state_bytes_per_request(cache: Sequence[CacheSpec]) -> int:
+    """Bytes that the states of all layers need for one request. 0: no layer has states."""
+    return sum(layer.bytes_per_request for layer in state_caches(cache))

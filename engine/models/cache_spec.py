@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels import FP8, KV, Fp8KV
+from engine.kernels import FP8, KV, Fp8KV, LayerState
 from engine.model_config import Span
 
 SCALE_BYTES = 4
@@ -38,3 +38,33 @@ class AttentionCache:
         if self.dtype is not FP8:
             return values
         return Fp8KV(values, torch.empty((2, num_blocks, heads, block_size), device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """A layer with a state of fixed size for each request (`engine.kernels.mamba2`)."""
+
+    conv_inputs: int
+    """Inputs of the convolution that a request keeps."""
+    channels: int
+    num_heads: int
+    head_dim: int
+    state_size: int
+    dtype: torch.dtype
+    """Of the inputs of the convolution. The state of a head is float32: rounding it would add up over the
+    tokens."""
+
+    @property
+    def bytes_per_request(self) -> int:
+        ssm = self.num_heads * self.head_dim * self.state_size
+        return self.conv_inputs * self.channels * self.dtype.itemsize + ssm * torch.float32.itemsize
+
+    def allocate(self, num_slots: int, device: torch.device) -> LayerState:
+        """Returns the states of `num_slots` requests, not initialised: no kernel reads what an earlier
+        request left."""
+        conv = torch.empty(num_slots, self.conv_inputs, self.channels, dtype=self.dtype, device=device)
+        heads = num_slots, self.num_heads, self.head_dim, self.state_size
+        return LayerState(conv, torch.empty(heads, device=device))
+
+
+CacheSpec = AttentionCache | StateCache

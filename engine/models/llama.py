@@ -15,7 +15,7 @@ from engine.layers.rotary import Rotary
 from engine.layers.vocabulary import Embedding, OutputProjection
 from engine.layers.weights import Weights
 from engine.model_config import ModelConfig
-from engine.models.cache_spec import AttentionCache
+from engine.models.cache_spec import AttentionCache, CacheSpec
 
 Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None], Tensor]
 """(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads, sinks) → output of
@@ -79,8 +79,8 @@ class Llama:
     attention: ClassVar[type[LlamaAttention]] = LlamaAttention
 
     @staticmethod
-    def cache_spec(config: ModelConfig, kv_dtype: torch.dtype) -> tuple[AttentionCache, ...]:
-        """The cache of each layer."""
+    def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+        """What each layer caches."""
         spans = config.spans or (None,) * config.num_layers
         return tuple(AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype, span) for span in spans)
 

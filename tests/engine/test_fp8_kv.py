@@ -13,6 +13,7 @@ from engine import Engine
 from engine.kernels import FP8, Fp8KV, Kernels
 from engine.kernels.torch_kernels import TorchKernels
 from engine.model_config import Span
+from engine.models import cache_bytes_per_token
 from tests.engine.test_kernels import RAGGED, Step, close
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
@@ -158,7 +159,7 @@ def test_a_token_does_not_depend_on_chunks_blocks_and_other_requests(
     together = run(engine, requests)
     assert [together[request.id].tokens for request in requests] == alone
     assert isinstance(engine.kv_cache[0], Fp8KV)
-    assert engine.cache_spec[0].bytes_per_token == 2 * 2 * (16 + 4)
+    assert cache_bytes_per_token(engine.cache_spec[:1]) == 2 * 2 * (16 + 4)
     plain = tiny_engine(num_blocks=64)
     assert engine.content_root != plain.content_root
     assert engine.model_fingerprint == plain.model_fingerprint

@@ -26,6 +26,7 @@ from engine.layers.ranks import Ranks
 from engine.loader.hf import read_config
 from engine.model_config import ModelConfig
 from engine.models import cache_spec
+from engine.models.cache_spec import StateCache
 from engine.step import Step
 
 LLAMA = ModelConfig(
@@ -56,10 +57,36 @@ def test_the_pool_takes_the_rest_of_this_process_share() -> None:
 
 
 def test_the_pool_holds_nearly_twice_the_tokens_in_fp8() -> None:
-    limits = replace(LIMITS, cache=cache_spec(LLAMA, FP8))
+    limits = replace(LIMITS, cache=cache_spec(LLAMA, torch.bfloat16, FP8))
     assert limits.token_bytes == LIMITS.token_bytes * (128 + 4) // (2 * 128)
     plain, fp8 = (pool(use(), limits).num_blocks for limits in (LIMITS, limits))
     assert fp8 == pytest.approx(plain * 256 / 132, rel=1e-3)
+
+
+STATES = StateCache(3, 8448, 128, 64, 128, torch.bfloat16)
+BAMBA = replace(LIMITS, max_model_len=4096, cache=(CACHE[0],) * 3 + (STATES,) * 29)
+"""Its states take as much memory as the KV of 9,967 tokens."""
+
+
+def test_states_and_kv_share_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine")
+    assert BAMBA.state_bytes == 29 * (4 * 128 * 64 * 128 + 2 * 3 * 8448)
+    sizes = pool(use(), BAMBA), pool(use(free=20), BAMBA)
+    assert "; states of 256 requests 29.35 GiB" in caplog.messages[1]
+    for size, room in zip(sizes, (53.5, 17.5), strict=True):
+        used = size.num_blocks * 128 * BAMBA.token_bytes + size.num_slots * BAMBA.state_bytes
+        assert used <= room * GIB
+        assert size.num_slots == 256 or (size.num_slots + 1) * BAMBA.state_bytes > 0.8 * room * GIB
+        assert size.num_blocks * 128 >= 2048 * size.num_slots, "each has some KV beside its states"
+    assert pool(use(), BAMBA, num_blocks=64) == PoolSize(64, 4096, 256)
+    with pytest.raises(
+        ValueError, match=r"there is room for 0\.00 GiB, 0 blocks beside the states of 256 req"
+    ):
+        pool(use(free=10), BAMBA, num_blocks=64)
+    with pytest.raises(
+        ValueError, match=r"the states of one request take 117\.4 MiB, .* there is room for 76"
+    ):
+        pool(use(free=2.575), BAMBA)
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((9, 0), True), ((8, 9), True), ((8, 0), False)])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.api.request import EngineRequest
 from engine.api.sampling_params import SamplingParams
@@ -14,6 +14,7 @@ from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.scheduler import Chunk, Schedule, Scheduler
+from engine.core.state_pool import StatePool
 
 BLOCK = 4
 
@@ -25,6 +26,7 @@ def make(
     prefix_cache: bool = False,
     mixed_rows: tuple[int, ...] = (),
     full_step: int = FULL_STEP,
+    states: int = 0,
 ) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks),
@@ -34,6 +36,7 @@ def make(
         mixed_rows=mixed_rows,
         full_step=full_step,
         content_root=b"root" if prefix_cache else None,
+        states=StatePool(states) if states else None,
     )
 
 
@@ -79,10 +82,16 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = make(num_blocks=14, seqs=4, budget=9, prefix_cache=True)
         self.numbers = iter(range(1 << 20))
         self.rng = random.Random(0)
         self.flights: list[list[Chunk]] = []  # launched steps
+
+    @initialize(states=st.booleans())
+    def begin(self, states: bool) -> None:
+        """With a prefix cache, or with a slot for each request: more of them than seats, as some are held."""
+        self.scheduler = make(
+            num_blocks=14, seqs=4, budget=9, prefix_cache=not states, states=5 if states else 0
+        )
 
     def request(self, length: int, family: int, priority: int = 0, alone: bool = False) -> EngineRequest:
         prompt = [family * 1000 + i for i in range(length)]  # requests of one family share prefixes
@@ -237,6 +246,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_use = {block for live in everyone for block in live.blocks}
         assert scheduler.pool.free == scheduler.pool.num_blocks - len(in_use)
         assert not any(live.blocks for live in scheduler.waiting)
+        if scheduler.states is not None:
+            slots = [live.state_slot for live in everyone if live.blocks]
+            assert len({*slots}) == len(slots), "a slot has two owners"
+            assert scheduler.states.free == scheduler.states.num_slots - len(slots)
 
     def teardown(self) -> None:
         for live in list(self.scheduler.requests.values()):
@@ -303,6 +316,31 @@ def test_requests_start_by_priority_then_arrival_and_never_overtake() -> None:
     add(scheduler, 4, 1, priority=-1)
     assert [c.live.id[0] for c in step(scheduler).chunks] == [1, 4]
     assert [live.id[0] for live in scheduler.waiting] == [2, 3]
+
+
+def test_without_a_free_slot_no_request_starts() -> None:
+    scheduler = make(states=2)
+    held, _, third = (add(scheduler, number, 3, handover=number == 0) for number in range(3))
+    step(scheduler)
+    assert tokens(step(scheduler)) == [(1, 3, 4)], "the held request keeps its slot"
+    assert not scheduler.can_admit
+    assert scheduler.start(EngineRequest(b"4", [1])) is None
+    assert scheduler.to_drop(lambda request_id: request_id == third.id, [], [held.id]) == [held.id]
+    scheduler.drop(held)
+    assert (2, 0, 3) in tokens(step(scheduler))
+
+
+def test_a_slot_is_free_when_the_last_step_that_uses_it_is_over() -> None:
+    """The step runs ahead of the end of the request, and writes the slot."""
+    scheduler = make(states=1)
+    live = add(scheduler, 0, 3)
+    plan = scheduler.schedule()
+    scheduler.launched(plan.chunks)
+    scheduler.drop(live)
+    add(scheduler, 1, 3)
+    assert not scheduler.can_admit
+    scheduler.landed(plan.chunks)
+    assert scheduler.can_admit
 
 
 def test_retried_requests_go_before_new_ones() -> None:
