@@ -1,4 +1,4 @@
-"""The router: OpenAI's HTTP API, and gRPC, in front of prefill and decode workers.
+"""The router: the HTTP APIs of OpenAI and Anthropic, and gRPC, in front of prefill and decode workers.
 
 1. `endpoints` receives an HTTP body or a gRPC message.
 2. `admission` checks the client's key and limits, and accepts or refuses the request.

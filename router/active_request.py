@@ -115,7 +115,9 @@ class ActiveRequest:
         echoes: the texts that the choices of each prompt begin with. Empty unless the client asked for
             `echo`.
         beginning: whether the outputs begin with reasoning.
+        repeated: the fields of /v1/responses that the response repeats, as a JSON object.
         name: the request's id as its client knows it.
+        sampling: the sampling parameters of the first choice.
         choices: `body.n` for each prompt, in the order of the prompts.
         metrics: those of the router.
     """
@@ -135,7 +137,9 @@ class ActiveRequest:
         self.prompts = prepared.prompts
         self.echoes = prepared.echoes
         self.beginning = prepared.beginning
+        self.repeated = prepared.repeated
         self.name = name
+        self.sampling = jobs[0].sampling
         self.choices = [
             Choice(
                 services.tokenizer,
@@ -224,7 +228,7 @@ class ActiveRequest:
 
     @contextmanager
     def _traced(self) -> Iterator[Span]:
-        body, sampling = self.body, self._jobs[0].sampling
+        body, sampling = self.body, self.sampling
         attributes: Attributes = {
             "gen_ai.request.id": self.name,
             "gen_ai.request.n": body.n,

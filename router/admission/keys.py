@@ -139,5 +139,5 @@ class KeyRing:
             if hmac.compare_digest(sent, known.sha256):
                 found = known
         if scheme.lower() != "bearer" or found is None:
-            raise Unauthorized("send a valid API key as `Authorization: Bearer KEY`")
+            raise Unauthorized("send a valid API key as `Authorization: Bearer KEY`, or as x-api-key")
         return found

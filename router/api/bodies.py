@@ -26,7 +26,7 @@ from router.api.fields import (
     unsupported,
 )
 from router.api.messages import Message
-from router.api.sampling import Body, SamplingBody
+from router.api.sampling import Body, OpenAIBody
 from router.api.structured import ResponseFormat, Structure
 from router.api.tools import NamedTool, Tool, ToolChoice
 from router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refuse
@@ -52,7 +52,7 @@ class StreamOptions(BaseModel):
         return self.usage_at_the_end and self.continuous_usage_stats
 
 
-class GenerationBody(SamplingBody):
+class GenerationBody(OpenAIBody):
     """The fields that chat and text completions share."""
 
     stream_options: StreamOptions | None = None

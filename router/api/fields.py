@@ -1,9 +1,19 @@
 """Types of request fields: their validators, and the JSON schemas of what clients may send."""
 
+from collections.abc import Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, GetCoreSchemaHandler, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    Tag,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault, core_schema
 
 MAX_CHOICES = 128
@@ -111,8 +121,11 @@ def stops(value: Any) -> list[str]:
     return listed
 
 
-def text(value: Any) -> str:
-    """Normalizes the content of a message: null, a string or a list of text parts becomes a string."""
+def text(value: Any, kinds: Sequence[str] = ("text",)) -> str:
+    """Normalizes the content of a message: null, a string or a list of text parts becomes a string.
+
+    `kinds`: the types of parts that hold text.
+    """
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
@@ -120,9 +133,33 @@ def text(value: Any) -> str:
     texts: list[str] = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
+        if kind not in kinds:
             raise unsupported(f"parts of type {kind!r} are not supported")
         if not isinstance(part.get("text"), str):
             raise invalid("a text part must have a text")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def tag(kind: str) -> Tag:
+    """Returns the tag of one model of a union, where the member `type` of a value says which one it is.
+
+    The brackets tell it from the name of a field in the location of an error.
+    """
+    return Tag(f"<{kind}>")
+
+
+def union_of(*kinds: str, default: str | None = None) -> tuple[Discriminator, BeforeValidator]:
+    """Returns the annotations of such a union. `default`: the type of a value that has none."""
+
+    def kind_of(value: Any) -> Any:
+        return value.get("type") or default if isinstance(value, dict) else None
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise invalid("must be an object")
+        if kind_of(value) not in kinds:
+            raise unsupported(f"parts of type {kind_of(value)!r} are not supported")
+        return value
+
+    return Discriminator(lambda value: f"<{kind_of(value)}>"), BeforeValidator(check)

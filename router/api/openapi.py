@@ -8,7 +8,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.api import responses
+from router.api.anthropic.body import CountTokensBody, MessagesBody
+from router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage, MessageEvent, TokenCount
 from router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.api.openai_responses.body import ResponsesBody
+from router.api.openai_responses.reply import DeletedResponse, ResponseEvent, ResponseObject
 
 _SCHEMA = "#/components/schemas/{model}"
 _REQUEST = (400, 401, 404, 408, 413, 415, 500, 503)
@@ -29,6 +33,8 @@ class Operation:
     """One server-sent event of a stream."""
     errors: tuple[int, ...] = ()
     """HTTP statuses of its errors."""
+    error: type[BaseModel] = responses.ErrorResponse
+    """The body of its errors."""
     open: bool = False
     """Needs no API key."""
     admin: bool = False
@@ -45,6 +51,30 @@ OPERATIONS = (
     Operation(
         "post", "/v1/completions", "Complete a text.", responses.CompletionResponse,
         body=CompletionBody, chunk=responses.CompletionChunk, errors=_GENERATION,
+    ),
+    Operation(
+        "post", "/v1/responses", "Respond to an input, and keep the response.", ResponseObject,
+        body=ResponsesBody, chunk=ResponseEvent, errors=_GENERATION,
+    ),
+    Operation(
+        "get", "/v1/responses/{id}", "A response that is kept, or runs in the background.", ResponseObject,
+        errors=(400, 401, 404), parameters=("id",),
+    ),
+    Operation(
+        "delete", "/v1/responses/{id}", "Forget a response.", DeletedResponse, errors=(401, 404),
+        parameters=("id",),
+    ),
+    Operation(
+        "post", "/v1/responses/{id}/cancel", "End a response in the background.", ResponseObject,
+        errors=(400, 401, 404), parameters=("id",),
+    ),
+    Operation(
+        "post", "/v1/messages", "Complete a chat, in Anthropic's form.", AnthropicMessage,
+        body=MessagesBody, chunk=MessageEvent, errors=_GENERATION, error=AnthropicErrorResponse,
+    ),
+    Operation(
+        "post", "/v1/messages/count_tokens", "How long a prompt is, in Anthropic's form.", TokenCount,
+        body=CountTokensBody, errors=_REQUEST, error=AnthropicErrorResponse,
     ),
     Operation("get", "/v1/models", "The model that is served.", responses.ModelList, errors=(401,)),
     Operation(
@@ -91,7 +121,7 @@ def description(version: str, keys: bool, admin: bool) -> dict[str, Any]:
     bodies = [operation.body for operation in OPERATIONS if operation.body]
     sent = [r for o in OPERATIONS for r in (o.response, o.chunk) if isinstance(r, type)]
     models = [(model, "validation") for model in bodies]
-    models += [(model, "serialization") for model in [*sent, responses.ErrorResponse]]
+    models += [(model, "serialization") for model in dict.fromkeys([*sent, *(o.error for o in OPERATIONS)])]
     _, schemas = models_json_schema(models, ref_template=_SCHEMA)  # pyrefly: ignore[bad-argument-type]
     components: dict[str, Any] = {"schemas": schemas["$defs"]}
     if keys:
@@ -116,7 +146,7 @@ def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
     elif operation.response is not None:
         content["application/json"] = _schema(operation.response)
     if operation.chunk is not None:
-        # The data of each event is a chunk. The data of the last event is [DONE].
+        # The data of each event is a chunk. The data of OpenAI's last event of completions is [DONE].
         content["text/event-stream"] = {"x-event-schema": _ref(operation.chunk)}
     errors = [code for code in operation.errors if keys or code != 401]
     described: dict[str, Any] = {
@@ -125,8 +155,8 @@ def _operation(operation: Operation, keys: bool) -> dict[str, Any]:
             "200": {"description": "Success", **({"content": content} if content else {})},
             **{
                 str(code): {
-                    "description": "An error in OpenAI's shape",
-                    "content": {"application/json": _schema(responses.ErrorResponse)},
+                    "description": "An error",
+                    "content": {"application/json": _schema(operation.error)},
                 }
                 for code in errors
             },

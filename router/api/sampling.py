@@ -1,6 +1,6 @@
 """The fields that all endpoints that generate share."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
@@ -39,7 +39,6 @@ class SamplingBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: Annotated[list[str], PlainValidator(stops, json_schema_input_type=Stops)] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
     bad_words: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -57,7 +56,17 @@ class SamplingBody(Body):
     structured_outputs: StructuredOutputs | None = None
     priority: Nullable[Annotated[int, Field(ge=-(2**31), lt=2**31)]] = 0
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     """Requests share cached prefixes only with those of the same API key's salt and the same `cache_salt`."""
+
+    def given(self, kind: type["SamplingBody"]) -> dict[str, Any]:
+        """Returns those fields of `kind` that the client sent."""
+        return {name: getattr(self, name) for name in kind.model_fields if name in self.model_fields_set}
+
+
+class OpenAIBody(SamplingBody):
+    """The fields that all of OpenAI's endpoints that generate share."""
+
+    stop: Annotated[list[str], PlainValidator(stops, json_schema_input_type=Stops)] = []
+    user: str | None = None
+    prompt_cache_key: str | None = None

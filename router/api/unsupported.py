@@ -34,9 +34,29 @@ COMPLETION: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 CHAT: dict[str, tuple[Any, ...]] = {"echo": (False,)}
 TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": (), "return_token_strs": (False,)}
+COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
+    "context_management": (
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+    "mcp_servers": ([],), "output_format": (), "speed": ("standard",), "user_profile_id": (),
+    "workspace_id": (),
+}  # fmt: skip
+MESSAGES: dict[str, tuple[Any, ...]] = COUNT_TOKENS | {
+    "container": (), "diagnostics": (), "inference_geo": (), "kv_transfer_params": ({},),
+}  # fmt: skip
+RESPONSES: dict[str, tuple[Any, ...]] = {
+    "access_programs": (), "context_management": ([],), "conversation": (),
+    "enable_response_messages": (False,), "image": (), "kv_transfer_params": ({},), "max_tool_calls": (),
+    "mm_processor_kwargs": ({},), "moderation": (), "previous_input_messages": ([],), "prompt": (),
+    "prompt_cache_options": ({},), "request_id": (), "vllm_xargs": ({},),
+}  # fmt: skip
 REFUSED = {
     "/v1/chat/completions": GENERATION | CHAT,
     "/v1/completions": GENERATION | COMPLETION,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
     "/tokenize": TOKENIZE,
 }
 """The refused fields of each endpoint."""
@@ -48,6 +68,7 @@ REMEDIES = {
     "bootstrap_host": _ROUTED,
     "bootstrap_port": _ROUTED,
     "bootstrap_room": _ROUTED,
+    "conversation": "use previous_response_id",
     "ebnf": "use structured_outputs.grammar",
     "echo": "the response holds only the new text; put the last message before it",
     "ec_transfer_params": _ROUTED,
@@ -60,6 +81,10 @@ REMEDIES = {
     "kv_transfer_params": _ROUTED,
     "logprob_token_ids": "use logprobs, in a chat with top_logprobs",
     "max_completion_tokens": "use max_tokens",
+    "max_tool_calls": "there are no built-in tools",
+    "output_format": "use output_config.format",
+    "previous_input_messages": "use previous_response_id",
+    "prompt": "there are no prompt templates; use instructions",
     "regex": "use structured_outputs.regex",
     "repetition_detection": "use repetition_penalty or stop",
     "request_id": _NAMED,
@@ -73,14 +98,16 @@ REMEDIES = {
 
 
 def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
-    """Returns `data`, unless it has one of the fields with a value that has an effect.
+    """Returns `data` without these fields, unless one of them has a value that has an effect.
 
     Raises the error for a validator otherwise. `nested`: `data` is a part of the body, and the error names
     its path instead of the field.
     """
+    if not isinstance(data, dict):
+        return data
     for name, harmless in fields.items():
-        value = data.get(name) if isinstance(data, dict) else None
+        value = data.get(name)
         if value is not None and value not in harmless:
             remedy = f": {REMEDIES[name]}" if name in REMEDIES else ""
             raise unsupported(f"{name} is not supported{remedy}", None if nested else name)
-    return data
+    return {name: value for name, value in data.items() if name not in fields}

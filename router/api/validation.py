@@ -41,12 +41,16 @@ def _explained(error: ValidationError) -> InvalidRequest:
     if first["type"] == "unsupported":
         message = reason if "param" in context else f"{param}: {reason}"
         return Unsupported(message, param=param)
+    if first["type"] == "extra_forbidden":
+        return Unsupported(f"{param}: this endpoint has no such field", param=param)
     sent = "" if first["type"] in ("missing", "invalid") else f", not {_shown(first['input'])}"
     return InvalidRequest(f"{param}: {reason}{sent}", param=param)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    """Returns the path of a field, without the tags of unions (see `fields.tag`)."""
+    named = [part for part in location if isinstance(part, int) or not part.startswith("<")]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in named)
     return path.removeprefix(".")
 
 

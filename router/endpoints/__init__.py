@@ -1,10 +1,11 @@
-"""The servers for clients: OpenAI's HTTP API and gRPC.
+"""The servers for clients: the HTTP APIs of OpenAI and Anthropic, and gRPC.
 
 Life of a request here:
 
 1. `http_server` or `grpc_server` receives it.
 2. `Frontend.authorize` checks the API key, `admit` the limits, and `prepare` makes an `ActiveRequest` of the
    bytes.
-3. The endpoint takes the deltas of the `ActiveRequest` and sends them: `grpc_server` as messages,
+3. `http_generation` or, for a response that is kept, `http_responses` calls them for HTTP.
+4. The endpoint takes the deltas of the `ActiveRequest` and sends them: `grpc_server` as messages,
    `http_response` as one JSON object or as server-sent events, which `builders` build.
 """

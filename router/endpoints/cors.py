@@ -18,7 +18,7 @@ class Cors:
         asked = request.headers.get("Access-Control-Request-Method")
         if request.method != "OPTIONS" or asked is None or not self._allows(request):
             return None
-        headers = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
+        headers = {"Access-Control-Allow-Methods": "GET, POST, DELETE", "Access-Control-Max-Age": "600"}
         if wanted := request.headers.get("Access-Control-Request-Headers"):
             headers["Access-Control-Allow-Headers"] = wanted
         return web.Response(status=204, headers=headers)

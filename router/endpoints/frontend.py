@@ -9,19 +9,19 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Literal
 
 from router.active_request import ActiveRequest, Services
 from router.admission.account import Account
 from router.admission.keys import ANY_CLIENT, KeyRing
 from router.admission.queue import Entry
 from router.api.bodies import ChatOptions, CompletionOptions
+from router.api.chat_names import named_as_in
 from router.api.jobs import make_jobs
 from router.api.structured import Structure, calls_or_answer
 from router.config import RouterConfig
 from router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
-from router.preparation.prepare import Kind, Prepared, Served
+from router.preparation.prepare import Converted, Generated, Prepared, Served
 from router.preparation.preparer import Preparer
 from router.tools.reasoning import END, START
 from rpc import worker_pb2 as pb
@@ -98,10 +98,11 @@ class Frontend:
 
     async def prepare(
         self,
-        kind: Kind,
+        kind: Generated,
         raw: bytes | bytearray,
         entry: Entry,
         *,
+        history: bytes = b"",
         name: str,
         session: str | None,
         timeout: float | None,
@@ -110,6 +111,7 @@ class Frontend:
         """Parses, validates and tokenizes the body `raw` of an admitted request.
 
         Args:
+            history: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
             name: the request's id as its client knows it.
             session: the client's name for its conversation.
             timeout: seconds that the client waits, from a header or from gRPC; the body may hold a lower
@@ -122,26 +124,27 @@ class Frontend:
         with self._services.active.preparing():
             limit = min(self._services.request_timeout, math.inf if timeout is None else timeout)
             async with _deadline(limit, began):
-                prepared = await self._preparer.prepare(kind, raw, self._served, entry.key.name)
+                prepared = await self._preparer.prepare(kind, raw, self._served, entry.key.name, history)
             assert isinstance(prepared, Prepared)
             body = prepared.options
             limit = min(limit, math.inf if body.timeout is None else body.timeout)
-            async with _deadline(limit, began):
-                structure = await self._structure(body, entry.key.name)
-            jobs = make_jobs(
-                body,
-                prepared.prompts,
-                context=self._served.context,
-                vocab_size=self._services.tokenizer.vocab_size,
-                session=session,
-                content_root=self._services.pool.content_root,
-                cache_salt=_salt(entry.key.cache_salt, body.cache_salt),
-                tenant=entry.key.tenant,
-                structure=structure,
-                reasoning=self._reasoning(prepared, structure),
-                bad_words=self._bad_words(body.bad_words or []),
-                defaults=self._services.defaults,
-            )
+            with named_as_in(kind):
+                async with _deadline(limit, began):
+                    structure = await self._structure(body, entry.key.name)
+                jobs = make_jobs(
+                    body,
+                    prepared.prompts,
+                    context=self._served.context,
+                    vocab_size=self._services.tokenizer.vocab_size,
+                    session=session,
+                    content_root=self._services.pool.content_root,
+                    cache_salt=_salt(entry.key.cache_salt, body.cache_salt),
+                    tenant=entry.key.tenant,
+                    structure=structure,
+                    reasoning=self._reasoning(prepared, structure),
+                    bad_words=self._bad_words(body.bad_words or []),
+                    defaults=self._services.defaults,
+                )
         return ActiveRequest(
             self._services,
             prepared,
@@ -152,10 +155,8 @@ class Frontend:
             traceparent=valid_traceparent(traceparent),
         )
 
-    async def convert(
-        self, kind: Literal["tokenize", "detokenize"], raw: bytes | bytearray, account: Account
-    ) -> bytes:
-        """Returns the JSON response to /tokenize or /detokenize. Raises ApiError."""
+    async def convert(self, kind: Converted, raw: bytes | bytearray, account: Account) -> bytes:
+        """Returns the JSON response to an endpoint that only counts or converts. Raises ApiError."""
         account.enter()
         try:
             async with _deadline(self._services.request_timeout, time.monotonic()):

@@ -115,7 +115,7 @@ class GrpcEndpoint:
             account = self._frontend.authorize(metadata.get("authorization", ""))
             with self._frontend.admit(account, len(raw)) as entry:
                 active = await self._frontend.prepare(
-                    "message",
+                    "grpc",
                     raw,
                     entry,
                     name=name,

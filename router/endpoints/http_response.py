@@ -33,9 +33,7 @@ async def respond(
     with active.generating():
         if active.body.stream:
             return await _stream(request, active, builder, headers, client_timeout)
-        while not active.finished:
-            for index, delta in await active.take(KEEPALIVE_SECONDS):
-                builder.add(index, delta)
+        await _collect(active, builder)
         body = encode(builder.whole())
     response = web.Response(body=body, content_type="application/json", headers=headers)
     try:
@@ -45,6 +43,18 @@ async def respond(
     except TimeoutError:
         _cut(request, active)
     return response
+
+
+async def collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
+    """Generates, and gives all deltas to the builder. Raises ApiError."""
+    with active.generating():
+        await _collect(active, builder)
+
+
+async def _collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
+    while not active.finished:
+        for index, delta in await active.take(KEEPALIVE_SECONDS):
+            builder.add(index, delta)
 
 
 async def _stream(

@@ -1,28 +1,27 @@
-"""The HTTP endpoints: OpenAI's API, and those for operators (health, metrics, status)."""
+"""The HTTP server: the routes, what happens to every request, and the small endpoints."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any
 
 from aiohttp import web
 
 from router import errors
 from router.active_request import Services
-from router.admission.account import Account
+from router.api.anthropic.errors import error_body
 from router.api.defaults import shown
 from router.api.openapi import OPERATIONS, description
-from router.api.sampling import MAX_TIMEOUT
 from router.config import RouterConfig
-from router.endpoints.builders import ChatBuilder, ChoicesBuilder, CompletionBuilder
 from router.endpoints.cors import Cors
 from router.endpoints.frontend import Frontend, request_name
-from router.endpoints.http_response import respond
-from router.endpoints.http_runner import ENCODINGS, unsupported_encoding
+from router.endpoints.http_generation import HttpGeneration
+from router.endpoints.http_request import ACCOUNT, REQUEST_ID, authorization, read_body
+from router.endpoints.http_responses import HttpResponses
+from router.preparation.prepare import Converted
 from router.status import router_status, scrape_targets
 from rpc.ports import url_host
 
@@ -30,8 +29,6 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_REQUEST_ID: ContextVar[str] = ContextVar("request_id")
-_ACCOUNT: ContextVar[Account] = ContextVar("account")
 _ADMIN = ("/metrics", "/metrics/targets", "/status")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open}
 
@@ -45,15 +42,20 @@ class HttpEndpoints:
         self._frontend = frontend
         self._created = int(time.time())
         self._cors = Cors(config.allowed_origins)
+        generation = HttpGeneration(config, services, frontend)
+        responses = HttpResponses(config, services, frontend, generation)
         self.app = web.Application(middlewares=[self._guard])
         self.app.on_response_prepare.append(self._cors.add_headers)
         self.app.add_routes(
             [
-                web.post("/v1/chat/completions", partial(self._generate, kind="chat", builder=ChatBuilder)),
-                web.post(
-                    "/v1/completions",
-                    partial(self._generate, kind="completion", builder=CompletionBuilder),
-                ),
+                web.post("/v1/chat/completions", generation.chat),
+                web.post("/v1/completions", generation.completion),
+                web.post("/v1/responses", responses.create),
+                web.get("/v1/responses/{id}", responses.retrieve),
+                web.delete("/v1/responses/{id}", responses.delete),
+                web.post("/v1/responses/{id}/cancel", responses.cancel),
+                web.post("/v1/messages", generation.messages),
+                web.post("/v1/messages/count_tokens", partial(self._convert, kind="count_tokens")),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{id:.+}", self._model),
                 web.post("/tokenize", partial(self._convert, kind="tokenize")),
@@ -77,27 +79,27 @@ class HttpEndpoints:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Gives the request an id, checks its API key, and turns errors into responses of OpenAI's shape."""
+        """Gives the request an id, checks its API key, and turns errors into responses."""
         request_id = request_name(request.headers.get("x-request-id"))
-        _REQUEST_ID.set(request_id)
+        REQUEST_ID.set(request_id)
         if (response := self._cors.preflight(request)) is not None:
             return response
         try:
             if request.path not in _OPEN:
-                _ACCOUNT.set(self._frontend.authorize(request.headers.get("authorization", "")))
+                ACCOUNT.set(self._frontend.authorize(authorization(request)))
             return await handler(request)
         except errors.ApiError as error:
-            return self._refuse(error, request_id)
+            return self._refuse(request, error)
         except web.HTTPNotFound:
             missing = f"there is no {request.method} {request.path}"
             if self._config.supervised and request.path in _ADMIN:
                 admin = f"http://{url_host(self._config.admin_host)}:{self._config.admin_port}"
                 missing = f"{request.path} is on the admin port, {admin}"
-            return self._refuse(errors.NotFound(missing), request_id)
+            return self._refuse(request, errors.NotFound(missing))
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             refused = errors.MethodNotAllowed(f"{request.path} takes {allowed}, not {request.method}")
-            return self._refuse(refused, request_id, Allow=allowed)
+            return self._refuse(request, refused, Allow=allowed)
         except (ConnectionResetError, asyncio.CancelledError):
             raise  # the client disconnected
         except web.HTTPException:
@@ -107,58 +109,18 @@ class HttpEndpoints:
             log.exception("request %s", request_id)
             if request.writer.output_size:
                 raise  # the response has begun: aiohttp closes the connection
-            return self._refuse(errors.ApiError(f"request {request_id} failed inside the router"), request_id)
+            return self._refuse(request, errors.ApiError(f"request {request_id} failed inside the router"))
 
-    def _refuse(self, error: errors.ApiError, request_id: str, **more: str) -> web.Response:
+    def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
+        """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""
         self._services.metrics.failed(error)
+        request_id = REQUEST_ID.get()
+        anthropic = request.path.startswith("/v1/messages")
+        body = error_body(error, request_id) if anthropic else error.body
         headers = {"x-request-id": request_id, **more}
         if error.retry_after is not None:
             headers["Retry-After"] = str(error.retry_after)
-        return web.json_response(error.body, status=error.status, headers=headers)
-
-    # ------------------------------------------------------------ generation
-
-    async def _generate(
-        self, request: web.Request, kind: Literal["chat", "completion"], builder: type[ChoicesBuilder]
-    ) -> web.StreamResponse:
-        name = _REQUEST_ID.get()
-        raw = await self._read(request)
-        with self._frontend.admit(_ACCOUNT.get(), len(raw)) as entry:
-            active = await self._frontend.prepare(
-                kind,
-                raw,
-                entry,
-                name=name,
-                session=request.headers.get("x-session-id"),
-                timeout=_seconds(request.headers.get("x-request-timeout")),
-                traceparent=request.headers.get("traceparent"),
-            )
-            del raw  # frees the body, which may be large, before the generation, which may be long
-            building = builder(active, self._config.model_name, self._services.tokenizer)
-            headers = {"x-request-id": name}
-            return await respond(request, active, building, headers, self._config.client_timeout)
-
-    async def _read(self, request: web.Request) -> bytearray:
-        """Returns the body. Its type must be JSON, and it must arrive within the client's timeout."""
-        _check_type(request.headers.get("content-type"))
-        if request.headers.get("content-encoding", "identity").lower() not in ENCODINGS:
-            raise unsupported_encoding()
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._config.client_timeout):
-                async for piece in request.content.iter_any():  # `request.read` would copy it and keep it
-                    body += piece
-                    if len(body) > self._config.max_body_bytes:
-                        text = f"the body is larger than {self._config.max_body_bytes} bytes"
-                        raise errors.BodyTooLarge(text)
-        except TimeoutError:
-            text = f"the body did not arrive within {self._config.client_timeout:g} s"
-            raise errors.TooSlow(text) from None
-        except web.RequestPayloadError as error:
-            encoding = request.headers.get("content-encoding", "identity")
-            text = f"the body cannot be read: it is not what Content-Encoding says ({encoding[:20]})"
-            raise errors.InvalidRequest(text) from error
-        return body
+        return web.json_response(body, status=error.status, headers=headers)
 
     # ------------------------------------------------------------ the model
 
@@ -178,9 +140,9 @@ class HttpEndpoints:
             "default_sampling_params": shown(self._services.defaults),
         }  # fmt: skip
 
-    async def _convert(self, request: web.Request, kind: Literal["tokenize", "detokenize"]) -> web.Response:
-        body = await self._frontend.convert(kind, await self._read(request), _ACCOUNT.get())
-        headers = {"x-request-id": _REQUEST_ID.get()}
+    async def _convert(self, request: web.Request, kind: Converted) -> web.Response:
+        body = await self._frontend.convert(kind, await read_body(request, self._config), ACCOUNT.get())
+        headers = {"x-request-id": REQUEST_ID.get()}
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     # ------------------------------------------------------------ the router
@@ -234,31 +196,6 @@ class HttpEndpoints:
         )
 
 
-def _check_type(header: str | None) -> None:
-    """Raises UnsupportedMediaType unless the body is JSON, as vLLM does.
-
-    A browser sends a body of another type to another origin without asking for permission first.
-    """
-    sent = "none" if header is None else repr(header[:80])
-    if header is None or header.partition(";")[0].strip().lower() != "application/json":
-        text = f"the Content-Type must be application/json, not {sent}"
-        raise errors.UnsupportedMediaType(f"{text}: curl needs -H 'Content-Type: application/json'")
-
-
-def _seconds(header: str | None) -> float | None:
-    """Returns the value of x-request-timeout, a header for clients that cannot add a field to the body."""
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= MAX_TIMEOUT:
-        text = f"x-request-timeout: must be seconds above 0, at most {MAX_TIMEOUT:g}, not {header[:20]!r}"
-        raise errors.InvalidRequest(text, param="x-request-timeout")
-    return seconds
-
-
 def _version() -> str:
     try:
         return version("baton-llm")
@@ -267,4 +204,4 @@ def _version() -> str:
 
 
 def _json(payload: Any) -> web.Response:
-    return web.json_response(payload, headers={"x-request-id": _REQUEST_ID.get()})
+    return web.json_response(payload, headers={"x-request-id": REQUEST_ID.get()})

@@ -1,11 +1,12 @@
 """Makes token ids of the bytes of a client. Pure. The largest bodies take seconds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 
+from router.api.anthropic.body import CountTokensBody, MessagesBody
 from router.api.bodies import (
     ChatBody,
     ChatOptions,
@@ -15,17 +16,31 @@ from router.api.bodies import (
     RenderedBody,
     TokenizeBody,
 )
+from router.api.chat_names import named_as_in
 from router.api.grpc_body import parse_message
 from router.api.jobs import output_room
 from router.api.messages import Message
+from router.api.openai_responses.body import ResponsesBody
 from router.api.sampling import Body
 from router.api.validation import parse
 from router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from router.text.tokenizer import ModelTokenizer
 from router.tools import Beginning, continues_reasoning
 
-Kind = Literal["chat", "completion", "message", "tokenize", "detokenize"]
+Generated = Literal["chat", "completion", "responses", "messages", "grpc"]
+Converted = Literal["tokenize", "detokenize", "count_tokens"]
+Kind = Generated | Converted
 """What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call."""
+
+_BODIES: dict[Kind, type[Body]] = {
+    "chat": ChatBody,
+    "completion": CompletionBody,
+    "responses": ResponsesBody,
+    "messages": MessagesBody,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
+    "count_tokens": CountTokensBody,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +63,44 @@ class Prepared:
     """The text that the choices of each prompt begin with. Empty unless the client asked for `echo`."""
     beginning: Beginning = "answer"
     """Whether the outputs begin with reasoning."""
+    repeated: bytes = b""
+    """The fields of /v1/responses that the response repeats, as a JSON object."""
 
 
 def prepare(
-    kind: Kind, raw: bytes | bytearray, tokenizer: ModelTokenizer, served: Served
+    kind: Kind, raw: bytes | bytearray, tokenizer: ModelTokenizer, served: Served, history: bytes = b""
 ) -> Prepared | bytes:
-    """Returns a request to generate, or the JSON response of /tokenize and /detokenize.
+    """Returns a request to generate, or the JSON response of an endpoint that only counts or converts.
+
+    `history`: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
 
     Raises InvalidRequest and ModelNotFound.
     """
-    match kind:
-        case "chat":
-            return _chat(parse(ChatBody, raw), tokenizer, served)
-        case "completion":
-            return _completion(parse(CompletionBody, raw), tokenizer, served)
-        case "message":
-            body = parse_message(bytes(raw))
-            if isinstance(body, ChatBody):
-                return _chat(body, tokenizer, served)
-            return _completion(body, tokenizer, served)
-        case "tokenize":
-            return _tokenize(parse(TokenizeBody, raw), tokenizer, served)
-        case "detokenize":
-            return _detokenize(parse(DetokenizeBody, raw), tokenizer, served)
+    body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
+    if body.model not in (None, served.model_name):
+        raise ModelNotFound(f"there is no model {body.model!r} here", param="model")
+    with named_as_in(kind):
+        match body:
+            case ChatBody():
+                prepared = _chat(body, tokenizer, served)
+            case ResponsesBody():
+                prepared = replace(_chat(body.chat(history), tokenizer, served), repeated=body.repeated)
+            case MessagesBody():
+                prepared = _chat(body.chat(), tokenizer, served)
+            case CompletionBody():
+                prepared = _completion(body, tokenizer, served)
+            case TokenizeBody():
+                prepared = _tokenize(body, tokenizer, served)
+            case DetokenizeBody():
+                prepared = _detokenize(body, tokenizer)
+            case CountTokensBody():
+                prepared = _count_tokens(body.chat(), tokenizer)
+            case _:
+                raise AssertionError(body)
+    return prepared
 
 
 def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:
-    _check_model(body, served)
     field = body.prompt_field
     if len(body.messages) > served.context:
         text = f"{field}: {len(body.messages)} messages do not fit into a context of {served.context}"
@@ -92,7 +118,6 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served) -> Prepared
 
 
 def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:
-    _check_model(body, served)
     field = body.prompt_field
     prompts: list[list[int]] = []
     for prompt in body.prompt:
@@ -112,7 +137,6 @@ def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served)
 
 
 def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:
-    _check_model(body, served)
     if body.messages is not None:
         text, special = _rendered(tokenizer, body, body.messages), bool(body.add_special_tokens)
     else:
@@ -122,15 +146,14 @@ def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> 
     return msgspec.json.encode(response)
 
 
-def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer, served: Served) -> bytes:
-    _check_model(body, served)
+def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer) -> bytes:
     _check_ids(body.tokens, "tokens", tokenizer)
     return msgspec.json.encode({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-def _check_model(body: Body, served: Served) -> None:
-    if body.model not in (None, served.model_name):
-        raise ModelNotFound(f"there is no model {body.model!r} here", param="model")
+def _count_tokens(body: ChatBody, tokenizer: ModelTokenizer) -> bytes:
+    text = _rendered(tokenizer, body, body.messages)
+    return msgspec.json.encode({"input_tokens": len(tokenizer.encode(text, add_special_tokens=False))})
 
 
 def _check_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> None:

@@ -28,12 +28,14 @@ class Preparer:
         command = [sys.executable, "-m", child.__name__, name]
         self._children = ChildPool(command, CHILDREN, tokenizer.state, long_bytes=LONG_BYTES)
 
-    async def prepare(self, kind: Kind, raw: bytes | bytearray, served: Served, key: str) -> Prepared | bytes:
+    async def prepare(
+        self, kind: Kind, raw: bytes | bytearray, served: Served, key: str, history: bytes = b""
+    ) -> Prepared | bytes:
         """As `prepare.prepare`. `key` names the client's API key. Raises ApiError."""
-        if len(raw) <= SMALL_BYTES:
-            return prepare(kind, raw, self._tokenizer, served)
+        if len(raw) + len(history) <= SMALL_BYTES:
+            return prepare(kind, raw, self._tokenizer, served, history)
         try:
-            return read_reply(await self._children.call(key, request_head(kind, served), raw))
+            return read_reply(await self._children.call(key, request_head(kind, served, history), raw))
         except ChildDied as died:
             if not died.caused_by_request:
                 raise ApiError(f"the router has no process to prepare this request: {died}") from died

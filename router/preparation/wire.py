@@ -1,7 +1,7 @@
 """The messages between a router and the children that prepare bodies.
 
-A request is a line of JSON, [kind, model name, context length], then the client's bytes. A reply
-is MessagePack.
+A request is a line of JSON, [kind, model name, context length, bytes of the history], then the history, then
+the client's bytes. A reply is MessagePack.
 """
 
 import json
@@ -31,6 +31,7 @@ class _Prepared(msgspec.Struct, tag=True, array_like=True):
     prompts: list[bytes]
     echoes: list[str]
     beginning: Beginning
+    repeated: bytes
 
 
 class _Response(msgspec.Struct, tag=True, array_like=True):
@@ -51,14 +52,16 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Prepared | _Response | _Error | _Crash).decode
 
 
-def request_head(kind: Kind, served: Served) -> bytes:
-    return json.dumps([kind, served.model_name, served.context]).encode() + b"\n"
+def request_head(kind: Kind, served: Served, history: bytes = b"") -> bytes:
+    """Returns what precedes the client's bytes."""
+    return json.dumps([kind, served.model_name, served.context, len(history)]).encode() + b"\n" + history
 
 
-def read_request(request: bytes) -> tuple[Kind, Served, bytes]:
-    head, _, raw = request.partition(b"\n")
-    kind, model_name, context = json.loads(head)
-    return kind, Served(model_name, context), raw
+def read_request(request: bytes) -> tuple[Kind, Served, bytes, bytes]:
+    """Returns the kind, the model, the history and the client's bytes."""
+    head, _, rest = request.partition(b"\n")
+    kind, model_name, context, length = json.loads(head)
+    return kind, Served(model_name, context), rest[:length], rest[length:]
 
 
 def encode_prepared(prepared: Prepared | bytes) -> bytes:
@@ -77,7 +80,7 @@ def encode_prepared(prepared: Prepared | bytes) -> bytes:
         raise InvalidRequest(text)
     prompts = [array("I", prompt).tobytes() for prompt in prepared.prompts]
     chat = isinstance(chosen, ChatOptions)
-    return _encode(_Prepared(chat, options, prompts, prepared.echoes, prepared.beginning))
+    return _encode(_Prepared(chat, options, prompts, prepared.echoes, prepared.beginning, prepared.repeated))
 
 
 def encode_error(error: ApiError) -> bytes:
@@ -91,10 +94,10 @@ def encode_crash(error: Exception) -> bytes:
 def read_reply(reply: bytes) -> Prepared | bytes:
     """Raises the ApiError that the child raised, or one without details if the child had a defect."""
     match _decode(reply):
-        case _Prepared(chat, options, prompts, echoes, beginning):
+        case _Prepared(chat, options, prompts, echoes, beginning, repeated):
             kind = ChatOptions if chat else CompletionOptions
             token_ids = [array("I", prompt).tolist() for prompt in prompts]
-            return Prepared(kind.model_validate_json(options), token_ids, echoes, beginning)
+            return Prepared(kind.model_validate_json(options), token_ids, echoes, beginning, repeated)
         case _Response(body):
             return body
         case _Error(error, message, param):

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tokenizers import Tokenizer
 
 from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from router.api.bodies import GenerationBody
@@ -22,6 +23,22 @@ from rpc import worker_pb2 as pb
 
 NO_DEFAULTS = GenerationBody()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
+
+THINKING_TEMPLATE = """
+{%- if tools %}<tool_call></tool_call>{{ tools | tojson }}{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+THOUGHT, ANSWER = "\nIt is a tag, a < b.\n", "\n\nA mark."
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +61,25 @@ def directory(tmp_path_factory: pytest.TempPathFactory, embedded_model_path: Pat
     described = {"eos_token": {"content": "<|im_end|>"}, "chat_template": model.chat_template}
     (path / "tokenizer_config.json").write_text(json.dumps(described))
     return path
+
+
+@pytest.fixture(scope="session")
+def thinking_path(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with Qwen 3's tokens and template."""
+    path = tmp_path_factory.mktemp("thinking")
+    for file in directory.iterdir():
+        (path / file.name).symlink_to(file)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    (path / "tokenizer.json").unlink()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="session")
+def thinking_tokenizer(thinking_path: Path) -> ModelTokenizer:
+    return load_tokenizer(str(thinking_path))
 
 
 @dataclass
@@ -119,6 +155,19 @@ class Cluster:
         lines = [line for line in raw.split("\n\n") if line and not line.startswith(":")]
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    async def typed_events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        """Returns the events of a stream in which each event has its type as its name."""
+        async with self.http.post(self.url + path, json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            raw = (await response.read()).decode()
+        events = []
+        for lines in raw.removesuffix("\n\n").split("\n\n"):
+            if not lines.startswith(":"):
+                name, data = lines.split("\n")
+                events.append(json.loads(data.removeprefix("data: ")))
+                assert name == f"event: {events[-1]['type']}"
+        return events
 
 
 @contextlib.asynccontextmanager

@@ -68,9 +68,9 @@ def restored(tokenizer: ModelTokenizer) -> ModelTokenizer:
         ("tokenize", {"prompt": "Hi", "model": "fake"}),
         ("tokenize", CHAT),
         ("detokenize", {"tokens": [5, 6, 7]}),
-        ("message", ipb.GenerateRequest(text="Hi", stop=["a"], logprobs=2, seed=5)),
+        ("grpc", ipb.GenerateRequest(text="Hi", stop=["a"], logprobs=2, seed=5)),
         (
-            "message",
+            "grpc",
             ipb.GenerateRequest(chat=ipb.Chat(messages=[ipb.ChatMessage(role="user", content="Hi")])),
         ),
     ],
@@ -117,7 +117,7 @@ def test_a_child_returns_tools_unchanged(directory: Path, tmp_path: Path):
         ("completion", json.dumps({"prompt": [5] * 8192}).encode()),
         ("completion", b'{"prompt": [99999999]}'),
         ("detokenize", b'{"tokens": [99999999]}'),
-        ("message", b"\xff\xff\xff"),
+        ("grpc", b"\xff\xff\xff"),
     ],
 )
 def test_a_child_refuses_as_the_router_does(tokenizer: ModelTokenizer, kind: Kind, raw: bytes):

@@ -6,30 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from router.api import responses
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from router.tools import REASONING, Beginning, continues_reasoning, reasoning_of
 from rpc import worker_pb2 as pb
 
-from .conftest import Cluster, make_cluster
+from .conftest import ANSWER, THINKING_TEMPLATE, THOUGHT, Cluster, make_cluster
 from .test_tools import ONE, TOOLS
 
 CHAT = [{"role": "user", "content": "What does <think> mean?"}]
-TEMPLATE = """
-{%- if tools %}<tool_call></tool_call>{{ tools | tojson }}{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
-{{- message.content }}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if enable_thinking is false %}<think>
-
-</think>
-
-{% endif %}{% endif %}"""
-THOUGHT, ANSWER = "\nIt is a tag, a < b.\n", "\n\nA mark."
 SCHEMA = {"type": "object"}
 
 CASES: list[tuple[str, Beginning, str, str, str]] = [
@@ -72,28 +58,9 @@ def test_the_end_of_the_prompt_says_what_the_output_begins_with():
 
 
 def test_the_parser_follows_from_the_chat_template():
-    assert reasoning_of(TEMPLATE) is REASONING["qwen3"]
+    assert reasoning_of(THINKING_TEMPLATE) is REASONING["qwen3"]
     assert reasoning_of("{{ c.split('</think>')[-1] }}<｜Assistant｜>") is REASONING["deepseek_r1"]
     assert reasoning_of("{{ messages }}") is None
-
-
-@pytest.fixture(scope="module")
-def thinking_path(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with Qwen 3's tokens and template."""
-    path = tmp_path_factory.mktemp("thinking")
-    for file in directory.iterdir():
-        (path / file.name).symlink_to(file)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_tokens(["<think>", "</think>"])
-    (path / "tokenizer.json").unlink()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return path
-
-
-@pytest.fixture(scope="module")
-def thinking_tokenizer(thinking_path: Path) -> ModelTokenizer:
-    return load_tokenizer(str(thinking_path))
 
 
 @pytest.fixture

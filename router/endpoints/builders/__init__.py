@@ -7,7 +7,8 @@
 
 from router.endpoints.builders.base import ResponseBuilder
 from router.endpoints.builders.chat import ChatBuilder
-from router.endpoints.builders.choices import ChoicesBuilder
 from router.endpoints.builders.completion import CompletionBuilder
+from router.endpoints.builders.messages import MessagesBuilder
+from router.endpoints.builders.responses import ResponsesBuilder
 
-__all__ = ["ChatBuilder", "ChoicesBuilder", "CompletionBuilder", "ResponseBuilder"]
+__all__ = ["ChatBuilder", "CompletionBuilder", "MessagesBuilder", "ResponseBuilder", "ResponsesBuilder"]

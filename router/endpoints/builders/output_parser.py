@@ -33,6 +33,7 @@ class OutputParser:
 
     Attributes:
         reasons: the model is known to reason.
+        reasoning_tokens: calls of `push` that added to the reasoning.
     """
 
     def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
@@ -44,6 +45,7 @@ class OutputParser:
         self._tools = None if tool_format is None else tool_format()
         reasoning = tokenizer.reasoning_parser
         self.reasons = reasoning is not None
+        self.reasoning_tokens = 0
         self._reasoning = None if reasoning is None else reasoning(request.beginning)
         self._with_reasoning = body.include_reasoning
 
@@ -58,6 +60,7 @@ class OutputParser:
         if self._reasoning is not None:
             texts = [self._reasoning.push(text), *([self._reasoning.finish()] if last else [])]
             reasoning = "".join(each.reasoning for each in texts)
+            self.reasoning_tokens += bool(reasoning)
             if reasoning and self._with_reasoning:
                 parts.append(Part("reasoning", reasoning))
             text = "".join(each.content for each in texts)

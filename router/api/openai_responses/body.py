@@ -1,0 +1,207 @@
+"""The body of POST /v1/responses, and its translation into a chat."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, TypeAdapter, model_validator
+
+from router.api.bodies import MAX_LOGPROBS, MAX_TOOLS, ChatBody
+from router.api.fields import Nullable, TemplateSettings, invalid, unsupported
+from router.api.openai_responses.items import Input, chat_messages
+from router.api.sampling import OpenAIBody
+from router.api.structured import JsonSchema, ResponseFormat
+from router.api.tools import Function
+from router.api.unsupported import RESPONSES, refuse
+from router.api.validation import validate
+
+_LOGPROBS = "message.output_text.logprobs"
+_HISTORY = TypeAdapter(list[Input])
+
+
+class Part(BaseModel):
+    """A part of a body. Members that are not served are refused."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Reasoning(Part):
+    """`summary`: "auto" gives no summary, because the response has the reasoning itself."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+
+
+class TextFormat(Part):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if (self.schema_ is not None) != (self.type == "json_schema"):
+            raise invalid("a format of type json_schema, and no other, has a schema")
+        return self
+
+    @property
+    def for_chat(self) -> ResponseFormat:
+        schema = None if self.schema_ is None else JsonSchema.model_validate({"schema": self.schema_})
+        return ResponseFormat(type=self.type, json_schema=schema)
+
+
+class TextConfig(Part):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind != "function":
+            raise unsupported(f"tools of type {kind!r} are not supported")
+        return refuse(data, {"defer_loading": (False,), "allowed_callers": (["direct"],)}, nested=True)
+
+    @property
+    def for_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_unset=True)}
+
+
+class NamedFunctionTool(Part):
+    type: Literal["function"]
+    name: str
+
+
+Choice = Literal["none", "auto", "required"] | NamedFunctionTool | None
+
+
+def _choice(value: Any) -> Choice:
+    if value in (None, "none", "auto", "required"):
+        return value
+    if not isinstance(value, dict) or value.get("type") != "function":
+        raise unsupported("must be none, auto, required, or a function by its name")
+    if not isinstance(value.get("name"), str):
+        raise invalid("must have the name of the function")
+    return NamedFunctionTool(type="function", name=value["name"])
+
+
+class ResponsesStreamOptions(Part):
+    include_obfuscation: Literal[False] | None = None
+
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class ResponsesBody(OpenAIBody):
+    """POST /v1/responses."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input: Annotated[Input, Field(description="only messages of text, reasoning and functions")]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    background: Annotated[Nullable[bool], Field(description="not together with `stream`")] = False
+    store: Nullable[bool] = True
+    stream_options: Annotated[
+        ResponsesStreamOptions | None, Field(description="`include_obfuscation` only `false`")
+    ] = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Annotated[
+        list[Include] | None,
+        Field(description="`reasoning.encrypted_content` has no effect: the items hold the reasoning itself"),
+    ] = None
+    reasoning: Annotated[Nullable[Reasoning], Field(description="`summary` only `auto`")] = Reasoning()
+    text: Annotated[Nullable[TextConfig], Field(description="`verbosity` only `medium`")] = TextConfig()
+    tools: Annotated[
+        Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None, Field(description="only functions")
+    ] = None
+    tool_choice: Annotated[Choice, PlainValidator(_choice, json_schema_input_type=Choice)] = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateSettings | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    safety_identifier: Annotated[str | None, Field(description="returned; no other effect")] = None
+    prompt_cache_retention: Annotated[
+        Literal["in_memory", "24h"] | None, Field(description="no effect: prefixes are always cached")
+    ] = None
+    service_tier: Annotated[
+        Literal["auto", "default"] | None, Field(description="no effect: there is one tier")
+    ] = None
+    truncation: Annotated[Literal["disabled"] | None, Field(description="`auto` is refused")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return refuse(data, RESPONSES)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise invalid(f"top_logprobs needs include to have {_LOGPROBS}", "top_logprobs")
+        if self.background and not self.store:
+            raise invalid("background needs store to be true", "background")
+        if self.background and self.stream:
+            raise unsupported("background is not supported together with stream", "background")
+        return self
+
+    @property
+    def logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ())
+
+    def chat(self, history: bytes) -> ChatBody:
+        """Returns the chat completion. `history`: earlier inputs and outputs, as a JSON array of inputs.
+
+        Raises InvalidRequest, which names fields of a chat completion.
+        """
+        earlier = _HISTORY.validate_json(history) if history else []
+        items = [item for items in [*earlier, self.input] for item in items]
+        choice = self.tool_choice
+        fields = {
+            **self.given(OpenAIBody),
+            "messages": chat_messages(self.instructions, items),
+            "max_tokens": self.max_output_tokens,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
+            "reasoning_effort": self.reasoning.effort,
+            "response_format": self.text.format and self.text.format.for_chat,
+            "tools": [tool.for_chat for tool in self.tools or ()],
+            "tool_choice": (
+                {"type": "function", "function": {"name": choice.name}}
+                if isinstance(choice, NamedFunctionTool)
+                else choice
+            ),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        return validate(ChatBody, fields)
+
+    @property
+    def repeated(self) -> bytes:
+        """The fields that the response repeats, as a JSON object."""
+        fields = self.model_dump(
+            mode="json", include=_REPEATED, by_alias=True, exclude_none=True, warnings=False
+        )
+        fields["text"] = {"format": {"type": "text"}} | fields["text"]
+        return json.dumps(_DEFAULTS | fields).encode()
+
+
+_REPEATED = {
+    "background", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls",
+    "previous_response_id", "prompt_cache_key", "reasoning", "safety_identifier", "store", "text",
+    "tool_choice", "tools", "top_logprobs", "user",
+}  # fmt: skip
+_DEFAULTS = {
+    "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+    "previous_response_id": None, "tool_choice": "auto", "tools": [], "truncation": "disabled",
+}  # fmt: skip
+"""What the response has for fields that the client left out."""

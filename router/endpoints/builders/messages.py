@@ -1,0 +1,91 @@
+"""Builds Anthropic's messages (POST /v1/messages)."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from router.active_request import ActiveRequest
+from router.api.anthropic.errors import error_body
+from router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
+from router.errors import ApiError
+from router.text.tokenizer import ModelTokenizer
+
+
+class MessagesBuilder(BlocksBuilder):
+    """Builds one message. Its blocks are thinking, text and tool_use."""
+
+    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
+        super().__init__(request, tokenizer)
+        self._frame = {"id": f"msg_{request.name}", "type": "message", "role": "assistant", "model": model}
+
+    def whole(self) -> dict[str, Any]:
+        content = [_content(block) for block in self._blocks]
+        return {**self._frame, "content": content, **self._stop(), "usage": self._usage()}
+
+    def end(self) -> bytes:
+        delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        return written(iter([delta, {"type": "message_stop"}]))
+
+    def failed(self, error: ApiError) -> bytes:
+        return written(iter([error_body(error, self._request.name)]))
+
+    def _begin(self) -> Iterator[Event]:
+        nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": {**self._frame, **nothing, "usage": self._usage()}}
+
+    def _opened(self, block: Block) -> Iterator[Event]:
+        empty = _content(block)
+        yield {"type": "content_block_start", "index": block.index, "content_block": empty}
+
+    def _grown(self, block: Block, text: str) -> Iterator[Event]:
+        if not text:
+            return  # the first part of a call may have no arguments yet
+        match block.head.kind:
+            case "reasoning":
+                delta = {"type": "thinking_delta", "thinking": text}
+            case "content":
+                delta = {"type": "text_delta", "text": text}
+            case "call":
+                delta = {"type": "input_json_delta", "partial_json": text}
+        yield {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+    def _closed(self, block: Block, *, cut: bool) -> Iterator[Event]:
+        yield {"type": "content_block_stop", "index": block.index}
+
+    def _stop(self) -> dict[str, Any]:
+        last = self._last
+        assert last is not None
+        if last.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(last.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
+        return {"stop_reason": "tool_use" if self._parser.called else "end_turn", "stop_sequence": None}
+
+    def _usage(self) -> dict[str, Any]:
+        used = self._request.usage()
+        return {
+            "input_tokens": used.prompt_tokens - used.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": used.cached_tokens,
+            "output_tokens": used.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._parser.reasoning_tokens},
+        }
+
+
+def _content(block: Block) -> dict[str, Any]:
+    match block.head.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case "content":
+            return {"type": "text", "text": block.text}
+        case "call":
+            head = {"type": "tool_use", "id": block.head.call_id, "name": block.head.name}
+            return {**head, "input": _arguments(block.text)}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call. Those of a call that was cut off are left out."""
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return {}

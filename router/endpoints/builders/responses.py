@@ -1,0 +1,211 @@
+"""Builds OpenAI's responses (POST /v1/responses)."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from router.active_request import ActiveRequest
+from router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
+from router.endpoints.builders.logprobs import LogprobEntries
+from router.endpoints.builders.output_parser import Part
+from router.errors import ApiError
+from router.generation.choice import Delta
+from router.text.tokenizer import ModelTokenizer
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+_PREFIXES = {"reasoning": "rs_", "content": "msg_", "call": "fc_"}
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class ResponsesBuilder(BlocksBuilder):
+    """Builds one response. Its blocks are items: reasoning, messages and function calls.
+
+    Attributes:
+        id: of the response.
+    """
+
+    def __init__(
+        self,
+        request: ActiveRequest,
+        model: str,
+        tokenizer: ModelTokenizer,
+        on_end: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`on_end` gets the response when it is complete, incomplete or failed, before the client does."""
+        super().__init__(request, tokenizer)
+        self.id = f"resp_{os.urandom(16).hex()}"
+        self._on_end = on_end
+        self._entries = LogprobEntries(request, tokenizer)
+        self._logprobs = request.body.logprobs_wanted is not None
+        self._pending: list[tuple[str, Any]] = []  # tokens that may be in a message: text and logprobs
+        self._sequence_number = 0
+        self._frame = {
+            **_fields(request.repeated),
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "service_tier": "default",
+            "temperature": round(request.sampling.temperature, 6),  # it is a 32-bit number
+            "top_p": round(request.sampling.top_p, 6),
+        }
+
+    @property
+    def begun(self) -> bool:
+        """True if there was a token."""
+        return self._last is not None
+
+    def response(self, status: Status, error: ApiError | None = None) -> dict[str, Any]:
+        """Returns the response as it is now."""
+        output = [] if status in ("queued", "in_progress") else self._items(cut=status != "completed")
+        return {
+            **self._frame,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "output": output,
+            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": self._usage() if status in ("completed", "incomplete") else None,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        return self._ended()
+
+    def end(self) -> bytes:
+        response = self._ended()
+        return written(self._numbered({"type": f"response.{response['status']}", "response": response}))
+
+    def failed(self, error: ApiError) -> bytes:
+        begin = [] if self._sequence_number else [*self._begin()]
+        response = self.response("failed", error)
+        self._on_end(response)
+        return written(iter([*begin, *self._numbered({"type": "response.failed", "response": response})]))
+
+    def cancelled(self) -> None:
+        self._on_end(self.response("cancelled"))
+
+    def _ended(self) -> dict[str, Any]:
+        assert self._last is not None
+        response = self.response("incomplete" if self._last.finish_reason == "length" else "completed")
+        self._on_end(response)
+        return response
+
+    def _numbered(self, *events: Event) -> Iterator[Event]:
+        for event in events:
+            yield {**event, "sequence_number": self._sequence_number}
+            self._sequence_number += 1
+
+    def _begin(self) -> Iterator[Event]:
+        response = self.response("in_progress")
+        for kind in ("response.created", "response.in_progress"):
+            yield from self._numbered({"type": kind, "response": response})
+
+    def _see(self, delta: Delta, parts: list[Part]) -> None:
+        if self._logprobs:
+            self._pending.append((delta.text, self._entries.of_chat(delta)))
+            if parts and all(part.kind != "content" for part in parts):
+                self._pending.clear()
+
+    def _taken(self, text: str) -> list[Any]:
+        """Returns the logprobs of the last tokens, those that hold `text`.
+
+        A token without text is a part of the character that a later token completes.
+        """
+        taken: list[Any] = []
+        length = 0
+        while self._pending and (length < len(text) or not self._pending[-1][0]):
+            spelled, entry = self._pending.pop()
+            length += len(spelled)
+            taken.append(entry)
+        self._pending.clear()
+        return taken[::-1]
+
+    def _opened(self, block: Block) -> Iterator[Event]:
+        place = {"output_index": block.index}
+        item = self._item(block, "in_progress")
+        yield from self._numbered({"type": "response.output_item.added", **place, "item": item})
+        if block.head.kind != "call":
+            place |= {"item_id": item["id"], "content_index": 0}
+            part = _part(block)
+            yield from self._numbered({"type": "response.content_part.added", **place, "part": part})
+
+    def _grown(self, block: Block, text: str) -> Iterator[Event]:
+        if not text:
+            return  # the first part of a call may have no arguments yet
+        event = {"type": f"{_name(block)}.delta", **_place(block), "delta": text}
+        if block.head.kind == "content":
+            event["logprobs"] = self._taken(text)
+            block.logprobs += event["logprobs"]
+        yield from self._numbered(event)
+
+    def _closed(self, block: Block, *, cut: bool) -> Iterator[Event]:
+        place, kind, name = _place(block), block.head.kind, _name(block)
+        item = self._item(block, "incomplete" if cut else "completed")
+        item_done = {"type": "response.output_item.done", "output_index": block.index, "item": item}
+        if kind == "call":
+            done = {"type": f"{name}.done", **place, "name": block.head.name, "arguments": block.text}
+            yield from self._numbered(done, item_done)
+            return
+        done = {"type": f"{name}.done", **place, "text": block.text}
+        if kind == "content":
+            done["logprobs"] = block.logprobs
+        part_done = {"type": "response.content_part.done", **place, "part": _part(block)}
+        yield from self._numbered(done, part_done, item_done)
+
+    def _items(self, *, cut: bool) -> list[dict[str, Any]]:
+        last = len(self._blocks) - 1
+        return [
+            self._item(block, "incomplete" if cut and block.index == last else "completed")
+            for block in self._blocks
+        ]
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        head = {"id": _id(block), "status": status}
+        content = [] if status == "in_progress" else [_part(block)]
+        match block.head.kind:
+            case "reasoning":
+                return {"type": "reasoning", **head, "summary": [], "content": content}
+            case "content":
+                return {"type": "message", **head, "role": "assistant", "content": content}
+            case "call":
+                call = {"call_id": block.head.call_id, "name": block.head.name, "arguments": block.text}
+                return {"type": "function_call", **head, **call}
+
+    def _usage(self) -> dict[str, Any]:
+        used = self._request.usage()
+        return {
+            "input_tokens": used.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": used.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._parser.reasoning_tokens},
+            "total_tokens": used.prompt_tokens + used.completion_tokens,
+        }
+
+
+def _id(block: Block) -> str:
+    return _PREFIXES[block.head.kind] + block.id
+
+
+def _place(block: Block) -> dict[str, Any]:
+    place: dict[str, Any] = {"item_id": _id(block), "output_index": block.index}
+    return place if block.head.kind == "call" else {**place, "content_index": 0}
+
+
+def _name(block: Block) -> str:
+    """The first part of the names of a block's events."""
+    match block.head.kind:
+        case "reasoning":
+            return "response.reasoning_text"
+        case "content":
+            return "response.output_text"
+        case "call":
+            return "response.function_call_arguments"
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.head.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}

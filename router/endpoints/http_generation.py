@@ -1,0 +1,64 @@
+"""The HTTP endpoints that generate, except /v1/responses, which also stores."""
+
+from aiohttp import web
+
+from router.active_request import ActiveRequest, Services
+from router.admission.queue import Entry
+from router.config import RouterConfig
+from router.endpoints.builders import ChatBuilder, CompletionBuilder, MessagesBuilder, ResponseBuilder
+from router.endpoints.frontend import Frontend
+from router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body, timeout_of
+from router.endpoints.http_response import respond
+from router.preparation.prepare import Generated
+
+
+class HttpGeneration:
+    """Receives a request, generates, and sends the response."""
+
+    def __init__(self, config: RouterConfig, services: Services, frontend: Frontend) -> None:
+        self._config = config
+        self._model = config.model_name
+        self._tokenizer = services.tokenizer
+        self._frontend = frontend
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "chat", ChatBuilder)
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "completion", CompletionBuilder)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "messages", MessagesBuilder)
+
+    async def prepare(
+        self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
+    ) -> ActiveRequest:
+        """As `Frontend.prepare`, with what the headers say."""
+        return await self._frontend.prepare(
+            kind,
+            raw,
+            entry,
+            history=history,
+            name=REQUEST_ID.get(),
+            session=request.headers.get("x-session-id"),
+            timeout=timeout_of(request),
+            traceparent=request.headers.get("traceparent"),
+        )
+
+    async def respond(
+        self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
+    ) -> web.StreamResponse:
+        headers = {"x-request-id": REQUEST_ID.get()}
+        return await respond(request, active, builder, headers, self._config.client_timeout)
+
+    async def _generate(
+        self,
+        request: web.Request,
+        kind: Generated,
+        builder: type[ChatBuilder] | type[CompletionBuilder] | type[MessagesBuilder],
+    ) -> web.StreamResponse:
+        raw = await read_body(request, self._config)
+        with self._frontend.admit(ACCOUNT.get(), len(raw)) as entry:
+            active = await self.prepare(request, kind, raw, entry)
+            del raw  # frees the body, which may be large, before the generation, which may be long
+            return await self.respond(request, active, builder(active, self._model, self._tokenizer))

@@ -1,0 +1,189 @@
+"""The endpoint /v1/responses: generates like a chat, and keeps what it made.
+
+Life of a response: `create` finds the conversation that it continues → it generates, for the client or in the
+background → its builder gives it to `StoredResponses` → `retrieve`, `delete`, or the next `create`.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from router.active_request import ActiveRequest, Services
+from router.config import RouterConfig
+from router.endpoints.builders import ResponsesBuilder
+from router.endpoints.builders.base import encode
+from router.endpoints.frontend import Frontend
+from router.endpoints.http_generation import HttpGeneration
+from router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body
+from router.endpoints.http_response import collect
+from router.endpoints.stored_responses import StoredResponse, StoredResponses
+from router.errors import ApiError, InvalidRequest, Unsupported
+
+log = logging.getLogger(__name__)
+
+
+class _Peek(msgspec.Struct):
+    """The fields that are needed before the body is validated. Skipping the others takes no time."""
+
+    input: msgspec.Raw = msgspec.Raw()
+    previous_response_id: str | None = None
+    background: bool | None = None
+    store: bool | None = None
+
+
+_peek = msgspec.json.Decoder(_Peek).decode
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One turn of a conversation."""
+
+    key: str
+    """The name of the API key."""
+    earlier: tuple[bytes, ...]
+    """The inputs and outputs of the earlier turns, each as JSON."""
+    input: bytes | None
+    """None: the turn is not stored."""
+    background: bool
+
+    @property
+    def history(self) -> bytes:
+        """The earlier turns as a JSON array, or nothing if there are none."""
+        return b"[" + b",".join(self.earlier) + b"]" if self.earlier else b""
+
+
+class HttpResponses:
+    """Owns the stored responses, and the tasks of those that are generated in the background."""
+
+    def __init__(
+        self, config: RouterConfig, services: Services, frontend: Frontend, generation: HttpGeneration
+    ) -> None:
+        self._config = config
+        self._services = services
+        self._frontend = frontend
+        self._generation = generation
+        self._stored = StoredResponses(len(config.api_keys))
+        self._running: dict[tuple[str, str], tuple[asyncio.Task[None], ResponsesBuilder]] = {}
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        raw = await read_body(request, self._config)
+        turn = self._turn(raw)
+        if turn.background:
+            return await self._create_in_background(request, raw, turn)
+        with self._frontend.admit(ACCOUNT.get(), len(raw)) as entry:
+            active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
+            del raw  # frees the body, which may be large, before the generation, which may be long
+            return await self._generation.respond(request, active, self._builder(active, turn))
+
+    async def retrieve(self, request: web.Request) -> web.Response:
+        if request.query.get("stream", "false").lower() not in ("false", "0"):
+            raise Unsupported("stream is not supported here: ask again for the response", param="stream")
+        key, id = ACCOUNT.get().key.name, request.match_info["id"]
+        if (running := self._running.get((key, id))) is not None:
+            return _json(running[1].response("in_progress" if running[1].begun else "queued"))
+        return _bytes(self._stored.get(key, id).response)
+
+    async def delete(self, request: web.Request) -> web.Response:
+        key, id = ACCOUNT.get().key.name, request.match_info["id"]
+        await self._cancel(key, id)
+        self._stored.delete(key, id)
+        return _json({"id": id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        key, id = ACCOUNT.get().key.name, request.match_info["id"]
+        await self._cancel(key, id)
+        stored = self._stored.get(key, id)
+        if not stored.background:
+            raise InvalidRequest(f"response {id} cannot be cancelled: it was not made with background")
+        return _bytes(stored.response)
+
+    async def _cancel(self, key: str, id: str) -> None:
+        if (running := self._running.get((key, id))) is not None:
+            running[0].cancel()
+            await asyncio.wait([running[0]])
+
+    def _turn(self, raw: bytearray) -> _Turn:
+        """Raises NotFound and InvalidRequest when the turn before it is not stored."""
+        try:
+            peek = _peek(raw)
+        except msgspec.MsgspecError:
+            peek = _Peek()  # the body is not valid; `prepare` raises the error
+        key, previous = ACCOUNT.get().key.name, peek.previous_response_id
+        earlier: tuple[bytes, ...] = ()
+        if previous is not None:
+            if (key, previous) in self._running:
+                text = f"previous_response_id: response {previous} is not complete yet"
+                raise InvalidRequest(text, param="previous_response_id")
+            earlier = self._stored.get(key, previous, "previous_response_id").conversation
+        input = None if peek.store is False else bytes(peek.input)
+        return _Turn(key, earlier, input, bool(peek.background))
+
+    def _builder(self, active: ActiveRequest, turn: _Turn) -> ResponsesBuilder:
+        def keep(response: dict[str, Any]) -> None:
+            if turn.input is not None:
+                conversation = (*turn.earlier, turn.input, encode(response["output"]))
+                stored = StoredResponse(encode(response), conversation, turn.background)
+                self._stored.put(turn.key, response["id"], stored)
+
+        return ResponsesBuilder(active, self._config.model_name, self._services.tokenizer, keep)
+
+    async def _create_in_background(self, request: web.Request, raw: bytearray, turn: _Turn) -> web.Response:
+        prepared: asyncio.Future[ResponsesBuilder] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._generate_unseen(request, raw, turn, prepared))
+        try:
+            builder = await prepared
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return _json(builder.response("queued"))
+
+    async def _generate_unseen(
+        self,
+        request: web.Request,
+        raw: bytearray,
+        turn: _Turn,
+        prepared: "asyncio.Future[ResponsesBuilder]",
+    ) -> None:
+        """Generates in the background. `prepared` gets the builder, or the error that comes before it."""
+        task = asyncio.current_task()
+        assert task is not None
+        builder: ResponsesBuilder | None = None
+        try:
+            with self._frontend.admit(ACCOUNT.get(), len(raw)) as entry:
+                active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
+                del raw
+                builder = self._builder(active, turn)
+                self._running[turn.key, builder.id] = task, builder
+                prepared.set_result(builder)
+                await collect(active, builder)
+                builder.whole()
+        except asyncio.CancelledError:
+            if builder is not None:
+                builder.cancelled()
+        except Exception as raised:
+            if isinstance(raised, ApiError):
+                error = raised
+            else:
+                error = ApiError(f"request {REQUEST_ID.get()} failed inside the router")
+                log.exception("request %s", REQUEST_ID.get())
+            if builder is None:
+                prepared.set_exception(error)
+            else:
+                self._services.metrics.failed(error)
+                builder.failed(error)
+        finally:
+            if builder is not None:
+                del self._running[turn.key, builder.id]
+
+
+def _json(payload: dict[str, Any]) -> web.Response:
+    return _bytes(encode(payload))
+
+
+def _bytes(body: bytes) -> web.Response:
+    headers = {"x-request-id": REQUEST_ID.get()}
+    return web.Response(body=body, content_type="application/json", headers=headers)

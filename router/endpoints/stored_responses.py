@@ -1,0 +1,84 @@
+"""The responses of /v1/responses that clients may ask for again, in the memory of this router process."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.errors import NotFound
+
+MAX_RESPONSES = 1000
+"""Of each API key."""
+MAX_BYTES = 256 << 20
+"""Of all API keys together. Each has an equal part."""
+MAX_SECONDS = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    response: bytes
+    """JSON."""
+    conversation: tuple[bytes, ...]
+    """The inputs and outputs up to this response, each as the JSON of an `input`. Responses share them."""
+    background: bool
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + sum(map(len, self.conversation))
+
+
+class StoredResponses:
+    """Keeps the newest responses of each API key. A key never sees those of another."""
+
+    def __init__(self, keys: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`keys`: the number of API keys."""
+        self._max_bytes = MAX_BYTES // max(1, keys)
+        self._clock = clock
+        self._of_key: dict[str, _Shelf] = {}
+
+    def put(self, key: str, id: str, response: StoredResponse) -> None:
+        """Keeps a response. Drops the oldest ones as far as a bound demands it."""
+        self._of_key.setdefault(key, _Shelf()).put(id, response, self._clock() + MAX_SECONDS)
+        for shelf in self._of_key.values():
+            shelf.shrink(self._max_bytes, self._clock())
+
+    def get(self, key: str, id: str, param: str | None = None) -> StoredResponse:
+        """Raises NotFound, which names `param`."""
+        shelf = self._of_key.get(key)
+        if shelf is not None:
+            shelf.shrink(self._max_bytes, self._clock())
+        if shelf is None or id not in shelf.responses:
+            kept = f"the last {MAX_RESPONSES} of a key, at most {self._max_bytes >> 20} MiB of them"
+            text = (
+                f"there is no response {id[:80]!r} here: a router process keeps the responses that it made, "
+                f"{kept}, for {MAX_SECONDS / 3600:g} h, unless store was false"
+            )
+            raise NotFound(text, param=param)
+        return shelf.responses[id][0]
+
+    def delete(self, key: str, id: str) -> None:
+        """Raises NotFound."""
+        self.get(key, id)
+        self._of_key[key].pop(id)
+
+
+class _Shelf:
+    """The responses of one key, the oldest first, each with the time at which it expires."""
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, tuple[StoredResponse, float]] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, id: str, response: StoredResponse, expires: float) -> None:
+        self.responses[id] = response, expires
+        self._bytes += response.size
+
+    def pop(self, id: str) -> None:
+        self._bytes -= self.responses.pop(id)[0].size
+
+    def shrink(self, max_bytes: int, now: float) -> None:
+        while self.responses:
+            oldest, (_, expires) = next(iter(self.responses.items()))
+            if len(self.responses) <= MAX_RESPONSES and self._bytes <= max_bytes and expires > now:
+                break
+            self.pop(oldest)

@@ -1,0 +1,183 @@
+"""/v1/messages, with the official Anthropic client and without."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.admission.keys import api_keys
+from router.api.anthropic.reply import AnthropicMessage, MessageEvent
+from router.text.tokenizer import ModelTokenizer
+from rpc import worker_pb2 as pb
+
+from .conftest import ANSWER, TEXT, THOUGHT, Cluster, make_cluster
+
+anthropic: Any = pytest.importorskip("anthropic")
+PATH = "/v1/messages"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TOOL: Any = {"name": "get_weather", "description": "Now.", "input_schema": {"type": "object"}}
+HELLO: Any = [{"role": "user", "content": "Hi"}]
+BODY = {"max_tokens": 200, "messages": HELLO}
+
+
+@pytest.fixture
+async def thinking(thinking_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A model that thinks, writes some text, and calls a tool."""
+    text = f"<think>{THOUGHT}</think>{ANSWER}\n{CALL}"
+    async with make_cluster(thinking_tokenizer, tmp_path, text=text) as made:
+        yield made
+        await made.idle()
+
+
+def client(cluster: Cluster, key: str = "any") -> Any:
+    return anthropic.AsyncAnthropic(base_url=cluster.url, api_key=key, max_retries=0)
+
+
+def sent(cluster: Cluster) -> pb.Request:
+    return cluster.prefills[0].submitted[-1].prefill.request
+
+
+def prompt(cluster: Cluster) -> str:
+    return cluster.tokenizer.decode(list(sent(cluster).prompt_ids), skip_special_tokens=False)
+
+
+async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cluster):
+    cached = {"type": "ephemeral"}
+    system: Any = [{"type": "text", "text": "Be brief.", "cache_control": cached}]
+    async with client(thinking) as api:
+        more: Any = {"model": "fake", "max_tokens": 200, "system": system, "tools": [TOOL]}
+        first = await api.messages.create(
+            messages=HELLO, thinking={"type": "enabled", "budget_tokens": 1024}, **more
+        )
+        thought, text, call = first.content
+        assert (thought.type, thought.type == "thinking" and thought.thinking) == ("thinking", THOUGHT)
+        assert text.type == "text"
+        assert text.text == ANSWER
+        assert call.type == "tool_use"
+        assert (call.name, call.input) == ("get_weather", {"city": "Paris"})
+        assert first.stop_reason == "tool_use"
+        assert first.usage.cache_read_input_tokens == 3
+        assert first.usage.input_tokens + 3 == len(sent(thinking).prompt_ids)
+        assert sent(thinking).sampling.reasoning.budget == 1024
+        counted = await api.messages.count_tokens(model="fake", system=system, tools=[TOOL], messages=HELLO)
+        assert counted.input_tokens == len(sent(thinking).prompt_ids)
+
+        result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "Snow", "is_error": True}
+        question: Any = {"type": "text", "text": "So?"}
+        turns: Any = [*HELLO, first.to_param(), {"role": "user", "content": [result, question]}]
+        async with api.messages.stream(messages=turns, **more) as stream:
+            final = await stream.get_final_message()
+        assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+        expected = ["Be brief.", "Hi", f"<think>{THOUGHT}</think>{ANSWER}<tool_call>", "Error: Snow", "So?"]
+        places = [prompt(thinking).index(each) for each in expected]
+        assert places == sorted(places)
+
+
+async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
+    events = await thinking.typed_events(PATH, **BODY, tools=[TOOL])
+    for event in events:
+        MessageEvent.model_validate(event)
+    kinds = [event["type"] for event in events]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert list(dict.fromkeys(kinds)) == ["message_start", *block, "message_delta", "message_stop"]
+    assert [kinds.count(kind) for kind in (block[0], block[2])] == [3, 3]
+    for i, (name, whole) in enumerate(
+        (("thinking", THOUGHT), ("text", ANSWER), ("partial_json", '{"city": "Paris"}'))
+    ):
+        of_block = [event for event in events if event.get("index") == i]
+        assert [of_block[0]["type"], of_block[-1]["type"]] == [block[0], block[2]]
+        assert "".join(event["delta"][name] for event in of_block[1:-1]) == whole
+    assert events[0]["message"]["usage"]["output_tokens"] <= 1
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] > 20
+
+
+async def test_thinking_may_be_omitted_or_off(thinking: Cluster):
+    for thought in ({"type": "adaptive", "display": "omitted"}, {"type": "disabled"}):
+        status, result = await thinking.post(PATH, **BODY, thinking=thought, tools=[TOOL])
+        assert status == 200
+        assert [block["type"] for block in result["content"]] == ["text", "tool_use"]
+    assert "<think>\n\n</think>" in prompt(thinking)
+
+
+async def test_why_a_message_stops(cluster: Cluster):
+    for more, reason, sequence, text in (
+        ({}, "end_turn", None, TEXT),
+        ({"stop_sequences": [" Par", "xx"]}, "stop_sequence", " Par", "The capital of France is"),
+        ({"max_tokens": 2}, "max_tokens", None, "The capital"),
+    ):
+        status, result = await cluster.post(PATH, **{**BODY, **more})
+        AnthropicMessage.model_validate(result)
+        assert (status, result["stop_reason"], result["stop_sequence"]) == (200, reason, sequence)
+        assert result["content"] == [{"type": "text", "text": text}]
+
+
+async def test_fields_reach_the_workers_and_the_prompt(cluster: Cluster):
+    beginning = [*HELLO, {"role": "user", "content": "You"}, {"role": "assistant", "content": "I am"}]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    status, _ = await cluster.post(
+        PATH, messages=beginning, max_tokens=9, temperature=0.5, top_k=3, output_config=config
+    )
+    assert status == 200
+    sampling = sent(cluster).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.5, 3, 9)
+    assert '"integer"' in sampling.structured_output.json_schema
+    assert "Hi\nYou" in prompt(cluster), "messages of one role become one"
+    assert prompt(cluster).endswith("I am"), "the answer continues the last message"
+
+
+async def test_errors_have_anthropics_form(tokenizer: ModelTokenizer, tmp_path: Path):
+    create: Any = {"messages": HELLO, "max_tokens": 5}
+    async with make_cluster(tokenizer, tmp_path, api_keys=api_keys(["k"], None)) as cluster:
+        async with client(cluster, "k") as api, client(cluster, "wrong") as stranger:
+            assert (await api.messages.create(model="fake", **create)).stop_reason == "max_tokens"
+            with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+                await api.messages.create(model="other", **create)
+            with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
+                await stranger.messages.create(model="fake", **create)
+            with pytest.raises(anthropic.BadRequestError, match="temperature") as refusal:
+                await api.messages.create(model="fake", extra_body={"temperature": -1}, **create)
+            body: Any = refusal.value.body
+            assert body["type"] == "error"
+            assert body["error"]["type"] == "invalid_request_error"
+            assert body["request_id"]
+        await cluster.idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"max_tokens": 99_999}, "max_tokens"),
+        ({"stop": ["x"]}, "stop: this endpoint has no such field"),
+        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+        ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]: tools of type 'web_search"),
+        ({"tools": [TOOL]}, "tools is not supported"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(cluster: Cluster, body: dict[str, Any], named: str):
+    status, result = await cluster.post(PATH, **{**BODY, **body})
+    assert (status, result["error"]["type"]) == (400, "invalid_request_error")
+    assert named in result["error"]["message"]
+
+
+async def test_harmless_fields_are_accepted(cluster: Cluster):
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    harmless = {"cache_control": {"type": "ephemeral"}, "context_management": edits, "speed": "standard"}
+    status, _ = await cluster.post(PATH, **BODY, **harmless, metadata={"user_id": "u"}, service_tier="auto")
+    assert status == 200
+
+
+async def test_a_failed_stream_ends_with_an_error(cluster: Cluster):
+    for worker in cluster.decodes:
+        worker.step_seconds = 3600.0
+    events = await cluster.typed_events(PATH, **BODY, timeout=0.3)
+    assert events[-1]["type"] == "error"
+    MessageEvent.model_validate(events[-1])
+    assert events[-1]["error"]["type"] == "timeout_error"

@@ -1,0 +1,271 @@
+"""/v1/responses, with the official OpenAI client and without."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
+
+from router.admission.keys import api_keys
+from router.api.openai_responses.reply import ResponseEvent, ResponseObject
+from router.endpoints import stored_responses
+from router.endpoints.stored_responses import StoredResponse, StoredResponses
+from router.errors import NotFound
+from router.preparation import preparer
+from router.text.tokenizer import ModelTokenizer
+from rpc import worker_pb2 as pb
+
+from .conftest import ANSWER, TEXT, THOUGHT, Cluster, make_cluster
+
+PATH = "/v1/responses"
+ARGUMENTS = '{"city": "Paris"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": True}
+
+
+@pytest.fixture
+async def thinking(thinking_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A model that thinks, writes some text, and calls a tool."""
+    text = f"<think>{THOUGHT}</think>{ANSWER}\n{CALL}"
+    async with make_cluster(thinking_tokenizer, tmp_path, text=text) as made:
+        yield made
+        await made.idle()
+
+
+def client(cluster: Cluster, key: str = "any") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0)
+
+
+def sent(cluster: Cluster) -> pb.Request:
+    return cluster.prefills[0].submitted[-1].prefill.request
+
+
+def prompt(cluster: Cluster) -> str:
+    return cluster.tokenizer.decode(list(sent(cluster).prompt_ids), skip_special_tokens=False)
+
+
+async def test_the_openai_client_gets_items_and_continues_the_conversation(thinking: Cluster):
+    async with client(thinking) as api:
+        first = await api.responses.create(
+            model="fake", input="Weather?", instructions="Be brief.", tools=[WEATHER], metadata={"a": "b"}
+        )
+        reasoning, message, call = first.output
+        assert isinstance(reasoning, ResponseReasoningItem)
+        assert reasoning.content is not None
+        assert reasoning.content[0].text == THOUGHT
+        assert isinstance(message, ResponseOutputMessage)
+        assert first.output_text == ANSWER
+        assert isinstance(call, ResponseFunctionToolCall)
+        assert (call.name, call.arguments) == ("get_weather", ARGUMENTS)
+        assert (first.status, first.metadata, first.temperature) == ("completed", {"a": "b"}, 1.0)
+        assert first.usage is not None
+        assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
+        assert first.usage.input_tokens == len(sent(thinking).prompt_ids)
+        assert "Be brief." in prompt(thinking)
+
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+        second = await api.responses.create(input=[result], previous_response_id=first.id)  # pyrefly: ignore
+        continued = prompt(thinking)
+        turns = ["Weather?", f"<think>{THOUGHT}</think>{ANSWER}<tool_call>", "Paris", "Rain"]
+        assert [continued.index(turn) for turn in turns] == sorted(continued.index(turn) for turn in turns)
+        assert "Be brief." not in continued, "instructions are not carried over"
+        again = [{"role": "user", "content": "Weather?"}, *first.to_dict()["output"], result]  # pyrefly: ignore
+        await api.responses.create(input=again, store=False)  # pyrefly: ignore
+        assert prompt(thinking) == continued, "as if the client had sent the items again"
+        third = await api.responses.create(input="Why?", previous_response_id=second.id)
+        assert "Rain" in prompt(thinking)
+        assert third.previous_response_id == second.id
+
+
+async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
+    body = {"input": "Weather?", "tools": [WEATHER]}
+    events = await thinking.typed_events(PATH, **body)
+    for event in events:
+        ResponseEvent.model_validate(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert list(dict.fromkeys(kinds)) == [
+        "created", "in_progress", "output_item.added", "content_part.added",
+        "reasoning_text.delta", "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_text.delta", "output_text.done",
+        "function_call_arguments.delta", "function_call_arguments.done", "completed",
+    ]  # fmt: skip
+    assert kinds.count("output_item.added") == kinds.count("output_item.done") == 3
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    final = events[-1]["response"]
+    assert final["output"] == done
+    for kind, whole in (
+        ("reasoning_text", THOUGHT), ("output_text", ANSWER), ("function_call_arguments", ARGUMENTS),
+    ):  # fmt: skip
+        deltas = [e["delta"] for e in events if e["type"] == f"response.{kind}.delta"]
+        assert "".join(deltas) == whole
+        assert len(deltas) > 1
+    async with (
+        client(thinking) as api,
+        api.responses.stream(model="fake", input="Hi", tools=[WEATHER]) as stream,
+    ):
+        assert (await stream.get_final_response()).output_text == ANSWER
+    async with thinking.http.get(f"{thinking.url}{PATH}/{final['id']}") as response:
+        assert await response.json() == final
+    ResponseObject.model_validate(final)
+
+
+async def test_a_limit_makes_a_response_incomplete(cluster: Cluster):
+    status, result = await cluster.post(PATH, input="Hi", max_output_tokens=3)
+    assert (status, result["status"]) == (200, "incomplete")
+    assert result["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert result["output"][0]["status"] == "incomplete"
+    events = await cluster.typed_events(PATH, input="Hi", max_output_tokens=3)
+    assert events[-1]["type"] == "response.incomplete"
+    assert events[-1]["response"]["output"][0]["content"] == result["output"][0]["content"]
+
+
+async def test_logprobs_of_a_message(thinking: Cluster):
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    _, result = await thinking.post(PATH, input="Hi", tools=[WEATHER], **include)
+    ResponseObject.model_validate(result)
+    entries = result["output"][1]["content"][0]["logprobs"]
+    assert "".join(entry["token"] for entry in entries).strip() == ANSWER.strip()
+    assert result["output"][0]["content"][0].keys() == {"type", "text"}
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    status, result = await thinking.post(PATH, input="Hi", top_logprobs=2)
+    assert (status, result["error"]["param"]) == (400, "top_logprobs")
+
+
+async def test_structured_output_reaches_the_workers(cluster: Cluster):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    status, result = await cluster.post(PATH, input="Hi", text=text, max_output_tokens=9)
+    assert (status, result["text"]["format"]["schema"]) == (200, schema)
+    assert '"integer"' in sent(cluster).sampling.structured_output.json_schema
+    text["format"]["schema"] = {"type": "wrong"}
+    status, result = await cluster.post(PATH, input="Hi", text=text)
+    assert (status, result["error"]["param"]) == (400, "text.format")
+    assert result["error"]["message"].startswith("text.format: ")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": 3}, "max_tokens"),
+        ({"conversation": "c"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"budget": 3}}, "reasoning.budget"),
+        ({"max_output_tokens": 99_999}, "max_output_tokens"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "background"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input"),
+        ({"tools": [WEATHER]}, "tools"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(cluster: Cluster, body: dict[str, Any], param: str):
+    status, result = await cluster.post(PATH, **{"input": "Hi", **body})
+    assert (status, result["error"]["param"]) == (400, param), result
+    assert param.partition("[")[0] in result["error"]["message"]
+
+
+async def test_stored_responses_belong_to_one_key(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, api_keys=api_keys(["a", "b"], None)) as cluster:
+        async with client(cluster, "a") as mine, client(cluster, "b") as other:
+            made = await mine.responses.create(input="Hi")
+            assert (await mine.responses.retrieve(made.id)).output_text == TEXT
+            with pytest.raises(openai.NotFoundError, match=f"no response '{made.id}' here"):
+                await other.responses.retrieve(made.id)
+            with pytest.raises(openai.NotFoundError, match="a router process keeps") as refusal:
+                await other.responses.create(input="x", previous_response_id=made.id)
+            assert refusal.value.param == "previous_response_id"
+            with pytest.raises(openai.NotFoundError):
+                await other.responses.delete(made.id)
+            with pytest.raises(openai.BadRequestError, match="not made with background"):
+                await mine.responses.cancel(made.id)
+            await mine.responses.delete(made.id)
+            unstored = await mine.responses.create(input="Hi", store=False)
+            for id in (made.id, unstored.id):
+                with pytest.raises(openai.NotFoundError):
+                    await mine.responses.retrieve(id)
+        await cluster.idle()
+
+
+async def test_a_response_in_the_background(cluster: Cluster):
+    async with client(cluster) as api:
+        made = await api.responses.create(input="Hi", background=True)
+        assert made.status == "queued"
+        while made.status in ("queued", "in_progress"):
+            made = await api.responses.retrieve(made.id)
+        assert (made.status, made.output_text) == ("completed", TEXT)
+        assert (await api.responses.cancel(made.id)).status == "completed"
+
+        for worker in cluster.workers:
+            worker.step_seconds = 3600.0
+        slow = await api.responses.create(input="Hi", background=True)
+        with pytest.raises(openai.BadRequestError, match="not complete yet"):
+            await api.responses.create(input="Hi", previous_response_id=slow.id)
+        assert (await api.responses.cancel(slow.id)).status == "cancelled"
+        assert (await api.responses.retrieve(slow.id)).status == "cancelled"
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await api.responses.create(input="Hi", background=True, temperature=-1)
+
+
+async def test_a_child_process_gets_the_conversation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    _, first = await cluster.post(PATH, input="The first question.")
+    monkeypatch.setattr(preparer, "SMALL_BYTES", 0)
+    status, second = await cluster.post(
+        PATH, input="The second.", previous_response_id=first["id"], instructions="Brief."
+    )
+    assert (status, second["instructions"]) == (200, "Brief.")
+    assert prompt(cluster).index("The first question.") < prompt(cluster).index("The second.")
+    assert TEXT in prompt(cluster)
+
+
+async def test_a_failed_stream_ends_with_response_failed(cluster: Cluster):
+    events: list[dict[str, Any]] = []
+
+    async def read() -> None:
+        events.extend(await cluster.typed_events(PATH, input="Hi", timeout=0.3))
+
+    for worker in cluster.decodes:
+        worker.step_seconds = 3600.0
+    await asyncio.wait_for(read(), 20)
+    assert events[-1]["type"] == "response.failed"
+    ResponseEvent.model_validate(events[-1])
+    assert events[-1]["response"]["error"]["code"] == "server_error"
+
+
+def test_stored_responses_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    monkeypatch.setattr(stored_responses, "MAX_RESPONSES", 3)
+    monkeypatch.setattr(stored_responses, "MAX_BYTES", 200)
+    stored = StoredResponses(2, lambda: now)
+
+    def put(key: str, id: str, size: int) -> None:
+        stored.put(key, id, StoredResponse(b"r" * size, (), False))
+
+    def has(key: str, id: str) -> bool:
+        try:
+            return stored.get(key, id).response is not None
+        except NotFound:
+            return False
+
+    for i in range(4):
+        put("a", str(i), 10)
+    assert [has("a", str(i)) for i in range(4)] == [False, True, True, True], "the count"
+    put("a", "big", 75)
+    assert [has("a", i) for i in ("2", "3", "big")] == [True, True, True]
+    put("a", "more", 30)
+    assert [has("a", i) for i in ("3", "big", "more")] == [False, False, True], "the bytes"
+    put("a", "huge", 101)
+    assert not has("a", "huge")
+    put("b", "b", 100)
+    put("a", "new", 100)
+    assert has("b", "b")
+    now = stored_responses.MAX_SECONDS
+    assert not has("b", "b"), "the time"
