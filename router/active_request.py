@@ -148,6 +148,7 @@ class ActiveRequest:
                 min_tokens=body.min_tokens,
                 skip_special_tokens=body.skip_special_tokens,
                 include_stop=body.include_stop_str_in_output,
+                generates=body.max_tokens_wanted != 0,
             )
             for _ in jobs
         ]

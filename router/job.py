@@ -17,6 +17,11 @@ class Job:
     cache_salt: bytes = b""
     tenant: bytes = b""
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt are asked for."""
+        return self.sampling.HasField("prompt_logprobs")
+
     def request(
         self,
         request_id: bytes,
@@ -27,13 +32,15 @@ class Job:
         within: float,
         retried: bool,
         alone: bool,
+        last: bool,
     ) -> pb.Request:
         """Builds the message to a worker. `output_ids` were emitted before, `seconds` are left for the rest.
 
         `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
         `alone`: the worker computes the request in steps of its own.
+        `last`: the worker generates no more than one token.
         """
-        return pb.Request(
+        request = pb.Request(
             request_id=request_id,
             prompt_ids=self.prompt_ids,
             output_ids=output_ids,
@@ -47,3 +54,10 @@ class Job:
             tenant=self.tenant,
             name=name,
         )
+        sampling = request.sampling
+        if output_ids:  # they came after all log probabilities of the prompt
+            sampling.ClearField("prompt_logprobs")
+        if last:
+            sampling.max_tokens = len(output_ids) + 1
+            sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
+        return request

@@ -7,6 +7,7 @@ the faults that real workers may have.
 
 import asyncio
 import os
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 SECRET = b"a secret of the cluster"
+PROMPT_PIECE = 4
+"""Tokens in a `PromptLogprobs` message."""
 
 
 @dataclass
@@ -48,6 +51,7 @@ class FakeWorker(WorkerServicer):
         steps: None, or a semaphore of the tokens that the worker may still send.
         starts: None, or a semaphore of the prefills that may start.
         reports_starts: False: as a worker of an older version.
+        scores_prompts: False: as a worker of an older version.
         no_room: how many reservations to refuse.
         fail: how many attempts to fail, and the code.
         fail_after: fail each decode after that many tokens.
@@ -82,6 +86,7 @@ class FakeWorker(WorkerServicer):
         self.steps: asyncio.Semaphore | None = None
         self.starts: asyncio.Semaphore | None = None
         self.reports_starts = True
+        self.scores_prompts = True
         self.no_room = 0
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
         self.fail_after: int | None = None
@@ -287,6 +292,8 @@ class FakeWorker(WorkerServicer):
     ) -> bool:
         """Sends output token `index`. Returns whether it is the last one."""
         await self.next_step()
+        if request.sampling.HasField("prompt_logprobs") and self.scores_prompts and not index:
+            self._put_prompt_logprobs(attempt_id, request, outputs)
         if self.steps is not None:
             await self.steps.acquire()
         token_id = self.output_ids[index % len(self.output_ids)]
@@ -314,6 +321,24 @@ class FakeWorker(WorkerServicer):
             events.insert(0, old)
         outputs.put_nowait(pb.WorkerMessage(step=pb.StepOutput(tokens=events)))
         return finish != pb.FINISH_REASON_NONE
+
+    def _put_prompt_logprobs(
+        self, attempt_id: bytes, request: pb.Request, outputs: asyncio.Queue[pb.WorkerMessage]
+    ) -> None:
+        """The token at position p has the log probability -p and the rank p. Its alternative i is token
+        100 + i, with the log probability -i."""
+        top = request.sampling.prompt_logprobs
+        for start in range(1, len(request.prompt_ids), PROMPT_PIECE):
+            positions = range(start, min(start + PROMPT_PIECE, len(request.prompt_ids)))
+            message = pb.PromptLogprobs(
+                attempt_id=attempt_id,
+                position=start,
+                logprobs=array("f", (-p for p in positions)).tobytes(),
+                ranks=array("i", positions).tobytes(),
+                top_ids=array("i", [100 + i for i in range(top)] * len(positions)).tobytes(),
+                top_logprobs=array("f", [-i for i in range(top)] * len(positions)).tobytes(),
+            )
+            outputs.put_nowait(pb.WorkerMessage(prompt_logprobs=message))
 
     async def _prefill(self, submit: pb.SubmitPrefill, outputs: asyncio.Queue[pb.WorkerMessage]) -> None:
         if self._fails(submit.prefill_id, outputs):

@@ -33,6 +33,7 @@ from router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refus
 
 MAX_LOGPROBS = 20
 MAX_TOOLS = 128
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(BaseModel):
@@ -61,6 +62,8 @@ class GenerationBody(OpenAIBody):
     return_token_ids: Nullable[bool] = False
     return_tokens_as_token_ids: Nullable[bool] = False
     """In logprobs, `token_id:N` in place of the text of token N."""
+    prompt_logprobs: Alternatives | None = None
+    """How many alternatives to show with the log probability of each token of the prompt."""
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="before")
@@ -72,6 +75,12 @@ class GenerationBody(OpenAIBody):
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream to be true", "stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise unsupported("prompt_logprobs is not supported together with stream", "prompt_logprobs")
         return self
 
     @model_validator(mode="after")
@@ -98,6 +107,11 @@ class GenerationBody(OpenAIBody):
         """Number of alternatives for each token. None: no logprobs at all."""
         raise NotImplementedError
 
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """Number of alternatives for each token of the prompt. None: no logprobs of the prompt."""
+        return self.prompt_logprobs
+
     def truncated(self, prompt: list[int], context: int) -> list[int]:
         """Returns the tokens of a prompt that `truncate_prompt_tokens` keeps."""
         limit = self.truncate_prompt_tokens
@@ -123,7 +137,9 @@ class CompletionOptions(GenerationBody):
 
     prompt_field: ClassVar[str] = "prompt"
 
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """0, with `echo` or `prompt_logprobs`: only the prompt."""
+    logprobs: Alternatives | None = None
     echo: Nullable[bool] = False
     add_special_tokens: Nullable[bool] = True
 
@@ -133,14 +149,19 @@ class CompletionOptions(GenerationBody):
         return refuse(data, COMPLETION)
 
     @model_validator(mode="after")
-    def _check_echo(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise unsupported("echo is not supported together with logprobs", "echo")
+    def _check_max_tokens(self) -> Self:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise invalid("must be at least 1, unless echo or prompt_logprobs is set", "max_tokens")
         return self
 
     @property
     def logprobs_wanted(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        given = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((count for count in given if count is not None), default=None)
 
 
 class CompletionBody(CompletionOptions):
@@ -192,7 +213,7 @@ class ChatOptions(RenderedBody, GenerationBody):
     prompt_field: ClassVar[str] = "messages"
 
     logprobs: Nullable[bool] = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Alternatives | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None

@@ -51,11 +51,15 @@ def make_jobs(
         if body.min_tokens > max_tokens:
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
-        chunks = prompt_hints(prompt_ids, content_root, cache_salt)
+        # Where all of a prompt is computed, cached chunks help no worker.
+        computed = body.prompt_logprobs_wanted is not None
+        chunks = [] if computed else prompt_hints(prompt_ids, content_root, cache_salt)
         key = _session_key(session, prompt_ids, chunks, cache_salt)
         seed = int.from_bytes(os.urandom(8)) if body.seed is None else body.seed
         for i in range(body.n):
-            seeded = pb.SamplingParams(**sampling, max_tokens=max_tokens, seed=(seed + i) & _SEED_MASK)
+            seeded = pb.SamplingParams(
+                **sampling, max_tokens=max(1, max_tokens), seed=(seed + i) & _SEED_MASK
+            )
             jobs.append(Job(prompt_ids, seeded, key, chunks, body.priority, cache_salt, tenant))
     return jobs
 
@@ -114,6 +118,7 @@ def _sampling(
         "ignore_eos": body.ignore_eos,
         "logit_bias": bias,
         "logprobs": body.logprobs_wanted,
+        "prompt_logprobs": body.prompt_logprobs_wanted,
     }
 
 

@@ -56,10 +56,22 @@ class ChatLogprobs(ResponseModel):
 
 
 class CompletionLogprobs(ResponseModel):
+    """With `echo`, the first token of the prompt has no logprob and no alternatives."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(ResponseModel):
+    logprob: float
+    rank: Annotated[int, Field(ge=1)]
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""One entry for each token of the prompt: it and its alternatives, by their ids. None: the first token."""
 
 
 class OutputFunction(ResponseModel):
@@ -99,6 +111,7 @@ class ChatResponse(ResponseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class FunctionDelta(ResponseModel):
@@ -157,6 +170,7 @@ class CompletionChunkChoice(ResponseModel):
 
 
 class CompletionChoice(CompletionChunkChoice):
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason  # pyrefly: ignore[bad-override]  (fields are never assigned)
 
 

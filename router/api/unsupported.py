@@ -20,7 +20,7 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "input_ids": (), "json_schema": (), "kv_transfer_params": ({},), "length_penalty": (1,),
     "logits_processors": ([],), "logprob_token_ids": (), "lora_path": (), "lora_request": (),
     "modalities": (["text"],), "moderation": (), "no_stop_trim": (False,), "prediction": (),
-    "prompt_embeds": (), "prompt_logprobs": (0,), "regex": (), "repetition_detection": (),
+    "prompt_embeds": (), "regex": (), "repetition_detection": (),
     "request_id": (), "return_hidden_states": (False,), "return_prompt_text": (False,),
     "return_prompt_token_ids": (False,), "rid": (), "session_params": ({},), "stop_regex": ([],),
     "suffix": ("",),

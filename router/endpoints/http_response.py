@@ -9,6 +9,7 @@ from router.active_request import ActiveRequest
 from router.endpoints.builders import ResponseBuilder
 from router.endpoints.builders.base import encode
 from router.errors import ApiError
+from router.generation.choice import Delta
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,18 @@ async def collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
 
 async def _collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
     while not active.finished:
-        for index, delta in await active.take(KEEPALIVE_SECONDS):
+        for index, delta in await _deltas(active, builder):
             builder.add(index, delta)
+
+
+async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple[int, Delta]]:
+    """Takes deltas. The builder has what comes before them: log probabilities of their prompts."""
+    deltas = await active.take(KEEPALIVE_SECONDS)
+    for index, delta in deltas:
+        for part in delta.token.prompt:
+            builder.add_prompt(index, part)
+            await asyncio.sleep(0)  # other tasks run between the parts of a long prompt
+    return deltas
 
 
 async def _stream(
@@ -74,7 +85,7 @@ async def _stream(
     )
     try:
         while not active.finished:
-            deltas = await active.take(KEEPALIVE_SECONDS)
+            deltas = await _deltas(active, builder)
             if not response.prepared:
                 await response.prepare(request)
             events = b"".join(builder.events(index, delta) for index, delta in deltas)

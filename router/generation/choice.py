@@ -41,7 +41,9 @@ class Choice:
         min_tokens: int,
         skip_special_tokens: bool,
         include_stop: bool,
+        generates: bool,
     ) -> None:
+        """`generates`: False if the client wants no token. The only token then adds nothing."""
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
@@ -49,12 +51,16 @@ class Choice:
         self._include_stop = include_stop
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
+        self._generates = generates
 
     def push(self, token: Token) -> Delta:
         """Returns the delta of a token. The last delta has a finish reason.
 
         A stop string ends the choice although the model would generate more tokens.
         """
+        if not self._generates:
+            self.finish_reason = "length"
+            return Delta("", token, "length", None, first=True)
         reason = token.finish_reason or None
         stop_reason: str | int | None = None
         stopped = reason == "stop" and not self._include_stop

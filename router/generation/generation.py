@@ -25,6 +25,10 @@ prefills without a decode until it can start (`Scheduler.to_drop`). So decodes a
 gets their capacity. If that takes longer than the hold deadline, the prefill is dropped, and computed again
 under a reservation.
 
+If log probabilities of the prompt are asked for, a prefill worker first computes the prompt without a
+handover. They come from there, before the first token. The rest is then generated as after a retry. So no
+token can overtake them.
+
 Workers change pools, so the worker of a prefill may be the only one left to decode, and the reverse. Prefill
 and decode are then one attempt: a decode without a source, which computes the prompt itself. Only a prefill
 that has its token is named as the source, because the worker holds its KV already.
@@ -34,6 +38,7 @@ import logging
 import os
 from collections.abc import Collection
 
+from router import prompt_logprobs
 from router.admission.parked import Parked
 from router.admission.queue import Turn, TurnResult
 from router.errors import ApiError, Failed, InvalidRequest
@@ -100,6 +105,7 @@ class Generation:
         self._waits = Waits(parked, self, metrics, timeout=timeout, worker_wait=worker_wait)
         self._retried = False
         self._source_count = 0
+        self._prompt: list[pb.PromptLogprobs] = []
 
     def start(self) -> None:
         """Joins the admission queue."""
@@ -128,24 +134,32 @@ class Generation:
             return
         if decode is None:
             self._turn.wait(self)
-        elif prefill is None and self._last_token_next:
+        elif prefill is None and self._next_token_alone:
             self._end_decode(cancel=True)
-            self._prefill_last()
+            self._prefill_alone(self._choose_prefill())
         elif prefill is None:
             self._retarget(decode)
 
     def on_turn(self) -> TurnResult:
-        if self._prefill is None and self._last_token_next:
-            return self._prefill_last()
+        if self._prefill is None and self._next_token_alone and (target := self._choose_prefill()):
+            return self._prefill_alone(target)
         return self._reserve()
 
     @property
-    def _last_token_next(self) -> bool:
-        """A prefill computes the last token, so that no decode is needed."""
-        return self._job.sampling.max_tokens - len(self.output_ids) == 1
+    def _next_token_alone(self) -> bool:
+        """A prefill computes the next token without a handover.
 
-    def _prefill_last(self) -> TurnResult:
-        if not self._waits.may_prefill() or not self._plan_prefill(self._choose_prefill(), handover=False):
+        It is the last one, or log probabilities of the prompt come before it.
+        """
+        first = not self.output_ids
+        return (first and self._job.scores_prompt) or self._tokens_left == 1
+
+    @property
+    def _tokens_left(self) -> int:
+        return self._job.sampling.max_tokens - len(self.output_ids)
+
+    def _prefill_alone(self, target: PrefillTarget | None) -> TurnResult:
+        if not self._waits.may_prefill() or not self._plan_prefill(target, handover=False):
             return TurnResult.PARKED
         self._send_prefill()
         return TurnResult.SENT
@@ -250,8 +264,9 @@ class Generation:
         return avoid if other is None else avoid | {other.worker.address}
 
     def _place(self, worker: WorkerConnection, target: PrefillTarget | None) -> Place | None:
-        answer = self._job.sampling.max_tokens - len(self.output_ids)
-        place = self._pool.place(worker, self._job.chunks, self._length, answer, target, self._failures.avoid)
+        place = self._pool.place(
+            worker, self._job.chunks, self._length, self._tokens_left, target, self._failures.avoid
+        )
         if place is not None:
             self.span.set(place.why.attributes())
         return place
@@ -304,7 +319,7 @@ class Generation:
         self._waits.prefill_sent()
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id,
-            request=self._request(self.output_ids, prefill.within),
+            request=self._request(self.output_ids, prefill.within, last=not prefill.handover),
             handover=prefill.handover,
             report_start=prefill.queued,
             content=self._pool.prefix_source(prefill.worker, self._job.chunks, self._length),
@@ -331,7 +346,7 @@ class Generation:
             )
             self._send_prefill()
 
-    def _request(self, output_ids: list[int], within: float) -> pb.Request:
+    def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
         return self._job.request(
             self.id,
             self.name,
@@ -340,6 +355,7 @@ class Generation:
             within=within,
             retried=self._retried,
             alone=self._failures.alone,
+            last=last,
         )
 
     # ------------------------------------------------------------ the end of a wait
@@ -354,6 +370,11 @@ class Generation:
         self._advance()
 
     # ------------------------------------------------------------ reports of the connections
+
+    def on_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
+        if self._prompt and self._prompt[-1].attempt_id != message.attempt_id:
+            self._prompt = []  # of an attempt that failed
+        self._prompt.append(message)
 
     def on_token(self, event: pb.TokenEvent) -> None:
         prefill, decode = self._prefill, self._decode
@@ -383,8 +404,18 @@ class Generation:
     def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
         self._failures.token()
         self._turn.generated()
+        prompt: list[pb.PromptLogprobs] = []
+        if len(self.output_ids) == 1 and self._job.scores_prompt:
+            prompt, self._prompt = self._prompt, []
+            if sum(map(prompt_logprobs.tokens, prompt)) != len(self._job.prompt_ids) - 1:
+                text = "log probabilities of the prompt are missing: the worker may be of an older version"
+                self.fail(Failed(f"{self}: {text}"))
+                return
+        if from_prefill and self._tokens_left and event.finish_reason == pb.FINISH_REASON_LENGTH:
+            self._prompt_scored()
+            event.finish_reason = pb.FINISH_REASON_NONE
         handed_over = self._prefill is not None
-        finish_reason = self._writer.token(event, len(self.output_ids), handed_over=handed_over)
+        finish_reason = self._writer.token(event, len(self.output_ids), prompt, handed_over=handed_over)
         if finish_reason:
             if event.finish_reason:
                 ended = self._prefill if from_prefill else self._decode
@@ -393,6 +424,13 @@ class Generation:
             self._end()
         elif self._decode is None:
             self._advance()
+
+    def _prompt_scored(self) -> None:
+        """Ends a prefill without a handover whose token is not the last one."""
+        assert self._prefill is not None
+        self._prefill.worker.forget(self._prefill.id)
+        self._end_prefill()
+        self._waits.retry_granted()  # the next prefill is no retry
 
     def on_reserved(self, decode_id: bytes) -> None:
         prefill, decode = self._prefill, self._decode

@@ -5,7 +5,7 @@ The queue is bounded, so that a client that reads slowly does not delay other re
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from router.errors import ApiError
@@ -23,6 +23,8 @@ class Token:
     logprobs: pb.TokenLogprobs | None
     finish_reason: str
     """Of the last token "stop" or "length", else empty."""
+    prompt: Sequence[pb.PromptLogprobs] = ()
+    """Of the first token: the log probabilities of all tokens of the prompt but the first, if asked for."""
 
 
 class TokenQueue:

@@ -4,6 +4,7 @@ For the metrics a request waits until its first token, and then runs until its e
 """
 
 import time
+from collections.abc import Sequence
 
 from router.errors import ApiError
 from router.generation.token_queue import Token, TokenQueue
@@ -29,10 +30,12 @@ class TokenWriter:
         self._since = time.monotonic()
         metrics.waiting.inc()
 
-    def token(self, event: pb.TokenEvent, emitted: int, *, handed_over: bool) -> str:
+    def token(
+        self, event: pb.TokenEvent, emitted: int, prompt: Sequence[pb.PromptLogprobs], *, handed_over: bool
+    ) -> str:
         """Writes a token, the number `emitted` of its generation. Returns the finish reason or "".
 
-        `handed_over`: a prefill worker computed the prompt.
+        `prompt` as in `Token`. `handed_over`: a prefill worker computed the prompt.
         """
         self._measure(emitted, handed_over)
         # No token follows a finish reason, not even an unknown one of a newer worker.
@@ -40,7 +43,7 @@ class TokenWriter:
         if not finish_reason and emitted >= self._max_tokens:
             finish_reason = "length"
         logprobs = event.logprobs if event.HasField("logprobs") else None
-        self._tokens.put(self._index, Token(event.token_id, logprobs, finish_reason))
+        self._tokens.put(self._index, Token(event.token_id, logprobs, finish_reason, prompt))
         return finish_reason
 
     def error(self, error: ApiError) -> None:

@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 
 import rpc
+from router import prompt_logprobs
 from router.policy import DecodeLoad, PrefillWork
 from router.workers.attempts import Attempt, AttemptOwner, AttemptTable
 from router.workers.breaker import CircuitBreaker
@@ -338,6 +339,8 @@ class WorkerConnection:
             case "step":
                 for event in message.step.tokens:
                     self._receive_token(event)
+            case "prompt_logprobs":
+                self._receive_prompt_logprobs(message.prompt_logprobs)
             case "reserved":
                 attempt = self.attempts.get(message.reserved.decode_id)
                 if attempt is not None:
@@ -363,13 +366,25 @@ class WorkerConnection:
         if attempt is None:
             return
         if defect := token_defect(event, self.description.vocab_size):
-            self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=event.attempt_id)))
-            failure = pb.AttemptFailed(attempt_id=event.attempt_id, message=f"{self}: {defect}")
-            self._receive_failure(failure)
+            self._reject(event.attempt_id, defect)
             return
         if attempt.work is not None:
             self._prefilled(attempt, computed=True)
         attempt.owner.on_token(event)
+
+    def _receive_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
+        attempt = self.attempts.get(message.attempt_id)
+        if attempt is None:
+            return
+        if defect := prompt_logprobs.defect(message, self.description.vocab_size):
+            self._reject(message.attempt_id, defect)
+        else:
+            attempt.owner.on_prompt_logprobs(message)
+
+    def _reject(self, attempt_id: bytes, defect: str) -> None:
+        """Ends an attempt whose result cannot go to a client."""
+        self._send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id)))
+        self._receive_failure(pb.AttemptFailed(attempt_id=attempt_id, message=f"{self}: {defect}"))
 
     def _receive_failure(self, failure: pb.AttemptFailed) -> None:
         attempt = self.attempts.fail(failure)

@@ -27,6 +27,9 @@ class Owner:
         self.recorded = RecordedSpan()
         self.span = cast("Span", self.recorded)
 
+    def on_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
+        raise AssertionError
+
     def on_token(self, event: pb.TokenEvent) -> None: ...
     def on_reserved(self, decode_id: bytes) -> None: ...
     def on_prefill_started(self) -> None: ...

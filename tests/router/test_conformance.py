@@ -53,6 +53,13 @@ async def test_the_sum_of_a_stream_is_the_whole_response(cluster: Cluster, path:
     rng, chat = random.Random(2), "chat" in path
     for _ in range(count):
         body = drawn(rng, chat=chat) | {"return_token_ids": True}
+        if not chat and rng.random() < 0.2:
+            body |= {
+                "max_tokens": rng.randrange(3),
+                "min_tokens": 0,
+                "echo": True,
+                "logprobs": rng.randrange(4),
+            }
         status, whole = await cluster.post(path, **body)
         assert status == 200, whole
         continuous = rng.random() < 0.2

