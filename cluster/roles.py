@@ -21,6 +21,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
     def start() -> int:
         from cluster.gpus import default_device, gpu_gib
         from cluster.optimize import choose
+        from cluster.options.declare import size_in_bytes
         from engine import EngineConfig
         from rpc.auth import load_secret
         from worker.config import Deadlines, WorkerConfig
@@ -52,6 +53,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 max_num_seqs=chosen.max_num_seqs,
                 max_num_batched_tokens=chosen.max_num_batched_tokens,
                 enable_prefix_caching=given.engine.enable_prefix_caching is not False,
+                host_cache_size=size_in_bytes(given.engine.host_cache_size),
                 ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
                 ttit_target_steps=chosen.target_steps,
                 seed=given.engine.seed,

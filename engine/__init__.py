@@ -3,8 +3,9 @@
 The life of a request:
 
     add ──▶ waiting ──▶ running: prefill in chunks ──▶ first token ──▶ decode … ──▶ finished
-                              (handover=True)              └──▶ held until release, or
-                                                                resume ──▶ running: decode … ──▶ finished
+               │ ▲      ▲     (handover=True)              └──▶ held until release, or
+               ▼ │      │                                       resume ──▶ running: decode … ──▶ finished
+             loading ───┘
     reserve ──▶ reserved (KV arrives from outside) ──▶ join ──▶ running: decode … ──▶ finished
 
 The rooms, from the outside in. Each imports only rooms below it:
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.api.config import EngineConfig
 from engine.api.expert_stats import ExpertStats
+from engine.api.host_tier_stats import HostTierStats
 from engine.api.reasoning import Reasoning
 from engine.api.request import (
     CachedBlock,
@@ -57,6 +59,7 @@ __all__ = [
     "EngineRequest",
     "EngineStats",
     "ExpertStats",
+    "HostTierStats",
     "KVSink",
     "Logprobs",
     "MixedStep",

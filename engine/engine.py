@@ -28,6 +28,7 @@ from engine.api.request import (
 )
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import FULL_STEP, ChunkLimit
+from engine.core.host_tier import HostTier
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.meters import Meters
 from engine.core.pace import Pace
@@ -40,6 +41,7 @@ from engine.execution.runner import ModelRunner
 from engine.flight import Flight
 from engine.grammar import Grammars
 from engine.model_config import ModelConfig
+from engine.models import cache_bytes_per_token
 from engine.models.cache_spec import CacheSpec
 from engine.step import NO_CHOICE, NOT_FINITE, RowLogprobs, ScoredLogprobs
 
@@ -90,6 +92,8 @@ class Engine:
         self.block_size = runner.block_size
         self.num_blocks = num_blocks
         self.ranks = runner.ranks
+        self.block_bytes = self.block_size * cache_bytes_per_token(cache_spec) * self.ranks.size
+        """Of the KV of one block, on all ranks."""
         self._runner = runner
         self._grammars = grammars
         self._overlap = overlap
@@ -99,6 +103,10 @@ class Engine:
         self._graph_rows = runner.mixed_rows[-1] if runner.mixed_rows else math.inf
         # With more tokens, products bound a step, not reading the weights; without a graph, its launches do.
         dense_step = FULL_STEP * model_config.num_parameters / model_config.parameters_read(1)
+        if 0 < config.host_cache_size < self.block_bytes:
+            raise ValueError(
+                f"--host-cache-size {config.host_cache_size}: a block takes {self.block_bytes} bytes"
+            )
         self._scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size=self.block_size,
@@ -109,6 +117,8 @@ class Engine:
             content_root=content_root if config.enable_prefix_caching else None,
             cache_observer=cache_observer,
             states=StatePool(num_slots) if num_slots else None,
+            host_places=config.host_cache_size // self.block_bytes,
+            prompt_tokens_per_s=lambda: self.prompt_tokens_per_s,
         )
         self._meters = Meters(*largest)
         self._expert_meter = runner.expert_meter()
@@ -369,6 +379,11 @@ class Engine:
         """Moves prefixes between this prefix cache and those of other workers. None: there is no cache."""
         return self._scheduler.prefix_exchange
 
+    @property
+    def host_tier(self) -> HostTier | None:
+        """Says which blocks to copy to the host and back. None: there is no such tier."""
+        return self._scheduler.host_tier
+
     def _prepare(self, live: LiveRequest) -> None:
         live.longest = min(live.longest, self.model_config.max_model_len)
         if live.request.sampling.has_grammar:
@@ -390,7 +405,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything. False while all waiting requests wait for blocks."""
+        """Whether `step` would do anything. False while all requests wait for blocks or for the host tier."""
         return bool(self._flights or self._scheduler.running) or self._scheduler.can_admit
 
     @property
@@ -415,8 +430,10 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request in any phase and no step under way."""
-        return not self._scheduler.requests and not self._flights
+        """Whether there is no request in any phase, no step under way and no block that the host tier
+        fills."""
+        loading = self.host_tier is not None and self.host_tier.loading
+        return not self._scheduler.requests and not self._flights and not loading
 
     def assert_whole(self) -> None:
         """Proves, when idle, that no block and no other part of a request was left behind."""

@@ -40,7 +40,7 @@ class CudaPool:
         self._exported: DeviceMemory | None = None  # slots that peers read, beside those of the arena
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
         # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
-        _pin(self._arena)
+        pin(self._arena)
         # Of high priority: few short programs, which would else wait for the end of a large matrix product.
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
@@ -173,7 +173,7 @@ class CudaPool:
         self._stream.synchronize()
         if self._exported is not None:
             self._exported.close()
-        _unpin(self._arena)
+        unpin(self._arena)
         self._layers.clear()
         self._scales.clear()
         self._arena = torch.empty(0)
@@ -262,15 +262,15 @@ def coalesce(
     return copies, offsets
 
 
-def _pin(memory: torch.Tensor) -> None:
+def pin(memory: torch.Tensor) -> None:
     cudart = torch.cuda.cudart()
     assert cudart is not None
     error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if error:
-        raise RuntimeError(f"cannot pin the arena's {memory.numel()} bytes: CUDA error {error}")
+        raise RuntimeError(f"cannot pin {memory.numel()} bytes: CUDA error {error}")
 
 
-def _unpin(memory: torch.Tensor) -> None:
+def unpin(memory: torch.Tensor) -> None:
     cudart = torch.cuda.cudart()
     assert cudart is not None
     error = int(cudart.cudaHostUnregister(memory.data_ptr()))

@@ -1,6 +1,7 @@
 """The engine process: start-up, then one loop over one engine and two roles until the service sends Stop.
 
-    wait for work, messages or KV → take messages → move KV → step the engine → send tokens → tick
+    wait for work, messages or KV → take messages → move KV → step the engine → send tokens
+    → copy blocks to the host and back → tick
 
 The loop sleeps while the engine has nothing to do, also while a GPU computes. Messages and KV that arrive
 during a step are handled before the next step.
@@ -36,6 +37,7 @@ from worker import messages
 from worker.attempts import Attempts
 from worker.cached_chunks import CachedChunks
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
+from worker.host_tier import POLL, HostTierPump, host_tier_pump
 from worker.ipc import ServiceLink
 from worker.messages import Code, RequestCounts, ToEngine
 from worker.paged_kv import kv_layout
@@ -143,6 +145,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     heartbeat.tick()
     try:
         engine, roles = build(parts)
+        host_tier = host_tier_pump(engine, heartbeat.tick)
         ready = _ready(engine)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))
@@ -152,7 +155,9 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     gc.enable()
     gc.freeze()  # these objects live as long as the process; scanning them would delay a step
     link.send(ready)
-    loop(engine, Roles(engine, roles, parts), parts)
+    loop(engine, Roles(engine, roles, parts), parts, host_tier)
+    if host_tier is not None:
+        host_tier.close()
     engine.close()
     parts.trace.close()
     link.close()
@@ -231,12 +236,14 @@ class Roles:
             role.shutdown()
 
 
-def loop(engine: Engine, roles: Roles, parts: Parts) -> None:
+def loop(engine: Engine, roles: Roles, parts: Parts, host_tier: HostTierPump | None) -> None:
     link = parts.link
     fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
     while True:
         idle = not engine.has_work
         seconds = min(IDLE_TICK if idle else engine.rest, roles.poll_within)
+        if host_tier is not None and host_tier.copies:
+            seconds = min(seconds, POLL)
         readable = wait(fds, 0.0 if link.has_messages else seconds)
         if engine.landings_fd in readable:
             os.eventfd_read(engine.landings_fd)
@@ -260,6 +267,8 @@ def loop(engine: Engine, roles: Roles, parts: Parts) -> None:
                 parts.trace.span("step", now - result.seconds, now)
             roles.after_step(result)
         parts.attempts.flush()
+        if host_tier is not None:
+            host_tier.pump()
         if not engine.waits_for_device:
             parts.heartbeat.tick()
 

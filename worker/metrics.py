@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from engine import ExpertStats
+from engine import ExpertStats, HostTierStats
 from kv_transfer import InjectStats, TransferStats
 from rpc.ports import family
 from worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
@@ -198,6 +198,8 @@ class Metrics(Collector):
         yield self._gauge("baton:step_seconds", "Mean of recent engine steps.", stats.step_seconds)
         if stats.experts is not None:
             yield from self._of_experts(stats.experts)
+        if stats.host_tier is not None:
+            yield from self._of_host_tier(stats.host_tier)
         yield self._counter(
             "vllm:prompt_tokens", "Prompt tokens that this worker prefilled.", counts.prompt_tokens
         )
@@ -255,6 +257,31 @@ class Metrics(Collector):
             "baton:experts_used",
             "Experts with tokens in a layer of a step; mean of recent ones.",
             stats.used,
+        )
+
+    def _of_host_tier(self, stats: HostTierStats) -> Iterator[Metric]:
+        yield self._gauge(
+            "baton:host_cache_usage_perc",
+            "Share of the places for KV blocks in the host's memory that hold one, 0 to 1.",
+            stats.blocks_used / stats.blocks_total,
+        )
+        yield self._counter(
+            "baton:host_cache_saved_blocks", "KV blocks copied to the host's memory.", stats.saved
+        )
+        yield self._counter(
+            "baton:host_cache_loaded_tokens",
+            "Prompt tokens with KV copied back from the host's memory.",
+            stats.loaded_tokens,
+        )
+        yield self._counter(
+            "baton:host_cache_dropped_blocks",
+            "Copies to the host's memory that came too late: the block was needed.",
+            stats.dropped,
+        )
+        yield self._counter(
+            "baton:host_cache_damaged_blocks",
+            "KV blocks in the host's memory with a wrong checksum. No request used them.",
+            stats.damaged,
         )
 
     def _of_transfer(self, stats: TransferStats) -> Iterator[Metric]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,26 @@ def between(least: float, most: float = math.inf) -> Callable[[Any], Any]:
         return value
 
     return check
+
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def size_in_bytes(value: str) -> int:
+    """Bytes of a size such as `8GiB`. Raises `ValueError` if it is none."""
+    found = re.fullmatch(r"(\d+)\s*([KMGT]iB)?", value)
+    if found is None:
+        raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB or TiB")
+    return int(found[1]) * _UNITS[found[2] or ""]
+
+
+def check_size(value: str) -> str:
+    """A check of a size."""
+    try:
+        size_in_bytes(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return value
 
 
 PORT: dict[str, Any] = {"check": between(0, 65535)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from cluster.options.declare import between, opt
+from cluster.options.declare import between, check_size, opt
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,14 @@ class EngineOptions:
         bool | None,
         opt("Keep the KV of prompts and answers, for later prompts with the same beginning.", shown="on"),
     ] = None
+    host_cache_size: Annotated[
+        str,
+        opt(
+            "Memory of the host, such as 8GiB, for cached KV that leaves the memory of the GPUs. 0: none.",
+            "SIZE",
+            check=check_size,
+        ),
+    ] = "0"
     block_size: Annotated[
         int | None,
         opt("Tokens in one KV block.", "TOKENS", shown="128 on GPUs, 16 on CPUs", check=between(1)),

@@ -24,6 +24,7 @@ class WorkerRow:
         kv_used: share of the KV blocks, 0 to 1.
         cached: share of the prompt tokens that its prefix cache had, 0 to 1, fetched ones included.
         fetched_per_s: prompt tokens with KV from the prefix caches of other workers.
+        loaded_per_s: prompt tokens with KV from the host's memory. None without a host tier, too.
         kv_bytes_per_s: KV sent (prefill) or received and verified (decode).
         hidden: mean share of the time of a transfer that overlapped the prefill, 0 to 1; decode only.
     """
@@ -39,6 +40,7 @@ class WorkerRow:
     step_seconds: float | None
     cached: float | None
     fetched_per_s: float | None
+    loaded_per_s: float | None
     kv_bytes_per_s: float | None
     hidden: float | None
     transfers: int | None
@@ -114,6 +116,7 @@ def _row(worker: dict[str, Any], before: Scrape | None, after: Scrape, seconds: 
         step_seconds=load.get("step_seconds") or None,
         cached=change.share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
         fetched_per_s=change.rate("baton:prefix_fetched_tokens_total"),
+        loaded_per_s=change.rate("baton:host_cache_loaded_tokens_total"),
         kv_bytes_per_s=change.rate("baton:kv_bytes_total"),
         hidden=change.mean("baton:kv_hidden_share"),
         transfers=load.get("transfers_open"),

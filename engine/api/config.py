@@ -40,6 +40,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of a step. Longer prefills are cut into chunks."""
     enable_prefix_caching: bool = False
+    host_cache_size: int = 0
+    """Bytes of the host's memory for blocks that leave the prefix cache's GPU memory. 0: none."""
     ttit_target: float | None = None
     """Seconds that a step may take if it both decodes and prefills. None: `ttit_target_steps` decides.
     Steps use this time only if a prompt would otherwise be late."""
@@ -104,6 +106,11 @@ class EngineConfig:
             0 < self.gpu_memory_utilization <= 1,
             "must be above 0 and at most 1",
         )
+        require("host-cache-size", self.host_cache_size, self.host_cache_size >= 0, "must not be negative")
+        if self.host_cache_size and not self.enable_prefix_caching:
+            raise ValueError("--host-cache-size: needs --enable-prefix-caching")
+        if self.host_cache_size and self.tensor_parallel_size > 1:
+            raise ValueError("--host-cache-size: needs --tensor-parallel-size 1")
         require(
             "ttit-target",
             self.ttit_target,

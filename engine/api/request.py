@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.api.expert_stats import ExpertStats
+from engine.api.host_tier_stats import HostTierStats
 from engine.api.sampling_params import SamplingParams
 
 PROMPT_PIECE = 256
@@ -188,6 +189,8 @@ class EngineStats:
     only if a prompt would otherwise be late."""
     experts: ExpertStats | None
     """None: a dense model."""
+    host_tier: HostTierStats | None
+    """None: there is no host tier."""
 
 
 class CachedBlock(NamedTuple):
@@ -200,10 +203,10 @@ class CachedBlock(NamedTuple):
 
 
 class CacheObserver(Protocol):
-    """Sees what enters and leaves the prefix cache. Owned by the caller.
+    """Sees what enters and leaves the prefix cache, its host tier included. Owned by the caller.
 
-    The engine calls it within `step` and within every call that allocates blocks. It must not block and must
-    not call the engine."""
+    The engine calls it within `step`, within every call that allocates blocks, and within the calls of the
+    host tier. It must not block and must not call the engine."""
 
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
         """These blocks of a request entered the cache."""

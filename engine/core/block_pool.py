@@ -12,8 +12,8 @@ can evict them at once.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 
 def _ignore(_: bytes) -> None:
@@ -27,6 +27,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.on_evicted: Callable[[bytes], None] = _ignore
+        self.moves = 0
+        """Blocks that changed their state so far. Each counts as often as it did."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._private: set[int] = set()
         self._references: dict[int, int] = {}  # cached block → number of requests that hold it
@@ -55,6 +57,7 @@ class BlockPool:
             self._free.append(evicted)
         blocks = [self._free.pop() for _ in range(count)]
         self._private.update(blocks)
+        self.moves += count
         return blocks
 
     def lookup(self, names: Sequence[bytes]) -> list[int]:
@@ -66,6 +69,11 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def next_evicted(self, most: int) -> Iterator[tuple[int, bytes]]:
+        """The cached blocks that the next `most` blocks of `allocate` would evict, in order, with names."""
+        count = max(0, most - len(self._free))
+        return ((block, self._name_of[block]) for block in islice(self._unreferenced, count))
 
     def unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of these cached blocks `free` counts. `share` would take them out of it."""
@@ -83,6 +91,7 @@ class BlockPool:
 
     def share(self, blocks: Sequence[int]) -> None:
         """Adds a reference to each of these cached blocks, for one request."""
+        self.moves += len(blocks)
         for block in blocks:
             if block in self._unreferenced:
                 del self._unreferenced[block]
@@ -104,6 +113,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Takes back all blocks of a request: private ones become free, cached ones lose a reference."""
+        self.moves += len(blocks)
         # Reversed, so that the end of a prefix is evicted first: more requests share its beginning.
         for block in reversed(blocks):
             if block in self._private:

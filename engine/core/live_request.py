@@ -51,6 +51,8 @@ DRAW = np.dtype(
 class Phase(Enum):
     WAITING = auto()
     """Queued for prefill. Has no blocks."""
+    LOADING = auto()
+    """Has blocks for the whole prompt. The KV of its beginning is on its way from the host tier."""
     RUNNING = auto()
     """In prefill or decode. Has blocks for the whole prompt from the start."""
     HELD = auto()
@@ -81,7 +83,8 @@ class LiveRequest:
     row: int = 0
     """Row of the newest pending token among the sampled rows of its step."""
     flights: int = 0
-    """Number of launched steps that use the request's blocks and have not landed."""
+    """Number of launched steps and of loads from the host tier that use the request's blocks and are not
+    over."""
     longest: int = field(init=False)
     """Number of tokens, prompt included, at which the request ends."""
     plain_from: float = field(init=False)

@@ -1,11 +1,20 @@
-"""The prefix cache: which blocks of the pool are found by the names of their content. Pure."""
+"""The prefix cache: which blocks are found by the names of their content, in the pool and in the host tier.
+Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
 from content import CHUNK_TOKENS
 from engine.api.request import CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool
+from engine.core.host_tier import HostTier
 from engine.core.prefix_names import PrefixNames
+
+
+class _Cached(NamedTuple):
+    chunks: Sequence[bytes]  # that end in the block
+    tenant: bytes
 
 
 class PrefixCache:
@@ -13,11 +22,20 @@ class PrefixCache:
 
     Attributes:
         queries, hits: tokens that requests looked up, and how many of these were found.
+        host_tier: blocks that the pool may have evicted. None: there is no such tier.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, content_root: bytes, observer: CacheObserver | None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        content_root: bytes,
+        observer: CacheObserver | None,
+        host_places: int,
+        prompt_tokens_per_s: Callable[[], float],
     ) -> None:
+        """`host_places`: blocks of the host tier. 0: there is none. `prompt_tokens_per_s`: as in
+        `HostTier`."""
         self.queries = 0
         self.hits = 0
         self._pool = pool
@@ -26,26 +44,43 @@ class PrefixCache:
         self._observer = observer
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
-        self._chunks_in: dict[bytes, Sequence[bytes]] = {}  # cached block → chunks that end in it
+        self._cached: dict[bytes, _Cached] = {}  # by name, blocks that are in the pool or in the host tier
         pool.on_evicted = self._evicted
+        self.host_tier: HostTier | None = None
+        if host_places:
+            self.host_tier = HostTier(
+                host_places,
+                pool,
+                block_size,
+                lambda name: self._cached[name].tenant,
+                self._gone_from_host,
+                prompt_tokens_per_s,
+            )
 
     def names(self, request: EngineRequest) -> PrefixNames:
         """Names for the tokens of a request."""
-        return PrefixNames(self._root, request.cache_salt, self._block_size)
+        return PrefixNames(self._root, request.cache_salt, self._block_size, request.tenant)
 
     def publish(self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int) -> None:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified."""
         entered = [
-            index for index in range(start, stop) if self._pool.publish(blocks[index], names.blocks[index])
+            index
+            for index in range(start, stop)
+            if self._pool.publish(blocks[index], names.blocks[index])
+            and names.blocks[index] not in self._cached
         ]
         for index, block in zip(entered, names.cached(entered), strict=True):
-            self._chunks_in[block.name] = block.chunks
+            self._cached[block.name] = _Cached(block.chunks, names.tenant)
             last = (index + 1) * self._block_size // CHUNK_TOKENS
             for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
                 first = chunk * CHUNK_TOKENS // self._block_size
                 self._blocks_of[name] = chunk, names.blocks[first : index + 1]
         if entered and self._observer is not None:
             self._observer.cached(names.cached(entered))
+
+    def known(self, names: Sequence[bytes]) -> int:
+        """How many of these blocks are in the pool or in the host tier, from the first on."""
+        return sum(1 for _ in takewhile(self._cached.__contains__, names))
 
     def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
         """Finds the KV of consecutive chunks, of which the first is chunk `first_chunk` of its prompt.
@@ -65,7 +100,18 @@ class PrefixCache:
         return len(chunks), list(table.values())
 
     def _evicted(self, name: bytes) -> None:
-        for chunk in self._chunks_in.pop(name):
+        if self.host_tier is not None:
+            self.host_tier.evicted(name)
+            if name in self.host_tier:
+                return
+        self._gone(name)
+
+    def _gone_from_host(self, name: bytes) -> None:
+        if not self._pool.lookup([name]):
+            self._gone(name)
+
+    def _gone(self, name: bytes) -> None:
+        for chunk in self._cached.pop(name).chunks:
             if chunk in self._blocks_of and self._blocks_of[chunk][1][-1] == name:
                 del self._blocks_of[chunk]
         if self._observer is not None:

@@ -12,9 +12,11 @@ class PrefixNames:
     Attributes:
         blocks: of each full block, the name of all tokens up to its end.
         chunks: of each full chunk (`content`).
+        tenant: of the request.
     """
 
-    def __init__(self, root: bytes, salt: bytes, block_size: int) -> None:
+    def __init__(self, root: bytes, salt: bytes, block_size: int, tenant: bytes = b"") -> None:
+        self.tenant = tenant
         self.blocks: list[bytes] = []
         self.chunks: list[bytes] = []
         self._root = salted(root, salt)

@@ -18,6 +18,7 @@ One engine may prefill for other workers and decode for them at the same time. W
 
 Every holder of blocks or seats ends, so nothing waits in a circle:
 
+- A loading request waits only for copies from the memory of the host. Then it runs, or it waits again.
 - A running request waits for nothing. If it must grow and no block is free, the last running request in
   order is preempted, at worst itself. So the first one always goes on to its end.
 - A held request that is fetched waits only for its transfer: the reservation has all its blocks.
@@ -41,6 +42,7 @@ from engine.api.request import CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, without_padding
 from engine.core.fair_shares import FairShares
+from engine.core.host_tier import HostTier
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_exchange import PrefixExchange
@@ -91,11 +93,14 @@ class Scheduler:
         content_root: bytes | None = None,
         cache_observer: CacheObserver | None = None,
         states: StatePool | None = None,
+        host_places: int = 0,
+        prompt_tokens_per_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`mixed_rows`: tokens of a step with decodes and prompts that waste nothing, in ascending order.
         `full_step`: prompt tokens from which on a step gains nothing from further prompts.
         `content_root`: root of the names in the prefix cache. None: no prefix cache.
-        `states`: of a model with state layers."""
+        `states`: of a model with state layers. `host_places` and `prompt_tokens_per_s`: as in
+        `PrefixCache`."""
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
         self.states = states
@@ -107,12 +112,16 @@ class Scheduler:
         self.cache: PrefixCache | None = None
         self.prefix_exchange: PrefixExchange | None = None
         if content_root is not None:
-            self.cache = PrefixCache(pool, block_size, content_root, cache_observer)
+            self.cache = PrefixCache(
+                pool, block_size, content_root, cache_observer, host_places, prompt_tokens_per_s
+            )
             self.prefix_exchange = PrefixExchange(pool, self.cache, block_size, lambda: self._spare_blocks)
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
         self.requests: dict[bytes, LiveRequest] = {}
         self.waiting: list[LiveRequest] = []  # sorted by order
+        self.loading: set[LiveRequest] = set()
+        self._loaded: list[LiveRequest] = []  # since the last schedule
         self.running: list[LiveRequest] = []  # sorted by order
         self.held: set[LiveRequest] = set()
         self.reserved: set[LiveRequest] = set()
@@ -121,6 +130,11 @@ class Scheduler:
         self._shares = FairShares()
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._was_alone = False  # whether the last step was for a request that shares no step
+
+    @property
+    def host_tier(self) -> HostTier | None:
+        """Blocks of the prefix cache in the memory of the host. None: there is no such tier."""
+        return None if self.cache is None else self.cache.host_tier
 
     # Coming in
 
@@ -212,6 +226,8 @@ class Scheduler:
         `chunk_limit`: most prompt tokens of a step while requests decode or are reserved. Reserved requests
         count because they may join during the step and then wait for its end."""
         plan = Schedule()
+        plan.started += [live for live in self._loaded if live.phase is Phase.RUNNING]
+        self._loaded.clear()
         budget = self.max_num_batched_tokens
         alone = self._next_alone()
         # Decodes go first, so that no prefill delays them. They go in order, so that a preemption, which
@@ -258,8 +274,9 @@ class Scheduler:
                 break
             self.waiting.pop(0)
             self._begin(live)
-            plan.started.append(live)
-            used += self._add_chunk(live, budget - used, plan)
+            if live.phase is Phase.RUNNING:
+                plan.started.append(live)
+                used += self._add_chunk(live, budget - used, plan)
         return used
 
     def _may_join(self, live: LiveRequest, plan: Schedule) -> bool:
@@ -376,11 +393,14 @@ class Scheduler:
             plan.handed_back.append(victim)
             return
         self.running.remove(victim)
-        self._free(victim)
-        victim.num_computed = 0
-        victim.phase = Phase.WAITING
-        insort(self.waiting, victim, key=lambda r: r.order)
+        self._requeue(victim)
         plan.recomputed.append(victim)
+
+    def _requeue(self, live: LiveRequest) -> None:
+        self._free(live)
+        live.num_computed = 0
+        live.phase = Phase.WAITING
+        insort(self.waiting, live, key=lambda r: r.order)
 
     # Admission
 
@@ -412,12 +432,60 @@ class Scheduler:
         return self._blocks_for(len(live.token_ids)) - len(hits) + self.pool.unreferenced(hits)
 
     def _begin(self, live: LiveRequest) -> None:
-        """Gives the request blocks for all its tokens, and a seat in the batch."""
+        """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
+        what the host tier has of it is loaded."""
         hits = self._prefix_hits(live)
         self._take_blocks(live, hits, self._blocks_for(len(live.token_ids)) - len(hits))
+        if not self._load(live):
+            self._run(live)
+
+    def _run(self, live: LiveRequest) -> None:
         live.num_computed = live.num_cached
         live.phase = Phase.RUNNING
         insort(self.running, live, key=lambda r: r.order)
+
+    def _load(self, live: LiveRequest) -> bool:
+        """Loads what the host tier has of a request, behind the blocks that the pool has. False: nothing, or
+        computing it takes less time."""
+        tier, cache = self.host_tier, self.cache
+        if tier is None or cache is None:
+            return False
+        names = self._names(live, cache)
+        usable = names.blocks[: self._usable(live)]
+        first, stop = live.num_published, cache.known(usable)
+        if not tier.pays(sum(name in tier for name in usable[first:stop])):
+            return False
+        wanted: list[tuple[bytes, int]] = []
+        for index in range(first, stop):
+            # The pool may have blocks again behind those that it lacks.
+            if cached := self.pool.lookup([usable[index]]):
+                self.pool.release([live.blocks[index]])
+                self.pool.share(cached)
+                live.blocks[index] = cached[0]
+            else:
+                wanted.append((usable[index], live.blocks[index]))
+
+        def ended(whole: bool) -> None:
+            live.flights -= 1
+            if live.phase is Phase.GONE:
+                self._leaving.remove(live)
+                self._free(live)
+                return
+            self.loading.remove(live)
+            if not whole:
+                self._requeue(live)  # without the damaged block, which the tier has forgotten
+                return
+            cache.publish(names, live.blocks, first, stop)
+            cache.hits += (stop - first) * self.block_size
+            live.num_published, live.num_cached = stop, stop * self.block_size
+            self._run(live)
+            self._loaded.append(live)
+
+        live.flights += 1
+        live.phase = Phase.LOADING
+        self.loading.add(live)
+        tier.load(wanted, ended)
+        return True
 
     def _take_blocks(self, live: LiveRequest, hits: list[int], own: int) -> None:
         """Gives the request these cached blocks, and `own` blocks after them."""
@@ -432,15 +500,18 @@ class Scheduler:
             self.cache.hits += live.num_cached
 
     def _prefix_hits(self, live: LiveRequest) -> list[int]:
-        """Cached blocks that the request begins with. A prefill always computes the positions whose logits
-        it needs: the last one, and those for log probabilities of the prompt. Their blocks are not among
-        these."""
+        """Cached blocks of the pool that the request begins with."""
         if self.cache is None:
             return []
+        return self.pool.lookup(self._names(live, self.cache).blocks[: self._usable(live)])
+
+    def _usable(self, live: LiveRequest) -> int:
+        """How many blocks of a request may come from the prefix cache. A prefill always computes the
+        positions whose logits it needs: the last one, and those for log probabilities of the prompt."""
         usable = len(live.token_ids)
         if live.phase is not Phase.RESERVED:
             usable = live.num_scored if live.num_scored < live.scores_to else usable - 1
-        return self.pool.lookup(self._names(live, self.cache).blocks[: usable // self.block_size])
+        return usable // self.block_size
 
     def _names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
         """The names of all full blocks with known tokens."""
@@ -461,8 +532,14 @@ class Scheduler:
     def tokens_waiting(self) -> int:
         """Prompt tokens still to be computed, without those that the prefix cache has now."""
         prefilling = sum(live.num_left for live in self.running if live.num_left > 1)
-        cached = sum(len(self._prefix_hits(live)) for live in self.waiting) * self.block_size
-        return prefilling + sum(live.num_left for live in self.waiting) - cached
+        cached = sum(self._known(live) for live in (*self.waiting, *self.loading)) * self.block_size
+        return prefilling + sum(live.num_left for live in (*self.waiting, *self.loading)) - cached
+
+    def _known(self, live: LiveRequest) -> int:
+        """Blocks that the pool or the host tier has of the beginning of a request."""
+        if self.cache is None:
+            return 0
+        return self.cache.known(self._names(live, self.cache).blocks[: self._usable(live)])
 
     @property
     def _headroom(self) -> int:
@@ -475,7 +552,7 @@ class Scheduler:
         """How many more requests fit into the batch. A request that only waits for its last token is in no
         further step, so it takes no seat."""
         seated = sum(not live.ends_with_pending for live in self.running)
-        return self.max_num_seqs - seated - len(self.reserved)
+        return self.max_num_seqs - seated - len(self.loading) - len(self.reserved)
 
     @property
     def _places(self) -> int:
@@ -494,7 +571,7 @@ class Scheduler:
             return []
         ending = [self.requests[request_id] for request_id in closing]
         droppable = [self.requests[request_id] for request_id in spare]
-        if self.running:
+        if self.running or self.loading:
             droppable = [live for live in droppable if live.phase is Phase.HELD]
         seats = self._seats + sum(live.phase is Phase.RESERVED for live in ending)
         dropped: list[LiveRequest] = []
@@ -533,11 +610,13 @@ class Scheduler:
         self.held.add(live)
 
     def drop(self, live: LiveRequest) -> None:
-        """Ends a request in any phase. Its blocks are free at once, or when the last launched step that uses
-        them is over. No request owns them meanwhile."""
+        """Ends a request in any phase. Its blocks are free at once, or when the last launched step and the
+        load that use them are over. No request owns them meanwhile."""
         match live.phase:
             case Phase.WAITING:
                 self.waiting.remove(live)
+            case Phase.LOADING:
+                self.loading.remove(live)
             case Phase.RUNNING:
                 self.running.remove(live)
             case Phase.HELD:
@@ -563,10 +642,14 @@ class Scheduler:
 
     def assert_whole(self) -> None:
         """Asserts, when idle, that no request and no block was left behind."""
-        left = [self.requests, self.waiting, self.running, self.held, self.reserved, self._leaving]
+        left = [
+            self.requests, self.waiting, self.loading, self.running, self.held, self.reserved, self._leaving
+        ]  # fmt: skip
         assert not any(left), f"requests left behind: {left}"
         exchange = self.prefix_exchange
         assert exchange is None or exchange.empty, "a pin or an import was left behind"
+        if self.host_tier is not None:
+            self.host_tier.assert_whole()
         self.pool.assert_whole()
         if self.states is not None:
             self.states.assert_whole()

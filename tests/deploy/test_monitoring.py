@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine import EngineStats, ExpertStats
+from engine import EngineStats, ExpertStats, HostTierStats
 from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics
 
@@ -25,6 +25,7 @@ def exported(role: str) -> set[str]:
     """The series of a worker's engine."""
     values: dict[str, Any] = {field.name: 1 for field in fields(EngineStats)}
     values["experts"] = ExpertStats([1], 1.0, 1.0)
+    values["host_tier"] = HostTierStats(1, 1, 1, 1, 1, 1)
     stats = EngineStats(**values)
     counts = RequestCounts(**{field.name: 1 for field in fields(RequestCounts)})
     metrics = Metrics(role, "model")

@@ -1,14 +1,28 @@
 """A real prefill worker reports the contents of its prefix cache to routers."""
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
 
 from rpc import worker_pb2 as pb
-from tests.cluster_helpers import WorkerStream, attached, request, sampling, start_worker, tiny_model
+from tests.cluster_helpers import (
+    WorkerStream,
+    assert_whole,
+    attached,
+    metrics,
+    request,
+    sampling,
+    start_worker,
+    tiny_model,
+)
 
 ONE = sampling(max_tokens=1)
+
+
+def text(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(500), k=length)
 
 
 async def compute(stream: WorkerStream, prompt: list[int]) -> tuple[pb.CacheEvents, int]:
@@ -25,8 +39,9 @@ async def compute(stream: WorkerStream, prompt: list[int]) -> tuple[pb.CacheEven
 
 
 @pytest.fixture
-def worker(tmp_path: Path):
+def worker(tmp_path: Path, request: pytest.FixtureRequest):
     engine = {"load_format": "dummy", "num_blocks": 40, "enable_prefix_caching": True, "block_size": 16}
+    engine |= getattr(request, "param", {})
     started = start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=engine).wait_ready()
     yield started
     assert started.stop() == 0
@@ -51,3 +66,16 @@ async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_ask
     async with attached(worker) as late:
         snapshot = await asyncio.wait_for(late.caches.get(), 10)
         assert (snapshot.sequence, {*snapshot.added}) == (2, {*await late.hints(second)})
+
+
+@pytest.mark.parametrize("worker", [{"host_cache_size": 1 << 20}], indirect=True)
+async def test_what_the_host_tier_keeps_counts_as_cached(worker):
+    prompts = [text(150, seed) for seed in range(8)]  # of 10 blocks each
+    async with attached(worker) as stream:
+        for prompt in prompts:
+            events, _ = await compute(stream, prompt)
+            assert {*events.added} == {*await stream.hints(prompt)}
+            assert not events.evicted
+        assert await compute(stream, prompts[0]) == (pb.CacheEvents(), 144)
+        await assert_whole(worker)
+    assert metrics(worker)["baton:host_cache_loaded_tokens_total"] == 144

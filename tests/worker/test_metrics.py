@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine import EngineStats, ExpertStats
+from engine import EngineStats, ExpertStats, HostTierStats
 from kv_transfer import TransferStats
 from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics
@@ -28,7 +28,7 @@ ACCEPTED = (
 def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
     metrics = Metrics("prefill", "m", tensor_parallel_size=2)
     fours: list[Any] = [4] * len(dataclasses.fields(EngineStats))
-    fours[-1] = ExpertStats([70, 0, 5], 2.8, 1.5)
+    fours[-2:] = ExpertStats([70, 0, 5], 2.8, 1.5), HostTierStats(8, 2, 30, 40, 5, 6)
     metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
     metrics.transfer_stats = TransferStats(
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {}, {}
@@ -47,6 +47,8 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
         f'baton:expert_tokens_total{{expert="0",{labels}}} 70.0',
         f"baton:expert_imbalance{{{labels}}} 2.8",
         f"baton:experts_used{{{labels}}} 1.5",
+        f"baton:host_cache_usage_perc{{{labels}}} 0.25",
+        f"baton:host_cache_loaded_tokens_total{{{labels}}} 40.0",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
         f'baton:kv_bytes_total{{direction="send",{labels}}} 1000.0',
         'baton:kv_transfers_total{model_name="m",reason="acked",role="prefill"} 1.0',

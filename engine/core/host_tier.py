@@ -1,0 +1,247 @@
+"""The host tier: blocks of the prefix cache that live on in the memory of the host. Pure bookkeeping.
+
+A *place* in the memory of the host holds one block, which is found by the name of its content:
+
+    absent ──next_saves──▶ copying out ──ended──▶ there ──next_loads──▶ copying in ──ended──▶ there
+      ▲                        │                    │                        │
+      └──── the pool gave ─────┴── evicted here: ───┴──── not the bytes ─────┘
+            out its block          least recently used    that were saved
+
+The caller makes the copies. Copies out are of blocks that no request holds, before the pool evicts them. The
+pool never waits for such a copy: if it gives out the block meanwhile, the copy is dropped at its end. A block
+that is copied in belongs to a request, so it is not free. It enters the prefix cache only after its checksum
+was right. No copy waits for anything but the device, so nothing here waits in a circle.
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.api.host_tier_stats import HostTierStats
+from engine.core.block_pool import BlockPool
+
+CLEAN_SHARE = 4
+"""One in so many blocks of the pool is free, or has a copy here and is evicted next. Prompts may need many
+blocks at once."""
+LOOKS = 8
+"""After a change of one in so many of these blocks, the pool is searched again for blocks to copy."""
+MEMORY = 0.7
+"""Weight of the loads before, against the newest one, in the measured speed."""
+FORGET = 0.97
+"""What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
+load would be the last one."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    place: int
+    tenant: bytes
+    readers: int = 0  # copies from here that wait or are under way
+
+
+@dataclass(slots=True)
+class _Load:
+    """Blocks that one request waits for."""
+
+    left: int
+    then: Callable[[bool], None]
+    tokens: int
+    began: float = field(default_factory=time.monotonic)
+    whole: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCopy:
+    """A copy between a block of the pool and a place in the memory of the host."""
+
+    name: bytes
+    block: int
+    entry: _Entry
+    load: _Load | None = None  # None: from the block to the place
+
+    @property
+    def place(self) -> int:
+        return self.entry.place
+
+
+class HostTier:
+    """Owns the places."""
+
+    def __init__(
+        self,
+        num_places: int,
+        pool: BlockPool,
+        block_size: int,
+        tenant_of: Callable[[bytes], bytes],
+        left: Callable[[bytes], None],
+        prompt_tokens_per_s: Callable[[], float],
+    ) -> None:
+        """`tenant_of` a cached block, by its name. `left` is called with the name of each block that is not
+        kept here any more. `prompt_tokens_per_s`: the speed at which a prompt is computed now. 0: not
+        known."""
+        self.num_places = num_places
+        self._pool = pool
+        self._block_size = block_size
+        self._tenant_of = tenant_of
+        self._left = left
+        self._prompt_tokens_per_s = prompt_tokens_per_s
+        # Not more than half of the places: otherwise this tier would have only what the pool has, too.
+        self._clean = min(pool.num_blocks // CLEAN_SHARE, num_places // 2)
+        self._free = list(range(num_places - 1, -1, -1))
+        self._there: dict[bytes, _Entry] = {}
+        self._by_tenant: dict[bytes, OrderedDict[bytes, _Entry]] = {}  # least recently used first
+        self._to_save: deque[tuple[int, bytes]] = deque()  # block and name; in the order of their eviction
+        self._looked = -pool.num_blocks  # `moves` of the pool when it was looked at
+        self._saving: dict[bytes, BlockCopy] = {}
+        self._copies = 0  # that the caller was told to make and that are not ended
+        self._waiting: deque[BlockCopy] = deque()  # copies in
+        self._loads = 0  # not ended
+        self._tokens = self._seconds = 0.0  # of recent loads
+        self._saved = self._loaded = self._dropped = self._damaged = 0
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._there
+
+    @property
+    def stats(self) -> HostTierStats:
+        return HostTierStats(
+            self.num_places, len(self._there), self._saved, self._loaded, self._dropped, self._damaged
+        )
+
+    # Copies out
+
+    def evicted(self, name: bytes) -> None:
+        """The pool gave out the block with this name."""
+        self._saving.pop(name, None)
+
+    def next_saves(self, most: int) -> list[BlockCopy]:
+        """Up to `most` blocks to copy to their places now. The caller calls `ended` for each."""
+        if not self._to_save and self._pool.moves - self._looked > self._clean // LOOKS:
+            self._looked = self._pool.moves
+            self._to_save.extend(
+                (block, name) for block, name in self._pool.next_evicted(self._clean) if self._lacks(name)
+            )
+        copies: list[BlockCopy] = []
+        while self._to_save and len(copies) < most:
+            block, name = self._to_save.popleft()
+            is_evictable = self._pool.lookup([name]) == [block] and self._pool.unreferenced([block])
+            if not is_evictable or not self._lacks(name):
+                continue
+            place = self._take_place()
+            if place is None:
+                break
+            copy = self._saving[name] = BlockCopy(name, block, _Entry(place, self._tenant_of(name)))
+            copies.append(copy)
+        self._copies += len(copies)
+        return copies
+
+    def _lacks(self, name: bytes) -> bool:
+        return name not in self._there and name not in self._saving
+
+    def _take_place(self) -> int | None:
+        """A place for one more block. If all are taken, the tenant with most blocks gives up the one that is
+        least recently used. None: copies read all blocks of that tenant."""
+        if self._free:
+            return self._free.pop()
+        largest = max(self._by_tenant.values(), key=len, default=OrderedDict())
+        for name, entry in largest.items():
+            if not entry.readers:
+                self._forget(name, entry)
+                return self._free.pop()
+        return None
+
+    def _forget(self, name: bytes, entry: _Entry) -> None:
+        del self._there[name]
+        names = self._by_tenant[entry.tenant]
+        del names[name]
+        if not names:
+            del self._by_tenant[entry.tenant]
+        if not entry.readers:
+            self._free.append(entry.place)
+        self._left(name)
+
+    # Copies in
+
+    def pays(self, blocks: int) -> bool:
+        """Whether copying so many blocks takes less time than computing them, as far as known."""
+        if not blocks:
+            return False
+        if self._seconds * self._prompt_tokens_per_s() <= self._tokens:
+            return True
+        self._seconds *= FORGET
+        return False
+
+    def load(self, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
+        """Copies what is there under these names into these blocks, which nothing else uses meanwhile. Then
+        calls `then`, with True if all bytes are as they were saved. The caller publishes the blocks."""
+        load = _Load(len(wanted), then, len(wanted) * self._block_size)
+        self._loads += 1
+        for name, block in wanted:
+            entry = self._there[name]
+            entry.readers += 1
+            self._by_tenant[entry.tenant].move_to_end(name)
+            self._waiting.append(BlockCopy(name, block, entry, load))
+
+    def next_loads(self, most: int) -> list[BlockCopy]:
+        """Up to `most` places to copy into their blocks now. The caller calls `ended` for each."""
+        copies = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+        self._copies += len(copies)
+        return copies
+
+    # Both
+
+    def ended(self, copy: BlockCopy, whole: bool) -> None:
+        """A copy is over. `whole`: of a copy in, whether its checksum was that of the copy out."""
+        self._copies -= 1
+        if copy.load is not None:
+            self._in(copy, copy.load, whole)
+        elif self._saving.get(copy.name) is copy:
+            del self._saving[copy.name]
+            self._there[copy.name] = copy.entry
+            self._by_tenant.setdefault(copy.entry.tenant, OrderedDict())[copy.name] = copy.entry
+            self._saved += 1
+        else:  # the block was given out meanwhile, so the bytes may be of another prompt
+            self._free.append(copy.place)
+            self._dropped += 1
+
+    def _in(self, copy: BlockCopy, load: _Load, whole: bool) -> None:
+        entry = copy.entry
+        entry.readers -= 1
+        if self._there.get(copy.name) is not entry:  # another load found it damaged
+            if not entry.readers:
+                self._free.append(entry.place)
+        elif not whole:
+            self._damaged += 1
+            self._forget(copy.name, entry)
+        load.whole &= whole
+        load.left -= 1
+        if load.left:
+            return
+        self._loads -= 1
+        self._loaded += load.tokens * load.whole
+        self._tokens = MEMORY * self._tokens + load.tokens
+        self._seconds = MEMORY * self._seconds + time.monotonic() - load.began
+        load.then(load.whole)
+
+    @property
+    def loading(self) -> bool:
+        """Whether a block waits for its bytes, or gets them."""
+        return self._loads > 0
+
+    def assert_consistent(self) -> None:
+        """Asserts that each place has one owner, and that all maps agree."""
+        named = [entry.place for entry in self._there.values()]
+        saving = [copy.place for copy in self._saving.values()]
+        assert len(self._free) + len(named) + len(saving) <= self.num_places, "a place has two owners"
+        assert len({*self._free, *named, *saving}) == len(self._free) + len(named) + len(saving)
+        by_tenant = {name: entry for names in self._by_tenant.values() for name, entry in names.items()}
+        assert by_tenant == self._there
+
+    def assert_whole(self) -> None:
+        """Asserts that no copy waits or is under way."""
+        self.assert_consistent()
+        assert not self._copies, "a copy is under way"
+        assert not self._waiting, "a copy was left behind"
+        assert not any(entry.readers for entry in self._there.values())
+        assert len(self._free) + len(self._there) == self.num_places, "a place was lost"

@@ -1,0 +1,172 @@
+"""Blocks of a KV cache on a GPU in pinned memory of the host. Imported on GPUs only: it needs Triton."""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kv_transfer import copy_kernels
+from kv_transfer.cuda_pool import pin, unpin
+from kv_transfer.layout import Slice
+from kv_transfer.transport import PagedKV
+
+STAGING_BYTES = 64 << 20
+"""Memory on the device through which blocks go, so many at once. The bus takes 1.2 ms for it."""
+BATCHES = 16
+"""Batches under way at most."""
+PINNED_BYTES = 1 << 30
+"""Pinned with one call, which takes 0.16 s."""
+
+
+class BlockLines:
+    """Lines of the table of `copy_kernels.launch`, for whole blocks and all layers."""
+
+    def __init__(self, kv: PagedKV) -> None:
+        self.pools = [list(kv.layers), *([list(kv.scales)] if kv.scales else [])]
+        self.block_size = kv.block_size
+        self.heads = kv.heads[1] - kv.heads[0]
+        none = torch.empty(0, dtype=torch.int64)
+        lines: list[list[list[int]]] = []
+        at = 0
+        for pool in self.pools:
+            lines.append([])
+            for layer, tensor in enumerate(pool):
+                piece = Slice(layer, kv.heads[0], self.heads, 0, self.block_size)
+                lines[-1].append(
+                    copy_kernels.line(tensor, none, at, piece, kv.heads, kv.heads[0], first_word=at // 4)
+                )
+                at += 2 * tensor.stride(1) * tensor.itemsize
+        self.block_bytes = at
+        self._lines = np.array(lines, dtype=np.int64)[:, None]  # [pools, 1, layers, fields]
+
+    def words(self, blocks: int) -> int:
+        """Size of `fill`'s table for so many blocks: their numbers, their checksums, and the lines."""
+        return 2 * blocks + blocks * self._lines.size
+
+    def fill(self, words: np.ndarray, address: int, blocks: Sequence[int], dense: int, stride: int) -> None:
+        """Writes the table for these blocks, which the device will have at `address`. In dense memory at
+        `dense` a block begins every `stride` bytes."""
+        count = len(blocks)
+        words[:count] = blocks
+        words[count : 2 * count] = 0
+        number = np.arange(count)[:, None]
+        table = words[2 * count :].reshape(len(self.pools), count, -1, copy_kernels.FIELDS)
+        table[:] = self._lines
+        table[..., 1] = address
+        table[..., 2] += dense + stride * number
+        table[..., 3] = self.block_size * number
+        table[..., 8] = address + 8 * (count + number)
+
+    def launch(self, words: torch.Tensor, count: int, *, into_pool: bool) -> None:
+        """Copies the blocks of a table that is on the device, and adds up their checksums there."""
+        tables = words[2 * count :].view(len(self.pools), -1, copy_kernels.FIELDS)
+        for pool, table in zip(self.pools, tables, strict=True):
+            copy_kernels.launch(table, pool[0], self.block_size, self.heads, into_pool=into_pool, sums=True)
+
+
+class _Batch:
+    """Memory for the table and the checksums of one batch."""
+
+    def __init__(self, words: int, blocks: int, device: torch.device) -> None:
+        self.table = torch.empty(words, dtype=torch.int64, pin_memory=True)
+        self.on_device = torch.empty(words, dtype=torch.int64, device=device)
+        self.sums = torch.empty(blocks, dtype=torch.int64, pin_memory=True)
+        self.over = torch.cuda.Event()
+        self.places: list[int] = []
+        self.is_load = False
+
+
+class CudaStore:
+    """Copies on a side stream: a kernel between the pool and dense memory on the device, and one copy a block
+    between that and its place. The kernel adds up the checksums."""
+
+    def __init__(self, kv: PagedKV, num_places: int, tick: Callable[[], None]) -> None:
+        self._device = kv.layers[0].device
+        self._lines = BlockLines(kv)
+        size = self._lines.block_bytes
+        self._stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.batch = max(1, STAGING_BYTES // self._stride)
+        self._map = mmap.mmap(-1, num_places * self._stride)
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        # No copy goes beyond what one call pins.
+        self._pinned = self._memory.split(max(1, PINNED_BYTES // self._stride) * self._stride)
+        for number, part in enumerate(self._pinned):
+            try:
+                pin(part)
+            except RuntimeError as error:
+                for pinned in self._pinned[:number]:
+                    unpin(pinned)
+                raise MemoryError(str(error)) from error
+            tick()
+        self._sums = [0] * num_places
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._staging = torch.empty(self.batch * self._stride, dtype=torch.uint8, device=self._device)
+        words = self._lines.words(self.batch)
+        self._spare = [_Batch(words, self.batch, self._device) for _ in range(BATCHES)]
+        self._under_way: deque[_Batch] = deque()
+        # Compiles the kernels: block 0, there and back.
+        self.save([(0, 0)])
+        self.load([(0, 0)])
+        self._stream.synchronize()
+        self.ended()
+
+    @property
+    def room(self) -> int:
+        return len(self._spare) * self.batch
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._start(pairs, is_load=False)
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._start(pairs, is_load=True)
+
+    def _start(self, pairs: Sequence[tuple[int, int]], *, is_load: bool) -> None:
+        with torch.cuda.stream(self._stream):
+            for first in range(0, len(pairs), self.batch):
+                self._start_batch(pairs[first : first + self.batch], is_load=is_load)
+
+    def _start_batch(self, pairs: Sequence[tuple[int, int]], *, is_load: bool) -> None:
+        count, size = len(pairs), self._lines.block_bytes
+        batch = self._spare.pop()
+        batch.places, batch.is_load = [place for _, place in pairs], is_load
+        used = self._lines.words(count)
+        table, blocks = batch.on_device[:used], [block for block, _ in pairs]
+        self._lines.fill(
+            batch.table[:used].numpy(), table.data_ptr(), blocks, self._staging.data_ptr(), self._stride
+        )
+        table.copy_(batch.table[:used], non_blocking=True)
+        staged = [self._staging[i * self._stride : i * self._stride + size] for i in range(count)]
+        there = [self._memory[p * self._stride : p * self._stride + size] for p in batch.places]
+        if is_load:
+            for dense, place in zip(staged, there, strict=True):
+                dense.copy_(place, non_blocking=True)
+        self._lines.launch(table, count, into_pool=is_load)
+        if not is_load:
+            for dense, place in zip(staged, there, strict=True):
+                place.copy_(dense, non_blocking=True)
+        batch.sums[:count].copy_(table[count : 2 * count], non_blocking=True)
+        batch.over.record(self._stream)
+        self._under_way.append(batch)
+
+    def ended(self) -> list[bool]:
+        whole: list[bool] = []
+        while self._under_way and self._under_way[0].over.query():
+            batch = self._under_way.popleft()
+            for place, found in zip(batch.places, batch.sums.tolist(), strict=False):
+                if batch.is_load:
+                    whole.append(found == self._sums[place])
+                else:
+                    self._sums[place] = found
+                    whole.append(True)
+            self._spare.append(batch)
+        return whole
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for part in self._pinned:
+            unpin(part)
+        self._lines.pools.clear()

@@ -1,0 +1,108 @@
+"""Blocks of a KV cache in the memory of the host, and the copies between both: what a host tier needs.
+
+A *place* has all layers of one block, as this rank holds them. A block that is saved gets a checksum. A block
+that is loaded is whole only if its bytes have that checksum: else the block has any bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from kv_transfer.transport import PagedKV
+
+BATCH_BYTES, BATCHES = 4 << 20, 4
+"""A CPU copies a batch, or a few for requests that wait, while its engine computes nothing."""
+
+Pair = tuple[int, int]
+"""A block and a place."""
+
+
+class HostStore(Protocol):
+    """The caller has one thread. It owns blocks and places from the start of their copy to its end."""
+
+    batch: int
+    """Blocks that are worth copying together."""
+
+    @property
+    def room(self) -> int:
+        """How many blocks may be copied now."""
+        ...
+
+    def save(self, pairs: Sequence[Pair]) -> None:
+        """Starts to copy blocks to places. No step writes the blocks, or the caller does not use the
+        places."""
+        ...
+
+    def load(self, pairs: Sequence[Pair]) -> None:
+        """Starts to copy places into blocks. No step uses the blocks."""
+        ...
+
+    def ended(self) -> list[bool]:
+        """Of each block with a copy that is over, in the order of the copies: whether it is whole. A block
+        that is saved always is."""
+        ...
+
+    def close(self) -> None:
+        """Waits for the copies, and frees the places."""
+        ...
+
+
+def open_host_store(kv: PagedKV, num_places: int, tick: Callable[[], None]) -> HostStore:
+    """`tick`, a sign of life, is called while memory is pinned, which takes 0.16 s for each GiB. Raises
+    `MemoryError` if there is not enough."""
+    if torch.device(kv.device).type == "cuda":
+        from kv_transfer.cuda_store import CudaStore
+
+        return CudaStore(kv, num_places, tick)
+    return CpuStore(kv, num_places)
+
+
+class CpuStore:
+    """Copies at once."""
+
+    def __init__(self, kv: PagedKV, num_places: int) -> None:
+        # Layers and scales: [2, blocks, bytes of a block]
+        self._parts = [t.flatten(2).view(torch.uint8).numpy() for t in (*kv.layers, *kv.scales)]
+        self._ends = np.cumsum([2 * part.shape[2] for part in self._parts]).tolist()
+        block_bytes: int = self._ends[-1]
+        # The system maps its pages only when they are first written.
+        self._memory = np.empty((num_places, block_bytes), dtype=np.uint8)
+        self._sums = [0] * num_places
+        self._ended: list[bool] = []
+        self.batch = max(1, BATCH_BYTES // block_bytes)
+
+    @property
+    def room(self) -> int:
+        return BATCHES * self.batch
+
+    def save(self, pairs: Sequence[Pair]) -> None:
+        for block, place in pairs:
+            for part, there in zip(self._parts, self._split(place), strict=True):
+                there[:] = part[:, block]
+            self._sums[place] = xxhash.xxh3_64_intdigest(self._memory[place])
+            self._ended.append(True)
+
+    def load(self, pairs: Sequence[Pair]) -> None:
+        for block, place in pairs:
+            whole = xxhash.xxh3_64_intdigest(self._memory[place]) == self._sums[place]
+            if whole:
+                for part, there in zip(self._parts, self._split(place), strict=True):
+                    part[:, block] = there
+            self._ended.append(whole)
+
+    def ended(self) -> list[bool]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        self._parts.clear()
+        self._memory = np.empty((0, 0), dtype=np.uint8)
+
+    def _split(self, place: int) -> list[np.ndarray]:
+        parts = np.split(self._memory[place], self._ends[:-1])
+        return [part.reshape(2, -1) for part in parts]

@@ -1,0 +1,335 @@
+"""The host tier under random operations, with the KV of each row as a model; and each rule by itself."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine import Engine
+from engine.api.request import CachedBlock, EngineRequest
+from engine.api.sampling_params import SamplingParams
+from engine.core.block_pool import BlockPool
+from engine.core.host_tier import BlockCopy, HostTier
+from engine.core.live_request import LiveRequest, Phase
+from engine.core.scheduler import Scheduler
+from worker.host_tier import host_tier_pump
+
+BLOCK = 16
+TENANTS = [b"one", b"two", b"three"]
+
+
+def text(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(100), k=length)
+
+
+class Observed:
+    """The names that the prefix cache has reported."""
+
+    def __init__(self) -> None:
+        self.names: set[bytes] = set()
+
+    def cached(self, blocks: Iterable[CachedBlock]) -> None:
+        for block in blocks:
+            assert block.name not in self.names
+            self.names.add(block.name)
+
+    def evicted(self, name: bytes) -> None:
+        self.names.remove(name)
+
+
+class Worker:
+    """A scheduler with a host tier and without a model. Of each row it has the tokens that its KV is for."""
+
+    def __init__(self, num_blocks: int, num_places: int, seqs: int = 4) -> None:
+        self.observed = Observed()
+        self.scheduler = Scheduler(
+            BlockPool(num_blocks),
+            block_size=BLOCK,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=64,
+            content_root=b"root",
+            cache_observer=self.observed,
+            host_places=num_places,
+        )
+        assert self.scheduler.host_tier is not None
+        self.tier: HostTier = self.scheduler.host_tier
+        self.rows: dict[int, object] = {}
+        self.places: dict[int, list[object]] = {}
+        self.saved: dict[int, list[object]] = {}  # what `places` had at the end of the copy, as a checksum
+        self.under_way: deque[BlockCopy] = deque()
+        self.requests = 0
+
+    def add(self, prompt: list[int], tenant: bytes = b"", answer: int = 2) -> LiveRequest:
+        self.requests += 1
+        request = EngineRequest(
+            self.requests.to_bytes(4), prompt, tenant=tenant, sampling=SamplingParams(max_tokens=answer)
+        )
+        return self.scheduler.add(request, handover=False)
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        for chunk in plan.chunks:
+            self.scheduler.launched([chunk])
+            self.scheduler.landed([chunk])
+            live, tokens = chunk.live, tuple(chunk.live.token_ids)
+            for position in range(chunk.stop):
+                row = live.blocks[position // BLOCK] * BLOCK + position % BLOCK
+                if position >= chunk.start:
+                    self.rows[row] = tokens[: position + 1]
+                assert self.rows[row] == tokens[: position + 1], "the KV of another prompt"
+            if live.num_left == 0:
+                self.scheduler.verified(live, chunk.stop)
+                live.token_ids.append(7)
+                if len(live.token_ids) == live.longest:
+                    self.scheduler.drop(live)
+
+    def start_copies(self, most: int = 99) -> int:
+        copies = self.tier.next_loads(most) or self.tier.next_saves(most)
+        for copy in copies:
+            if copy.load is None:
+                self.places[copy.place] = self._block(copy)[: BLOCK // 2]
+        self.under_way += copies
+        return len(copies)
+
+    def end_copy(self) -> None:
+        copy = self.under_way.popleft()
+        if copy.load is None:  # the second half is read late: the block may have another owner by now
+            self.places[copy.place] += self._block(copy)[BLOCK // 2 :]
+            self.saved[copy.place] = list(self.places[copy.place])
+            self.tier.ended(copy, True)
+            return
+        for offset, content in enumerate(self.places[copy.place]):
+            self.rows[copy.block * BLOCK + offset] = content
+        self.tier.ended(copy, self.places[copy.place] == self.saved[copy.place])
+
+    def _block(self, copy: BlockCopy) -> list[object]:
+        return [self.rows.get(copy.block * BLOCK + offset) for offset in range(BLOCK)]
+
+    def copy_all(self) -> None:
+        while self.start_copies() or self.under_way:
+            while self.under_way:
+                self.end_copy()
+
+    def run(self, *prompts: list[int], tenant: bytes = b"") -> list[LiveRequest]:
+        lives = [self.add(prompt, tenant) for prompt in prompts]
+        for _ in range(1000):
+            if not self.scheduler.requests:
+                break
+            self.step()
+            self.copy_all()
+        assert not self.scheduler.requests, "a request waits forever"
+        self.copy_all()
+        self.scheduler.assert_whole()
+        return lives
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Prompts grow and branch, in a pool that is too small for them. Copies take long, and some go wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker = Worker(num_blocks=24, num_places=30)
+        self.lives: list[LiveRequest] = []
+
+    @rule(
+        family=st.integers(0, 5), length=st.integers(1, 200), branch=st.booleans(),
+        tenant=st.sampled_from(TENANTS),
+    )  # fmt: skip
+    def add(self, family: int, length: int, branch: bool, tenant: bytes) -> None:
+        prompt = [*text(length, family), *([len(self.lives)] if branch else [])]
+        self.lives.append(self.worker.add(prompt, tenant, answer=1 + length % 40))
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.worker.step()
+
+    @rule(most=st.integers(1, 4))
+    def start_copies(self, most: int) -> None:
+        self.worker.start_copies(most)
+
+    @precondition(lambda self: self.worker.under_way)
+    @rule()
+    def end_copies(self) -> None:
+        for _ in range(len(self.worker.under_way)):
+            self.worker.end_copy()
+
+    @precondition(lambda self: self.worker.under_way)
+    @rule()
+    def end_copy(self) -> None:
+        self.worker.end_copy()
+
+    @precondition(lambda self: self.worker.saved)
+    @rule(choice=st.randoms())
+    def damage(self, choice: random.Random) -> None:
+        self.worker.places[choice.choice(list(self.worker.saved))] = [object()] * BLOCK
+
+    @precondition(lambda self: self.worker.scheduler.requests)
+    @rule(choice=st.randoms())
+    def cancel(self, choice: random.Random) -> None:
+        live = choice.choice(list(self.worker.scheduler.requests.values()))
+        self.worker.scheduler.drop(live)
+
+    @invariant()
+    def everything_has_one_owner(self) -> None:
+        worker = self.worker
+        worker.scheduler.pool.assert_consistent()
+        worker.tier.assert_consistent()
+        pool = worker.scheduler.pool
+        known = {name for name in worker.observed.names if pool.lookup([name]) or name in worker.tier}
+        assert known == worker.observed.names, "a name that was reported is in no tier"
+        assert pool.cached <= len(known)
+
+    def teardown(self) -> None:
+        self.worker.run()
+
+
+TestTier = TierMachine.TestCase
+TestTier.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def test_what_the_pool_evicts_comes_back_from_the_host() -> None:
+    worker = Worker(num_blocks=32, num_places=64, seqs=1)
+    prompts = [text(100, seed) for seed in range(9)]
+    worker.run(*prompts)
+    again = worker.run(*prompts)
+    assert [live.num_cached for live in again] == [96] * 9
+    assert worker.tier.stats.loaded_tokens >= 4 * 96
+
+
+def test_others_compute_while_a_request_is_loaded() -> None:
+    worker = Worker(num_blocks=32, num_places=64, seqs=2)
+    old = text(100, 1)
+    worker.run(old, *(text(100, seed) for seed in range(2, 9)))
+    loaded, computed = worker.add(old), worker.add(text(30, 4))
+    worker.step()
+    assert loaded.phase is Phase.LOADING
+    assert computed.num_left == 1
+    worker.run()
+
+
+def test_the_pool_gives_out_a_block_without_waiting_for_its_copy() -> None:
+    worker = Worker(num_blocks=16, num_places=64)
+    worker.run(text(100, 1))
+    assert not worker.tier.stats.saved
+    worker.tier._clean = 16
+    worker.tier._looked = -1
+    assert worker.start_copies()
+    taken = worker.scheduler.pool.allocate(16)
+    while worker.under_way:
+        worker.end_copy()
+    assert worker.tier.stats.dropped
+    assert not worker.tier.stats.saved
+    worker.scheduler.pool.release(taken)
+    worker.scheduler.assert_whole()
+
+
+def test_a_damaged_block_is_forgotten_and_its_prompt_computed() -> None:
+    worker = Worker(num_blocks=32, num_places=64, seqs=1)
+    prompt = text(100, 1)
+    worker.run(prompt, *(text(100, seed) for seed in range(2, 9)))
+    worker.places = {place: [None] * BLOCK for place in worker.places}
+    [live] = worker.run(prompt)
+    assert live.num_cached == 0
+    assert worker.tier.stats.damaged == 6
+    assert worker.tier.stats.loaded_tokens == 0
+
+
+def test_nothing_is_copied_while_the_pool_has_room() -> None:
+    worker = Worker(num_blocks=64, num_places=64)
+    worker.run(text(200, 1), text(200, 2))
+    assert worker.tier.stats.saved == 0
+
+
+def test_the_tenant_with_most_blocks_gives_up_its_own() -> None:
+    worker = Worker(num_blocks=32, num_places=12, seqs=1)
+    quiet = text(60, 1)
+    worker.run(quiet, tenant=b"quiet")
+    for seed in range(2, 20):
+        worker.run(text(100, seed), tenant=b"busy")
+    [live] = worker.run(quiet, tenant=b"quiet")
+    assert live.num_cached == 48
+
+
+def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads() -> None:
+    speed = 0.0
+    pool = BlockPool(4)
+    tier = HostTier(8, pool, BLOCK, lambda name: b"", lambda name: None, lambda: speed)
+    assert not tier.pays(0)
+    assert tier.pays(2)
+    tier._tokens, tier._seconds = 1000.0, 1.0
+    speed = 900.0
+    assert tier.pays(2)
+    speed = 1100.0
+    assert not tier.pays(2)
+    refused = 1
+    while not tier.pays(2):
+        refused += 1
+    assert refused < 10, "a load is tried again"
+
+
+def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
+    """The pool lacks the middle of a prompt, and has its end."""
+    worker = Worker(num_blocks=24, num_places=64)
+    prompt = text(100, 1)
+    worker.run(prompt)
+    pool = worker.scheduler.pool
+    live = worker.add(prompt)
+    names = worker.scheduler._names(live, worker.scheduler.cache).blocks  # type: ignore[arg-type]
+    worker.scheduler.drop(live)
+    blocks = pool.lookup(names[:6])
+    pool._unreferenced.move_to_end(blocks[0], last=False)
+    pool._unreferenced.move_to_end(blocks[1], last=False)
+    worker.tier._clean, worker.tier._looked = 24, -1
+    while worker.start_copies():
+        while worker.under_way:
+            worker.end_copy()
+    taken = pool.allocate(len(pool._free) + 2)  # evicts the first two blocks
+    pool.release(taken)
+    assert not pool.lookup(names[:1])
+    [again] = worker.run(prompt)
+    assert again.num_cached == 96
+    assert worker.tier.stats.loaded_tokens == 2 * BLOCK
+
+
+def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens of each prompt. Copies are made as in the loop of a worker."""
+    pump = host_tier_pump(engine, lambda: None)
+    tokens: dict[bytes, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        request_id = number.to_bytes(2)
+        tokens[request_id] = []
+        engine.add(EngineRequest(request_id, prompt, sampling=SamplingParams(max_tokens=20, ignore_eos=True)))
+        while not engine.idle if number % 3 == 2 or number == len(prompts) - 1 else engine.stats().waiting:
+            if engine.has_work:
+                for output in engine.step().outputs:
+                    tokens[output.id].append(output.token)
+            if pump is not None:
+                pump.pump()
+    while pump is not None and (pump.pump() or pump.copies):
+        pass
+    engine.assert_whole()
+    return list(tokens.values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_are_the_same_with_and_without_the_tier(
+    tiny_engine: Callable[..., Engine], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pool that is too small, so that requests are preempted and prefixes evicted."""
+    monkeypatch.setattr(HostTier, "pays", lambda self, blocks: blocks > 0)
+    turns = [[*text(20 + 7 * turn, chat), chat] for turn in range(4) for chat in range(6)]
+    right = answers(tiny_engine(num_blocks=200), turns)
+    engine = tiny_engine(
+        num_blocks=30, enable_prefix_caching=True, host_cache_size=1 << 20, overlap=overlap, max_num_seqs=4
+    )
+    assert answers(engine, turns) == right
+    stats = engine.stats()
+    assert stats.preemptions
+    assert stats.host_tier is not None
+    assert stats.host_tier.loaded_tokens > 100
+    assert stats.host_tier.damaged == 0

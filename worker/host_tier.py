@@ -1,0 +1,60 @@
+"""Moves blocks between the engine's KV cache and the host tier, as the engine says, between two steps."""
+
+from collections import deque
+from collections.abc import Callable
+
+from engine import Engine
+from engine.core.host_tier import BlockCopy, HostTier
+from kv_transfer.host_store import HostStore, open_host_store
+from worker.paged_kv import paged_kv
+
+POLL = 0.0005
+"""Seconds between two calls while copies are under way."""
+
+
+class HostTierPump:
+    """Makes the copies that the tier wants. It starts some in each call, and never waits for one."""
+
+    def __init__(self, tier: HostTier, store: HostStore) -> None:
+        self._tier = tier
+        self._store = store
+        self._under_way: deque[BlockCopy] = deque()  # in the order of the store
+
+    def pump(self) -> None:
+        """Ends the copies that are over, and starts the next ones. Copies that requests wait for go first."""
+        self._end()
+        if loads := self._tier.next_loads(self._store.room):
+            self._under_way += loads
+            self._store.load([(copy.block, copy.place) for copy in loads])
+        # One batch at a time: a request that must be loaded waits for it.
+        elif not self._under_way and (saves := self._tier.next_saves(self._store.batch)):
+            self._under_way += saves
+            self._store.save([(copy.block, copy.place) for copy in saves])
+        self._end()  # a CPU has made them
+
+    def _end(self) -> None:
+        for whole in self._store.ended():
+            self._tier.ended(self._under_way.popleft(), whole)
+
+    @property
+    def copies(self) -> bool:
+        """Whether copies are under way or wait, so that `pump` must be called soon."""
+        return bool(self._under_way) or self._tier.loading
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def host_tier_pump(engine: Engine, tick: Callable[[], None]) -> HostTierPump | None:
+    """None: the engine has no host tier. `tick`, a sign of life, is called while memory is pinned. Raises
+    `ValueError` if the host has too little memory."""
+    tier = engine.host_tier
+    if tier is None:
+        return None
+    try:
+        store = open_host_store(paged_kv(engine), tier.num_places, tick)
+    except MemoryError as error:
+        raise ValueError(
+            f"--host-cache-size: {tier.num_places * engine.block_bytes} bytes cannot be had: {error}"
+        ) from error
+    return HostTierPump(tier, store)
