@@ -54,6 +54,8 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     for told in filter(None, map(trouble, workers)):
         console.print(told)
+    for told in filter(None, map(transports, workers)):
+        console.print(told)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
         bounds = f"{pool['least']} to {pool['most']}"
         console.print(f"{role}: {pool['size']} workers ({bounds}), {pool['needed']} needed: {pool['why']}")
@@ -127,6 +129,15 @@ def trouble(worker: dict[str, Any]) -> str:
     return (
         f"{place_of(worker)} is {worker['state']}: {worker['reason']}. {worker.get('remedy') or ''}".rstrip()
     )
+
+
+def transports(worker: dict[str, Any]) -> str:
+    """How other workers get KV from a worker; "" if none does."""
+    readers: dict[str, list[str]] = {}
+    for reader, transport in sorted(((worker.get("status") or {}).get("kv_transports") or {}).items()):
+        readers.setdefault(transport, []).append(reader)
+    told = (f"{transport} ({', '.join(names)})" for transport, names in sorted(readers.items()))
+    return f"KV from {name_of(worker)}: {'; '.join(told)}" if readers else ""
 
 
 def row(worker: dict[str, Any]) -> list[str]:

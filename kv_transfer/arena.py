@@ -28,6 +28,11 @@ def marks_bytes(num_slots: int) -> int:
     return -(-(num_slots * MARK + TOKEN) // PAGE) * PAGE
 
 
+def exported_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Of memory with slots, marks and a token."""
+    return num_slots * slot_bytes + marks_bytes(num_slots)
+
+
 class Arena:
     """`num_slots` slots of `slot_bytes` each, and room for their marks. Owns `fd`."""
 
@@ -37,7 +42,7 @@ class Arena:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         slots = num_slots * slot_bytes
-        size = slots + marks_bytes(num_slots)
+        size = exported_bytes(num_slots, slot_bytes)
         found = os.fstat(fd).st_size
         if found != size:
             raise ValueError(f"arena fd {fd} has {found} bytes, not {size} ({num_slots} × {slot_bytes})")
@@ -52,7 +57,7 @@ class Arena:
                 f"slot_bytes is {slot_bytes}: must be a multiple of {PAGE}, at most {MAX_SLOT_BYTES}"
             )
         fd = os.memfd_create("baton-kv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, num_slots * slot_bytes + marks_bytes(num_slots))
+        os.ftruncate(fd, exported_bytes(num_slots, slot_bytes))
         # Neither process can take the memory away from the other.
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)
         return cls(fd, num_slots, slot_bytes)

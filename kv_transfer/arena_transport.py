@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.arena import ArenaEnd
+from kv_transfer.arena import ArenaEnd, exported_bytes
 from kv_transfer.receiver import ArenaReceiver
 from kv_transfer.sender import ArenaSender
 from kv_transfer.trace import TraceWriter
@@ -19,10 +19,16 @@ class ArenaTransport:
     receiving: ArenaEnd
     trace: TraceWriter
     exports: bool = False
-    """Peers on this host may read slots themselves, instead of getting the bytes over TCP."""
+    """Workers of one host may read slots of each other, instead of getting the bytes over TCP."""
+
+    @property
+    def exported_bytes(self) -> int:
+        arena = self.sending.arena
+        one_rank = not self.sending.ranks
+        return exported_bytes(arena.num_slots, arena.slot_bytes) if self.exports and one_rank else 0
 
     def sender(self, kv: PagedKV) -> ArenaSender:
         return ArenaSender(self.sending, kv, self.trace, exports=self.exports)
 
     def receiver(self, kv: PagedKV) -> ArenaReceiver:
-        return ArenaReceiver(self.receiving, kv, self.trace)
+        return ArenaReceiver(self.receiving, kv, self.trace, pulls=self.exports)

@@ -30,9 +30,10 @@ class Local(msgspec.Struct, array_like=True, tag=True):
 
 
 class Exported(Local):
-    """Peers on this host may read the slots there."""
+    """Peers on this host may read the slots there, or why they may not."""
 
-    export: Export
+    export: Export | None
+    why: str
 
 
 class Offer(Local):

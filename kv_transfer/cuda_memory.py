@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import struct
 from ctypes import byref, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
 
-from kv_transfer.arena import MARK, TOKEN, marks_bytes
+from kv_transfer.arena import MARK, TOKEN, exported_bytes
 from kv_transfer.peer_memory import Unreachable, check, host
 from kv_transfer.protocol.messages import Export
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
-_EXPORT = struct.Struct(f"<IQ{_HANDLE_BYTES}s")  # process, address there, handle
+_exported: dict[bytes, int] = {}
+"""Token → address, of this process: CUDA opens no handle in the process that made it. A process id would not
+tell: in another container it may be that of another process."""
 
 
 class _Handle(ctypes.Structure):
@@ -34,7 +35,6 @@ def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     for name, *types in (
         ("cuMemAlloc_v2", c_void_p, c_size_t),
-        ("cuMemFree_v2", c_ulonglong),
         ("cuMemsetD8_v2", c_ulonglong, ctypes.c_ubyte, c_size_t),
         ("cuMemcpyHtoD_v2", c_ulonglong, c_void_p, c_size_t),
         ("cuMemcpyAsync", c_ulonglong, c_ulonglong, c_size_t, c_void_p),
@@ -78,23 +78,19 @@ class _Slots:
 
 
 class DeviceMemory(_Slots):
-    """Owns the memory."""
+    """Lives as long as its process. CUDA forbids that it is freed while a peer has it open."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """On the device of this thread."""
-        size = num_slots * slot_bytes + marks_bytes(num_slots)
         address, handle = c_ulonglong(), _Handle()
-        _call("cuMemAlloc_v2", byref(address), size)
+        _call("cuMemAlloc_v2", byref(address), exported_bytes(num_slots, slot_bytes))
         super().__init__(address.value, num_slots, slot_bytes)
         token = os.urandom(TOKEN)
         _call("cuMemsetD8_v2", self.marks, 0, self.marks_bytes)
         _call("cuMemcpyHtoD_v2", self.token, token, TOKEN)
         _call("cuIpcGetMemHandle", byref(handle), self.address)
-        exported = _EXPORT.pack(os.getpid(), self.address, bytes(handle))
-        self.export = Export("cuda_ipc", host(), exported, num_slots, slot_bytes, token)
-
-    def close(self) -> None:
-        _call("cuMemFree_v2", self.address)
+        self.export = Export("cuda_ipc", host(), bytes(handle), num_slots, slot_bytes, token)
+        _exported[token] = self.address
 
 
 class PeerDeviceMemory(_Slots):
@@ -104,14 +100,14 @@ class PeerDeviceMemory(_Slots):
         """Raises Unreachable. The caller then does a test copy of the token."""
         check(export, "cuda_ipc")
         try:
-            process, there, handle = _EXPORT.unpack(export.handle)
-            self._is_own = process == os.getpid()  # CUDA does not open a handle where it was made
-            address = c_ulonglong(there)
+            own = _exported.get(export.token)
+            self._is_own = own is not None
+            address = c_ulonglong(own or 0)
             if not self._is_own:
-                opened = _Handle.from_buffer_copy(handle)
-                _call("cuIpcOpenMemHandle_v2", byref(address), opened, _LAZY_ENABLE_PEER_ACCESS)
-        except (CudaError, OSError, struct.error) as e:
-            raise Unreachable(str(e)) from None
+                handle = _Handle.from_buffer_copy(export.handle)
+                _call("cuIpcOpenMemHandle_v2", byref(address), handle, _LAZY_ENABLE_PEER_ACCESS)
+        except (CudaError, OSError, ValueError) as e:
+            raise Unreachable(f"the test copy failed: {e}") from None
         super().__init__(address.value, export.num_slots, export.slot_bytes)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from kv_transfer import copy_kernels
 from kv_transfer.arena import Arena
-from kv_transfer.cuda_memory import DeviceMemory, PeerDeviceMemory, copy
+from kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, copy
 from kv_transfer.device import Event, Outcome, Staged, held_heads, of_each_dtype
 from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemory, Unreachable
@@ -26,7 +26,8 @@ class CudaPool:
 
     gather_most = 8
 
-    def __init__(self, kv: PagedKV, arena: Arena) -> None:
+    def __init__(self, kv: PagedKV, arena: Arena, *, exported: bool) -> None:
+        """`exported` as in `pools.open_pool`."""
         layout = kv.layout
         self._layers = list(kv.layers)
         self._scales = list(kv.scales)
@@ -51,12 +52,16 @@ class CudaPool:
         nothing = Staged(Slice(0, 0, layout.num_kv_heads, 0, 0), 0, row.table)
         with torch.cuda.stream(self._stream):
             dense = torch.empty(layout.bytes_per_token_layer, dtype=torch.uint8, device=self._device)
-            sums = torch.zeros(2, dtype=torch.int64, device=self._device)
+            there = [(row, dense.data_ptr())]
             for into_pool in (False, True):
-                self._copy([(row, dense.data_ptr())], into_pool=into_pool)
-                self._copy([(row, dense.data_ptr())], into_pool=into_pool, sums=[sums.data_ptr()])
-            copy_kernels.launch_marks(self._upload([sums.data_ptr(), 0]).view(1, -1))
-            copy_kernels.launch_sums(self._upload([dense.data_ptr(), 1, sums.data_ptr()]).view(1, -1), 1)
+                self._copy(there, into_pool=into_pool)
+            if exported:
+                sums = torch.zeros(2, dtype=torch.int64, device=self._device)
+                mark = sums.data_ptr()
+                copy_kernels.launch_marks(self._upload([mark, 0]).view(1, -1))
+                for into_pool in (False, True):
+                    self._copy(there, into_pool=into_pool, sums=[mark])
+                copy_kernels.launch_sums(self._upload([dense.data_ptr(), 1, mark]).view(1, -1), 1)
             for dtype in ITEM_BYTES:
                 if dtype != layout.dtype and convertible(dtype, layout.dtype):
                     self._convert([(nothing, dense.data_ptr())], dtype)
@@ -116,9 +121,12 @@ class CudaPool:
                     self._convert(items, dtype)
             return copied, self.record()
 
-    def export(self) -> Export | None:
-        with torch.cuda.device(self._device):
-            self._exported = DeviceMemory(self._num_slots, self._slot_bytes)
+    def export(self) -> Export:
+        try:
+            with torch.cuda.device(self._device):
+                self._exported = DeviceMemory(self._num_slots, self._slot_bytes)
+        except (CudaError, OSError) as e:
+            raise Unreachable(f"no memory to export: {e}") from None
         return self._exported.export
 
     def open(self, export: Export) -> PeerMemory:
@@ -141,10 +149,13 @@ class CudaPool:
         asked, stream = batch, self._stream.cuda_stream
         with torch.cuda.stream(self._stream):
             batch, dense, addresses, copies = self._stage(batch, memory.slot_bytes)
-            for slot, at, size in copies:
-                copy(dense.data_ptr() + at, memory.address + slot, size, stream)
             marks = torch.empty(memory.marks_bytes // 8, dtype=torch.int64, device=self._device)
-            copy(marks.data_ptr(), memory.marks, memory.marks_bytes, stream)
+            try:
+                for slot, at, size in copies:
+                    copy(dense.data_ptr() + at, memory.address + slot, size, stream)
+                copy(marks.data_ptr(), memory.marks, memory.marks_bytes, stream)
+            except CudaError as e:
+                raise Unreachable(str(e)) from None
             sums = torch.zeros(len(batch), dtype=torch.int64, device=self._device)
             sum_at = [sums.data_ptr() + 8 * i for i in range(len(batch))]
             items, dtype = list(zip(batch, addresses, strict=True)), batch[0].dtype or self._layout.dtype
@@ -171,8 +182,6 @@ class CudaPool:
 
     def close(self) -> None:
         self._stream.synchronize()
-        if self._exported is not None:
-            self._exported.close()
         unpin(self._arena)
         self._layers.clear()
         self._scales.clear()

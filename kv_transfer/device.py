@@ -67,8 +67,9 @@ class Pool(Protocol):
         """Slots → pool. First event: the slots are free; second: the pool holds the bytes."""
         ...
 
-    def export(self) -> Export | None:
-        """Lets peers on this host read slots with a generation. None: that is not supported here."""
+    def export(self) -> Export:
+        """Lets peers on this host read slots with a generation. Raises Unreachable if that is not supported
+        here."""
         ...
 
     def open(self, export: Export) -> PeerMemory:
@@ -77,7 +78,8 @@ class Pool(Protocol):
 
     def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         """Slots of `memory`, which `open` returned, → pool. When the event has passed the slots may be used
-        again, and the outcome is known. Wrong bytes may be in the pool then."""
+        again, and the outcome is known. Wrong bytes may be in the pool then. Raises Unreachable if the memory
+        cannot be read any more."""
         ...
 
     def close(self) -> None:
@@ -142,7 +144,7 @@ class HostPool:
             self._scatter(item, self._arena.slot(item.slot))
         return None, None
 
-    def export(self) -> Export | None:
+    def export(self) -> Export:
         return export_arena(self._arena)
 
     def open(self, export: Export) -> PeerArena:
@@ -219,11 +221,11 @@ class NoPool:
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         return None, None
 
-    def export(self) -> Export | None:
-        return None
+    def export(self) -> Export:
+        raise Unreachable("no KV")
 
     def open(self, export: Export) -> PeerMemory:
-        raise Unreachable("no KV here")
+        raise Unreachable("no KV")
 
     def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         raise AssertionError("nothing was opened")

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from kv_transfer.arena import MARK, TOKEN, Arena, marks_bytes
+from kv_transfer.arena import MARK, TOKEN, Arena, exported_bytes
 from kv_transfer.protocol.messages import Export
 
 # linux/fcntl.h; the fcntl module has no names for these before Python 3.13's
@@ -30,8 +30,12 @@ _MARK = struct.Struct("<QQ")
 assert _MARK.size == MARK
 
 
+TCP_ONLY = "--kv-connector tcp"
+"""Why memory is neither exported nor read."""
+
+
 class Unreachable(Exception):
-    """The exported memory cannot be read from here. The text says why."""
+    """The memory cannot be exported, or not be read from here. The text says why."""
 
 
 class PeerMemory(Protocol):
@@ -50,7 +54,7 @@ def host() -> str:
 def check(export: Export, kind: str) -> None:
     """Raises Unreachable if the memory is not of this kind, or of another machine."""
     if export.kind != kind:
-        raise Unreachable(f"KV is in {export.kind} there, and in {kind} here")
+        raise Unreachable(f"the sender has KV in {export.kind}, the receiver in {kind}")
     if export.host != host():
         raise Unreachable("another machine")
 
@@ -74,7 +78,7 @@ class PeerArena:
         """Raises Unreachable."""
         check(export, "shared_memory")
         slots = export.num_slots * export.slot_bytes
-        size = slots + marks_bytes(export.num_slots)
+        size = exported_bytes(export.num_slots, export.slot_bytes)
         try:
             pid, number = _HANDLE.unpack(export.handle)
             fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

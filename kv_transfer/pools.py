@@ -10,7 +10,8 @@ from kv_transfer.layout import FP8
 from kv_transfer.transport import PagedKV
 
 
-def open_pool(kv: PagedKV, arena: Arena) -> Pool:
+def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
+    """`exported`: `export`, or `open` and `pull`, will be called."""
     layout = kv.layout
     assert len(kv.layers) == layout.num_layers, (
         f"{len(kv.layers)} layers of KV, layout has {layout.num_layers}"
@@ -33,7 +34,7 @@ def open_pool(kv: PagedKV, arena: Arena) -> Pool:
         case "cuda":
             from kv_transfer.cuda_pool import CudaPool
 
-            return CudaPool(kv, arena)
+            return CudaPool(kv, arena, exported=exported)
         case "meta":
             return NoPool()
         case _:

@@ -42,9 +42,9 @@ SILENCE = 10.0
 """Seconds without a copy, while some are due, after which a rank counts as hung."""
 
 
-def open_ranks(kv: PagedKV, end: ArenaEnd) -> Pool:
-    """The KV cache of all ranks, as rank 0 uses it for one direction."""
-    own = pools.open_pool(kv, end.arena)
+def open_ranks(kv: PagedKV, end: ArenaEnd, *, exported: bool = False) -> Pool:
+    """The KV cache of all ranks, as rank 0 uses it for one direction. `exported` as in `open_pool`."""
+    own = pools.open_pool(kv, end.arena, exported=exported and not end.ranks)
     return RankedPool(own, kv, [Channel(rank, Copied) for rank in end.ranks]) if end.ranks else own
 
 
@@ -130,11 +130,11 @@ class RankedPool:
         copied, scattered = self._own.scatter(own) if own else (None, None)
         return self._copies(copied), self._copies(scattered)
 
-    def export(self) -> Export | None:
-        return None  # marks are not made on other ranks yet
+    def export(self) -> Export:
+        raise Unreachable("the sender has several ranks")  # marks are not made on other ranks yet
 
     def open(self, export: Export) -> PeerMemory:
-        raise Unreachable("several ranks here")
+        raise Unreachable("the receiver has several ranks")
 
     def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         raise AssertionError("nothing was opened")

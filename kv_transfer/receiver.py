@@ -32,6 +32,7 @@ from kv_transfer.channel import (
     FailedIn,
     FetchIn,
     InjectedIn,
+    PulledIn,
     SlotsFree,
     ToReceiver,
 )
@@ -74,6 +75,7 @@ class _Fetch:
     frames: int = 0  # taken from the channel
     bytes: int = 0
     heads: int = 0  # of K and V, over all positions and layers
+    unread: int = 0  # slices in exported memory: not verified yet, or wrong
     pace: _LayerPace = field(default_factory=_LayerPace)  # of the last tokens
     scatter_at: float = 0.0  # the first one
     complete: Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
@@ -91,10 +93,13 @@ class ArenaReceiver:
         end: ArenaEnd,
         kv: PagedKV,
         trace: TraceWriter,
+        *,
+        pulls: bool = False,
     ) -> None:
+        """`pulls`: slots that peers on this host export are read."""
         from kv_transfer.ranks import open_ranks  # torch: in engine processes only
 
-        self._pool = open_ranks(kv, end)
+        self._pool = open_ranks(kv, end, exported=pulls)
         self._layout = kv.layout
         self._trace = trace
         self._channel = Channel(end.channel, ToReceiver)
@@ -104,7 +109,7 @@ class ArenaReceiver:
         self._oldest = 0.0  # when the first of them came
         self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
         self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
-        self._pulls = Pulls(self._pool)
+        self._pulls = Pulls(self._pool, allowed=pulls)
 
     def fetch(
         self,
@@ -161,26 +166,20 @@ class ArenaReceiver:
                 ending.outcome = Closed(decode_id)
 
     def poll(self, spare: float = math.inf) -> list[Injected | FetchFailed | Closed]:
+        free: list[int] = []
         while messages := self._channel.receive():
             for message in messages:
-                match message:
-                    case FailedIn(transfer_id, reason, retry):
-                        if transfer_id in self._by_transfer:
-                            self._failed(self._by_transfer[transfer_id], reason, retry)
-                    case Complete(transfer_id):
-                        if transfer_id in self._by_transfer:
-                            self._by_transfer[transfer_id].complete = message
-                    case ExportIn() | ExportGone():
-                        self._channel.send(*self._pulls.handle(message))
-                    case Arrived() | ArrivedAt():
-                        self._oldest = self._oldest if self._arrivals else time.monotonic()
-                        self._arrivals.append(message)
-        free = self._take(spare)
+                if isinstance(message, ExportIn | ExportGone):
+                    free += self._take(math.inf)  # slices of the session that has ended may be there
+                    self._channel.send(*self._pulls.handle(message))
+                else:
+                    self._handle(message)
+        free += self._take(spare)
         while self._copies and self._pool.passed(self._copies[0][0]):
             free += self._copies.popleft()[1]
         if free:
             self._channel.send(SlotsFree(free))
-        self._channel.send(*self._pulls.ended())
+        self._pulled()
         self._channel.flush()
         return self._ended()
 
@@ -210,6 +209,25 @@ class ArenaReceiver:
         self._channel.sock.close()
 
     # ------------------------------------------------------------ inside
+
+    def _handle(self, message: Arrived | ArrivedAt | Complete | FailedIn) -> None:
+        match message:
+            case FailedIn(transfer_id, reason, retry):
+                if transfer_id in self._by_transfer:
+                    self._failed(self._by_transfer[transfer_id], reason, retry)
+            case Complete(transfer_id):
+                if transfer_id in self._by_transfer:
+                    self._by_transfer[transfer_id].complete = message
+            case Arrived() | ArrivedAt():
+                self._oldest = self._oldest if self._arrivals else time.monotonic()
+                self._arrivals.append(message)
+
+    def _pulled(self) -> None:
+        for arrived, whole in self._pulls.ended():
+            self._channel.send(PulledIn([m.slot for m in arrived], whole))
+            for m, right in zip(arrived, whole, strict=True):
+                if right and (fetch := self._by_transfer.get(m.transfer_id)):
+                    fetch.unread -= 1
 
     def _take(self, spare: float) -> list[int]:
         """Inject what arrived, as far as there is time. Slots of ended transfers are free at once."""
@@ -264,8 +282,11 @@ class ArenaReceiver:
     def _pull(self, session: int, arrived: Sequence[ArrivedAt], taken_at: float) -> None:
         now, batch = time.monotonic(), [self._staged(m, m.there, taken_at) for m in arrived]
         with self._trace.measure("pull", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
-            scattered = self._pulls.start(session, batch, [m.slot for m in arrived])
-        self._note_scatter(batch, scattered, now)
+            scattered = self._pulls.start(session, batch, arrived)
+        for m in arrived:
+            self._by_transfer[m.transfer_id].unread += 1
+        if scattered:
+            self._note_scatter(batch, *scattered, now)
 
     def _note_scatter(self, batch: Sequence[Staged], scattered: Any, now: float) -> None:
         tables = {id(x.table) for x in batch}
@@ -278,7 +299,8 @@ class ArenaReceiver:
         del self._by_transfer[fetch.request.transfer_id]
         if retry and not fetch.request.chunks and fetch.refetches < _MAX_REFETCHES:
             fetch.refetches += 1
-            fetch.frames = fetch.bytes = fetch.heads = 0
+            fetch.frames = fetch.bytes = fetch.heads = fetch.unread = 0
+            fetch.complete = None
             fetch.pace = _LayerPace()
             fetch.scatter_at = 0.0
             fetch.request = msgspec.structs.replace(fetch.request, transfer_id=os.urandom(16))
@@ -312,7 +334,7 @@ class ArenaReceiver:
                 continue
             if fetch.frames < complete.frames:
                 assert self._arrivals, "complete without all frames"
-            elif self._over(fetch):
+            elif fetch.unread == 0 and self._over(fetch):
                 out.append(self._injected(fetch))
         for fetch in [f for f in self._ending if self._over(f)]:
             assert fetch.outcome is not None

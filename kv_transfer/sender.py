@@ -40,6 +40,7 @@ from kv_transfer.channel import (
     ToSender,
 )
 from kv_transfer.layout import cut, heads_of, intersect, slice_bytes
+from kv_transfer.peer_memory import Unreachable
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
@@ -72,7 +73,7 @@ class ArenaSender:
         """`exports`: peers on this host may read slots themselves."""
         from kv_transfer.ranks import open_ranks  # torch: in engine processes only
 
-        self._pool = open_ranks(kv, end)
+        self._pool = open_ranks(kv, end, exported=exports)
         self._layout = kv.layout
         # Each slice has heads of one rank. Ranks may hold the same head.
         self._heads = sorted({heads_of(kv.layout, rank, kv.ranks) for rank in range(kv.ranks)})
@@ -93,12 +94,18 @@ class ArenaSender:
         self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
         self._stopping = False
         self._generations = itertools.count(1)
-        if exports and (export := self._pool.export()) is not None:
-            self._channel.send(Exported(export))
+        if exports:
+            self._channel.send(self._export())
         self._thread = threading.Thread(target=self._pump, name="kv pump", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------ engine thread
+
+    def _export(self) -> Exported:
+        try:
+            return Exported(self._pool.export(), "")
+        except Unreachable as e:
+            return Exported(None, str(e))
 
     def expect(self, prefill_id: bytes) -> None:
         self._command(self._expect, prefill_id)

@@ -43,7 +43,7 @@ class TransferStats(msgspec.Struct, frozen=True, tag=True):
     checksum_failures: dict[str, int]  # by kind: header, payload, control, tag
     refused: dict[str, int]  # peers and frames refused, by reason
     deadlines: dict[str, int]  # expired, by name in TransferDeadlines
-    transports: dict[str, str]  # peers that fetch from here, by name: how they get KV, or why over TCP
+    transports: dict[str, str]  # peers that fetch from here, by name: kind of memory, or "tcp: " and why
 
 
 class StatsRequest(msgspec.Struct, frozen=True, tag=True):

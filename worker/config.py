@@ -86,8 +86,9 @@ class WorkerConfig:
 
     Empty: the kernel's route.
     """
-    kv_connector: Literal["auto", "tcp"] = "tcp"
-    """auto: workers of this host may read KV that is to be sent, if they run as the same user."""
+    kv_connector: Literal["auto", "tcp"] = "auto"
+    """auto: workers of one host read KV from memory of each other, where a test copy succeeds. They must run
+    as the same user, or use GPUs with peer access."""
     kv_encrypt: bool = False
     """Encrypt KV lanes, and refuse peers that do not."""
     kv_lanes: int = 4

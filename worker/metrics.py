@@ -5,6 +5,7 @@ metrics. Only the histograms are kept here.
 """
 
 import socket
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ _CHECKSUMS = ("header", "payload", "control", "tag")
 _REFUSED = ("hello", "secret", "version", "limits", "transfer_id")
 _DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
 _TRANSFERS = ("acked", "busy", "injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost")
+_TRANSPORTS = ("cuda_ipc", "shared_memory", "tcp")
 _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
@@ -293,6 +295,13 @@ class Metrics(Collector):
         )
         yield self._gauge("baton:kv_sessions", "Peers with open lanes.", stats.sessions)
         yield self._gauge("baton:kv_lanes", "Open lanes.", stats.lanes)
+        readers = GaugeMetricFamily(
+            "baton:kv_readers", "Peers that fetch KV from here.", labels=(*self._labels, "transport")
+        )
+        used = Counter(transport.partition(":")[0] for transport in stats.transports.values())
+        for transport in _TRANSPORTS:
+            readers.add_metric([*self._labels.values(), transport], used[transport])
+        yield readers
         yield self._gauge("baton:kv_arena_slots", "Slots of each staging arena.", stats.slots)
         arenas = GaugeMetricFamily(
             "baton:kv_arena_slots_free", "Free slots of a staging arena.", labels=(*self._labels, "direction")

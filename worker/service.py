@@ -266,6 +266,7 @@ class Service:
             long_chunk_tokens=stats.long.tokens,
             long_chunk_seconds=stats.long.seconds,
             decode_seconds=stats.decode_seconds,
+            kv_transports=transfer.transports,
         )
         return self._last_status
 

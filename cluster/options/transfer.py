@@ -19,10 +19,10 @@ class TransferOptions:
     kv_connector: Annotated[
         Literal["auto", "tcp"],
         opt(
-            "How KV moves between workers. auto: workers of one host that use this flag read it from memory "
-            "where a test copy succeeds."
+            "How KV moves between workers. auto: workers of one host read it from memory of each other "
+            "where a test copy succeeds; all others use TCP."
         ),
-    ] = "tcp"
+    ] = "auto"
     kv_encrypt: Annotated[
         bool, opt("Encrypt KV that moves over TCP (AES-256-GCM). All workers of a cluster must use it.")
     ] = False

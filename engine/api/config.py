@@ -33,6 +33,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that this process may use: weights, activations, graphs and KV. The shares of
     all processes on a GPU must fit together."""
+    other_bytes: int = 0
+    """GPU memory that this process takes outside the engine, within its share."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together. None: the model's context, or what a smaller pool holds."""
     max_num_seqs: int = 64

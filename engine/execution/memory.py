@@ -70,16 +70,19 @@ class MemoryUse:
     """Peak of the largest step, sampling included."""
     graphs: int
     """What the captured graphs will keep."""
+    other: int = 0
+    """As `EngineConfig.other_bytes`."""
 
     def room(self, share: float) -> int:
         """Bytes for KV if this process may use `share` of the GPU. Less if other processes leave less."""
         own = min(int(share * self.total) - CUDA_BYTES - self.weights, self.free)
-        return own - self.activations - self.graphs
+        return own - self.activations - self.graphs - self.other
 
     def __str__(self) -> str:
         return (
             f"weights {gib(self.weights)}, activations of the largest step {gib(self.activations)}, "
             f"CUDA graphs {gib(self.graphs)}, CUDA itself {gib(CUDA_BYTES)}"
+            + (f", outside the engine {gib(self.other)}" if self.other else "")
         )
 
 

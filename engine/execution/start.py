@@ -133,4 +133,4 @@ def _measure(
     if config.cuda_graphs:
         # All graphs share one memory pool, which must hold a step of decodes and a step of LARGEST rows.
         graphs = step.decode + step.any * LARGEST // max(LARGEST, config.max_num_batched_tokens)
-    return MemoryUse(total, free, weights, step.any, graphs)
+    return MemoryUse(total, free, weights, step.any, graphs, config.other_bytes)

@@ -7,6 +7,7 @@ named in `Arrived` belongs to the engine until `SlotsFree`.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,7 +214,7 @@ class DecodeSide:
         if transfer is None:
             self._free(ticket.slot)  # granted again with the next event, not for each such frame
             return
-        complete = self._counted(header, transfer, whole)
+        complete = self._counted(header, transfer, whole) if transfer.incoming.live else None
         if complete is None:
             self._free(ticket.slot)
             self.settle()
@@ -229,14 +230,21 @@ class DecodeSide:
 
     def _counted(self, header: Header, transfer: Transfer, whole: bool | None) -> bool | None:
         """All of a frame is there. Whether it completed its transfer; None: it is not part of it."""
-        if not transfer.incoming.live or whole is None:
+        if whole is None:
             return None
-        if not whole:
+        self._verified(header, transfer, right=whole)
+        return self._handed_over(header, transfer) if whole else None
+
+    def _verified(self, header: Header, transfer: Transfer, *, right: bool) -> None:
+        if right:
+            self._counters.frames_received += 1
+            self._counters.bytes_received += header.length
+        else:
             self._counters.checksum("payload", f"layer {header.layer}, frame {header.seq}")
             self._apply(self._fetches.damaged(transfer, time.monotonic()))
-            return None
-        self._counters.frames_received += 1
-        self._counters.bytes_received += header.length
+
+    def _handed_over(self, header: Header, transfer: Transfer) -> bool | None:
+        """The engine gets the frame. Whether that completed its transfer; None: it is not part of it."""
         try:
             return self._fetches.verified(transfer, header, time.monotonic())
         except FrameRefused as e:
@@ -246,7 +254,10 @@ class DecodeSide:
     # ------------------------------------------------------------ exported memory
 
     def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt) -> None:
-        """Instead of a frame. It uses a credit and a slot, too, though nothing is written into the slot."""
+        """Instead of a frame. It uses a credit and a slot, too, though nothing is written into the slot.
+
+        The engine verifies it. Until then it counts as verified here: so the last slice needs no further
+        message to the engine. The engine injects nothing with a slice that was wrong."""
         export = self._exports.get(session.number)
         if export is None or session.number not in self._reached:
             raise ProtocolError("order", "SLICE without REACH")
@@ -264,46 +275,50 @@ class DecodeSide:
         session.moved(time.monotonic())
         self._pulls[slot] = _Pull(session.number, m.slot, header, ticket)
         if ticket.transfer is None:
-            self._pulled(slot, whole=False)
+            self._pulled({slot: False})
             return
-        self._channel.hold(
+        self._channel.post(
             ArrivedAt(
                 transfer_id, slot, m.seq, m.layer, m.head_start, m.head_count, m.token_start, m.token_count,
                 m.length, session.number, m.slot, m.generation, ticket.transfer.incoming.layout.dtype,
             )
         )  # fmt: skip
+        if self._handed_over(header, ticket.transfer):
+            self._complete(ticket.transfer)
 
     def _from_copies(self, message: SlotsFree | PulledIn | Opened) -> None:
         match message:
             case SlotsFree(slots):
                 for slot in slots:
-                    if slot in self._pulls:  # dropped
-                        self._pulled(slot, whole=False)
-                    else:
+                    if slot not in self._pulls:
                         self._free(slot)
+                self._pulled({slot: False for slot in slots if slot in self._pulls})
             case PulledIn(slots, whole):
-                for slot, right in zip(slots, whole, strict=True):
-                    self._pulled(slot, whole=right)
+                self._pulled(dict(zip(slots, whole, strict=True)))
             case Opened(number, reached, why):
                 if number in self._exports:
                     if reached:
                         self._reached.add(number)
                     self._session(number).send(Reach(reached, why))
 
-    def _pulled(self, slot: int, *, whole: bool) -> None:
-        """The engine has read or dropped it."""
-        pull = self._pulls.pop(slot)
-        transfer = pull.ticket.transfer
-        live = transfer is not None and transfer.incoming.live
-        if pull.session in self._peers.by_session:
-            session = self._session(pull.session)
-            session.moved(time.monotonic())
-            session.send(Taken((pull.there,)))
-            if live and not whole:
-                session.send(Reach(False, "a slice was wrong"))  # so the next transfer is over TCP
-        self._free(slot)
-        if transfer is not None and self._counted(pull.header, transfer, whole):
-            self._complete(transfer)
+    def _pulled(self, slots: Mapping[int, bool]) -> None:
+        """The engine has read or dropped these slots. The value says whether the slice was right."""
+        pulls = {slot: self._pulls.pop(slot) for slot in slots}
+        taken: dict[int, list[int]] = {}
+        for pull in pulls.values():
+            taken.setdefault(pull.session, []).append(pull.there)
+        for number, there in taken.items():
+            if number in self._peers.by_session:
+                self._session(number).moved(time.monotonic())
+                self._session(number).send(Taken(tuple(there)))
+        for slot, pull in pulls.items():
+            self._free(slot)
+            transfer = pull.ticket.transfer
+            if transfer is None or transfer.id not in self._fetches.open:
+                continue
+            if not slots[slot] and pull.session in self._peers.by_session:  # so the next transfer is over TCP
+                self._session(pull.session).send(Reach(False, "a slice could not be read, or was wrong"))
+            self._verified(pull.header, transfer, right=slots[slot])
 
     # ------------------------------------------------------------ credits and time
 

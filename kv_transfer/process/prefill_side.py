@@ -31,6 +31,7 @@ from kv_transfer.channel import (
 )
 from kv_transfer.config import TransferConfig
 from kv_transfer.layout import NEWEST_VERSION
+from kv_transfer.peer_memory import TCP_ONLY
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
 from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.stats import TransferCounters
@@ -74,7 +75,8 @@ class PrefillSide:
         self._counters = counters
         self._sessions: dict[int, SessionToDecode] = {}  # by number
         self._export: Export | None = None
-        self._reached: dict[int, str] = {}  # session → how the peer gets KV, or why not in another way
+        self._why_tcp = f"{TCP_ONLY} at the sender"  # without an export
+        self._transports: dict[int, str] = {}  # session with a FETCH → how the peer gets KV, and why over TCP
         self._exported: dict[int, tuple[int, SliceOut]] = {}  # slot → the session that reads it
         self._unread: Counter[int] = Counter()  # bytes of messages since the channel is full, by session
 
@@ -98,10 +100,8 @@ class PrefillSide:
         match message:
             case SliceOut():
                 self._send(message, now)
-            case Exported(export):
-                self._export = export
-                for session in self._sessions.values():
-                    self._offer_memory(session)
+            case Exported(export, why):
+                self._export, self._why_tcp = export, why
             case Offer(prefill_id):
                 self._apply(self.table.offer(prefill_id, now))
             case Finished(prefill_id):
@@ -150,16 +150,24 @@ class PrefillSide:
 
     def session_up(self, session: SessionToDecode) -> None:
         self._sessions[session.number] = session
-        self._offer_memory(session)
 
     def _offer_memory(self, session: SessionToDecode) -> None:
+        """At the first FETCH. When lane 0 is up here, the peer may still wait for its other lanes."""
+        if session.number in self._transports:
+            return
         assert session.peer is not None
-        if self._export is not None and session.peer.versions[1] >= NEWEST_VERSION:
+        if self._export is None:
+            why = self._why_tcp
+        elif session.peer.versions[1] < NEWEST_VERSION:
+            why = f"the receiver speaks wire version {session.peer.versions[1]}"
+        else:
+            why = "the test copy is under way"
             session.send(self._export)
+        self._transports[session.number] = f"tcp: {why}"
 
     def session_down(self, session: SessionToDecode, reason: str, detail: str) -> None:
         del self._sessions[session.number]
-        self._reached.pop(session.number, None)
+        self._transports.pop(session.number, None)
         self._apply(self.table.session_down(session.number, time.monotonic()))
         # The peer may still read them. It will find another generation.
         for slot in [slot for slot, (number, _) in self._exported.items() if number == session.number]:
@@ -169,6 +177,8 @@ class PrefillSide:
     def control(self, session: SessionToDecode, header: Header, message: Control) -> None:
         self._bound_unread(session, header)
         now = time.monotonic()
+        if isinstance(message, Fetch | FetchContent):
+            self._offer_memory(session)
         match message:
             case FetchContent() if self.draining:
                 self._counters.transfers["busy"] += 1
@@ -197,9 +207,9 @@ class PrefillSide:
     def _from_reader(self, session: SessionToDecode, message: Reach | Taken, now: float) -> None:
         match message:
             case Reach(reached, why):
-                if self._export is None:
+                if self._export is None or session.number not in self._transports:
                     raise ProtocolError("order", "REACH without EXPORT")
-                self._reached[session.number] = self._export.kind if reached else f"tcp: {why}"
+                self._transports[session.number] = self._export.kind if reached else f"tcp: {why}"
                 self._channel.post(Reached(session.number, reached))
             case Taken(slots):
                 for slot in slots:
@@ -255,7 +265,7 @@ class PrefillSide:
     def transports(self) -> dict[str, str]:
         """Of each peer that fetches from here, by name."""
         return {
-            session.peer.name: self._reached.get(number, "tcp")
+            session.peer.name: self._transports.get(number, "tcp")
             for number, session in self._sessions.items()
             if session.peer is not None
         }
@@ -268,7 +278,7 @@ class PrefillSide:
             match effect:
                 case Start(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
-                    transport = self._reached.get(number, "tcp")
+                    transport = self._transports.get(number, "tcp")
                     slots = window(session.lane_count, self._config.num_slots, transport)
                     self._channel.post(
                         StartOut(

@@ -247,7 +247,8 @@ class Fetches:
         return transfer
 
     def verified(self, transfer: Transfer, header: Header, now: float) -> bool:
-        """A frame of this live transfer is whole. True: the transfer is complete. Raises FrameRefused."""
+        """A frame of this live transfer is whole, or the engine will say if it is not. True: the transfer is
+        complete. Raises FrameRefused."""
         transfer.moved = transfer.last_frame_at = transfer.source.moved = now
         try:
             return transfer.incoming.verified(header)
@@ -255,7 +256,7 @@ class Fetches:
             raise FrameRefused(self._broken(transfer, e.kind, str(e), now)) from None
 
     def damaged(self, transfer: Transfer, now: float) -> list[Effect]:
-        """The checksum of a frame of this live transfer does not match."""
+        """The checksum of a frame of this open transfer does not match."""
         return self._broken(transfer, "payload", "payload checksum does not match", now)
 
     # ------------------------------------------------------------ time

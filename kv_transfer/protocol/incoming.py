@@ -20,7 +20,7 @@ from kv_transfer.protocol.messages import Commit, FirstToken
 class TransferState(enum.Enum):
     RESERVED = enum.auto()  # FETCH is to be sent, or sent
     RECEIVING = enum.auto()
-    COMPLETE = enum.auto()  # all verified, all handed to the engine
+    COMPLETE = enum.auto()  # all handed to the engine, and verified by it or before
     INJECTED = enum.auto()  # the engine's last scatter is over: ACK
     ENDED = enum.auto()  # aborted by either side
 

@@ -19,6 +19,8 @@ from typer.testing import CliRunner, Result
 from cluster.cli import app
 from cluster.python_path import PACKAGES
 from cluster.status import device_of
+from router.status import _plain
+from rpc import worker_pb2 as pb
 
 STATUS: dict[str, Any] = {
     "router": {"ready": False},
@@ -197,6 +199,16 @@ def test_status_shows_the_present_pool_beside_the_name(monkeypatch: pytest.Monke
         ["decode", "0", "decode"], ["decode", "1", "prefill"],
     ]  # fmt: skip
     assert result.exit_code == 0, "the router is ready"
+
+
+def test_status_shows_the_transports_of_kv(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    status = pb.WorkerStatus(
+        kv_transports={"decode 1": "tcp: another machine", "decode 2": "cuda_ipc", "decode 0": "cuda_ipc"}
+    )
+    worker = {"role": "prefill", "index": 3, "state": "ready", "status": _plain(status)}
+    monkeypatch.setitem(STATUS, "workers", [worker])
+    shown = baton("status", "--url", url).stdout
+    assert "KV from prefill 3: cuda_ipc (decode 0, decode 2); tcp: another machine (decode 1)\n" in shown
 
 
 def test_status_shows_each_address_in_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch, url: str) -> None:

@@ -22,14 +22,19 @@ RANKS = [
         marks=[pytest.mark.long, pytest.mark.skipif(DEVICE != "cpu", reason="needs several devices")],
     ),
 ]  # fmt: skip
-"""Of the prefill worker and of the decode worker."""
+"""Of the prefill worker and of the decode worker. KV goes over TCP, where tests damage it."""
 
 
 @pytest.fixture(scope="package", params=RANKS)
 def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     directory = tmp_path_factory.mktemp("tiny")
     with started_pair(
-        tiny_model(directory / "model"), directory, engine=TINY, ranks=request.param, deadlines={"peer": 3.0}
+        tiny_model(directory / "model"),
+        directory,
+        engine=TINY,
+        ranks=request.param,
+        deadlines={"peer": 3.0},
+        kv_connector="tcp",
     ) as started:
         yield started
 
@@ -42,7 +47,11 @@ def caching_workers(
     directory = tmp_path_factory.mktemp("caching")
     engine = TINY | {"enable_prefix_caching": True}
     with started_pair(
-        tiny_model(directory / "model", intermediate_size=8192), directory, engine=engine, ranks=request.param
+        tiny_model(directory / "model", intermediate_size=8192),
+        directory,
+        engine=engine,
+        ranks=request.param,
+        kv_connector="tcp",
     ) as started:
         yield started
 

@@ -115,6 +115,7 @@ async def test_concurrent_mixed_requests_yield_the_tokens_of_one_engine(
 async def test_the_first_layer_is_sent_before_the_last_layer_is_computed(
     workers: tuple[WorkerProcess, WorkerProcess], directory: Path
 ) -> None:
+    """Sent: gathered where the decode worker of this host reads it."""
     began = time.monotonic() * 1e6
     before = metrics(workers[1])
     async with paired(*workers) as pair:
@@ -136,8 +137,8 @@ def assert_layer_0_is_early(traces: Path, began: float) -> None:
     ]
     sent = [
         event["ts"] + event["dur"]
-        for event in events(traces, "prefill-0-transfer", "send", began, 4 * LAYERS)
-        if event["args"]["layer"] == 0
+        for event in events(traces, "prefill-0-engine", "gather", began, 4 * LAYERS)
+        if event["args"]["layers"] == [0]
     ]
     computed = {start: at for layer, start, at in layers if layer == LAYERS - 1}
     assert sorted(computed) == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
@@ -149,11 +150,10 @@ def assert_layer_0_is_early(traces: Path, began: float) -> None:
 
 
 def events(traces: Path, process: str, name: str, since: float, count: int) -> list[dict[str, Any]]:
-    """Returns the trace events of this name. The movers of a transfer process, on a machine with many cores,
-    have traces of their own. Waits for `count` events: processes write traces in batches."""
+    """Returns the trace events of this name. Waits for `count` events: processes write traces in batches."""
     deadline = time.monotonic() + 10
     while True:
-        files = [path.read_text().rpartition("\n")[0] for path in traces.glob(f"{process}*.trace")]
+        files = [path.read_text().rpartition("\n")[0] for path in traces.glob(f"{process}.trace")]
         found = [json.loads(line.rstrip(",")) for file in files for line in file.splitlines()[1:]]
         found = [event for event in found if event["name"] == name and event["ts"] >= since]
         if len(found) >= count:

@@ -56,6 +56,12 @@ def test_the_pool_takes_the_rest_of_this_process_share() -> None:
     assert pool(use(free=30), gpu_memory_utilization=0.45) == pool(use(), gpu_memory_utilization=0.45)
 
 
+def test_memory_outside_the_engine_is_part_of_the_share() -> None:
+    memory = replace(use(), other=2 * GIB)
+    assert pool(memory).num_blocks == int(51.5 * GIB) // BLOCK_BYTES
+    assert str(memory).endswith(", outside the engine 2.00 GiB")
+
+
 def test_the_pool_holds_nearly_twice_the_tokens_in_fp8() -> None:
     limits = replace(LIMITS, cache=cache_spec(LLAMA, torch.bfloat16, FP8))
     assert limits.token_bytes == LIMITS.token_bytes * (128 + 4) // (2 * 128)

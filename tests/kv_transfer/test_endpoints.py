@@ -77,7 +77,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
     """The pool that the next endpoint opens."""
     made: list[LatePool] = []
 
-    def open_pool(*args: Any) -> LatePool:
+    def open_pool(*args: Any, **_: Any) -> LatePool:
         made.append(LatePool(*args))
         return made[-1]
 

@@ -37,7 +37,7 @@ def pool(arena: kv.Arena) -> HostPool:
     ("change", "why"),
     [
         ({"host": "another boot"}, "another machine"),
-        ({"kind": "cuda_ipc"}, "in cuda_ipc there"),
+        ({"kind": "cuda_ipc"}, "the sender has KV in cuda_ipc"),
         ({"token": bytes(16)}, "another process"),
         ({"handle": b"short"}, "unpack"),
         ({"handle": (1 << 22).to_bytes(4, "little") + bytes(4)}, "No such file"),
@@ -63,9 +63,7 @@ def test_memory_that_may_shrink_is_refused(arena: kv.Arena) -> None:
 @pytest.mark.parametrize("change", ["none", "byte", "gathered again", "marked again"])
 def test_a_slice_that_is_not_the_one_named(arena: kv.Arena, change: str) -> None:
     owner, reader = pool(arena), pool(kv.Arena.create(4, 4096))
-    export = owner.export()
-    assert export is not None
-    memory = reader.open(export)
+    memory = reader.open(owner.export())
     owner.gather([Staged(PIECE, 2, [1], generation=7)])
     if change == "byte":
         arena.slot(2)[9] ^= 4

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kv_transfer as kv
-from kv_transfer.channel import Channel, FromSender
+from kv_transfer.channel import Channel, Exported, FromSender
 from kv_transfer.process import prefill_side
 from kv_transfer.process.connector import ProtocolError
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
-from kv_transfer.protocol.messages import Credit, encode
+from kv_transfer.protocol.messages import Credit, Export, Fetch, encode
 
 
 class Peer:
-    slot_bytes, lane_count, peer, kv_moved = 1 << 20, 1, None, 0.0
+    slot_bytes, lane_count, kv_moved = 1 << 20, 1, 0.0
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, newest: int = 4) -> None:
         self.number = number
+        self.peer: Any = SimpleNamespace(name=f"decode {number}", versions=(3, newest))
+        self.said: list[Any] = []
+
+    def send(self, message: Any, transfer_id: bytes = NO_TRANSFER) -> None:
+        self.said.append(message)
 
 
 CONFIG = kv.TransferConfig(
@@ -64,3 +70,26 @@ def test_a_peer_that_floods_the_engine_loses_its_session_alone(monkeypatch: pyte
             theirs.recv(1 << 20)
             channel.flush()
         credit(flooding)
+
+
+def test_memory_is_offered_with_the_first_fetch() -> None:
+    """Before, the peer may wait for some of its lanes, and then takes no control message."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        arena: Any = None
+        side = PrefillSide(CONFIG, arena, Channel(ours, FromSender), TransferCounters())
+        export = Export("shared_memory", "a host", b"", 4, 4096, bytes(16))
+        side.engine(Exported(export, ""))
+        peers: list[Any] = [Peer(1), Peer(2, newest=3)]
+        fetch = Fetch(b"p" * 16, 0, 1, (), 0, 0, 1)
+        header = Header(FrameType.FETCH, b"t" * 16, length=len(encode(fetch)))
+        for peer in peers:
+            side.session_up(peer)
+            assert peer.said == []
+            side.control(peer, header, fetch)
+            side.control(peer, header, fetch)
+        assert [message for peer in peers for message in peer.said if message == export] == [export]
+        assert side.transports() == {
+            "decode 1": "tcp: the test copy is under way",
+            "decode 2": "tcp: the receiver speaks wire version 3",
+        }

@@ -94,7 +94,7 @@ def transport(request: pytest.FixtureRequest) -> Kind:
 @pytest.fixture
 def make_prefill(workers: list[Any], transport: Kind) -> Callable[..., Prefill]:
     def make(**config: Any) -> Prefill:
-        workers.append(Prefill(**transport.settings, **config))
+        workers.append(Prefill(**transport.settings | config))
         return workers[-1]
 
     return make
@@ -103,7 +103,7 @@ def make_prefill(workers: list[Any], transport: Kind) -> Callable[..., Prefill]:
 @pytest.fixture
 def make_decode(workers: list[Any], transport: Kind) -> Callable[..., Decode]:
     def make(**config: Any) -> Decode:
-        workers.append(Decode(**transport.settings, **config))
+        workers.append(Decode(**transport.settings | config))
         return workers[-1]
 
     return make
