@@ -285,5 +285,6 @@ def _ready(engine: Engine) -> messages.EngineReady:
         max_model_len=model.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
+        host_blocks=0 if engine.host_tier is None else engine.host_tier.num_places,
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.source)),
     )

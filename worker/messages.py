@@ -134,6 +134,7 @@ class EngineReady(_Message):
     max_model_len: int
     block_size: int
     num_blocks: int
+    host_blocks: int  # of the host tier; 0: there is none
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
 
 

@@ -347,6 +347,7 @@ class Service:
             kv_address=kv_address,
             block_size=engine.block_size,
             num_blocks=engine.num_blocks,
+            host_blocks=engine.host_blocks,
             max_model_len=engine.max_model_len,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,

@@ -6,7 +6,7 @@ token: the next request with the same prefix may come before the report. When th
 report counts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from content import CHUNK_TOKENS
 
@@ -36,13 +36,20 @@ class Overlap:
 
     def holders(self) -> list[int]:
         """The rows with the most cached tokens; empty if nothing is cached."""
-        left = self._levels[-1][1] if self._levels else 0
-        rows = []
-        while left:
-            last = left & -left
-            rows.append(last.bit_length() - 1)
-            left ^= last
-        return rows
+        return _rows(self._levels[-1][1]) if self._levels else []
+
+    def levels(self) -> Iterator[tuple[int, list[int]]]:
+        """Numbers of cached tokens, the most first, each with the rows that have at least so many."""
+        return ((tokens, _rows(rows)) for tokens, rows in reversed(self._levels))
+
+
+def _rows(left: int) -> list[int]:
+    rows = []
+    while left:
+        last = left & -left
+        rows.append(last.bit_length() - 1)
+        left ^= last
+    return rows
 
 
 class ChunkIndex:
@@ -62,6 +69,9 @@ class ChunkIndex:
             self._bits.append(1 << row)
             self._reported.append(set())
             self._expected.append({})
+
+    def has_reported(self, row: int, chunk: int) -> bool:
+        return chunk in self._reported[row]
 
     def reported(self, row: int) -> int:
         """Number of chunks that the worker reported."""

@@ -101,14 +101,14 @@ class Candidates:
         apply_report(self._loads, self._rows[connection], connection.status, alone, time.monotonic())
 
     def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
-        """Raises Refused if the worker reports more chunks than fit into its blocks."""
+        """Raises Refused if the worker reports more chunks than fit into its blocks, on its host included."""
         described, row, index = connection.description, self._rows[connection], self._loads.index
         if events.reset:
             index.clear(row)
         index.discard(row, events.evicted)
-        most = described.num_blocks * -(-described.block_size // CHUNK_TOKENS)
-        if index.reported(row) + len(events.added) > most:
-            raise Refused(f"it reports more cached chunks than fit into {described.num_blocks} blocks")
+        blocks = described.num_blocks + described.host_blocks
+        if index.reported(row) + len(events.added) > blocks * -(-described.block_size // CHUNK_TOKENS):
+            raise Refused(f"it reports more cached chunks than fit into {blocks} blocks")
         index.add(row, events.added)
 
     def prefill_sent(self, connection: WorkerConnection, work: PrefillWork) -> None:
@@ -149,11 +149,22 @@ class Candidates:
     def prefix_source(
         self, worker: WorkerConnection, chunks: list[int], tokens: int, rng: random.Random
     ) -> WorkerConnection | None:
-        """A worker of any pool that has more of a prompt cached than `worker`; None if there is none."""
-        cached = self._loads.index.overlap(chunks, tokens, CHUNK_TOKENS, self._all)
-        if worker not in self._rows or cached.most < cached.of(self._rows[worker]) + CHUNK_TOKENS:
+        """A worker of any pool that has more of a prompt cached than `worker`; None if there is none.
+
+        Only what workers have reported counts: a worker that will compute the prompt has nothing to send yet.
+        Of those that have most it is any one, so that many askers do not all go to one worker."""
+        if worker not in self._rows:
             return None
-        return self._workers[rng.choice(cached.holders())]
+        index = self._loads.index
+        cached = index.overlap(chunks, tokens, CHUNK_TOKENS, self._all)
+        least = cached.of(self._rows[worker]) + CHUNK_TOKENS
+        for found, rows in cached.levels():
+            if found < least:
+                return None
+            last = chunks[found // CHUNK_TOKENS - 1]
+            if have := [row for row in rows if index.has_reported(row, last)]:
+                return self._workers[rng.choice(have)]
+        return None
 
     def nearest_decode(
         self,

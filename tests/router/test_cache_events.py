@@ -1,5 +1,6 @@
 """A router follows the reports of the workers' prefix caches."""
 
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -161,6 +162,17 @@ async def test_a_worker_that_reports_more_chunks_than_blocks_is_refused(caching:
     assert "more cached chunks" in refused.reason
 
 
+async def test_a_worker_with_a_host_tier_may_report_more_chunks(caching: Cluster):
+    worker = caching.prefills[0]
+    pool = caching.router.services.pool
+    [connection] = [c for c in pool.connections if c.address == worker.address]
+    connection.description.host_blocks = 1
+    worker.change_cache(range(512))
+    worker.change_cache([512])
+    await caching.until(lambda: reported(caching)[0] == 513)
+    assert len(pool.ready(pb.POOL_PREFILL)) == 3
+
+
 async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_prompt(
     caching: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
@@ -192,6 +204,15 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     monkeypatch.setattr(pool, "_may_fetch_prefixes", False)
     assert await source() is None
     monkeypatch.undo()
+    other = next(w for w in caching.prefills if w is not home)
+    [home_there, other_there] = [
+        next(c for c in pool.connections if c.address == worker.address) for worker in (home, other)
+    ]
+    chunks, candidates = prompt_hints(prompt, b"", b""), pool._candidates
+    index.expect(candidates._rows[other_there], chunks)
+    found = {candidates.prefix_source(home_there, chunks, 500, random.Random(seed)) for seed in range(9)}
+    assert found == {connection}, "the other one will have it, but has nothing to send yet"
+    index.unexpect(candidates._rows[other_there], chunks)
     connection.description.kv_address = ""  # a decode worker of an older version may have none
     assert await source() is None
 

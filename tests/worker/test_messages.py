@@ -81,6 +81,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
             64,
             16,
             32,
+            48,
             vocabulary_fingerprint="v",
         ),
     ],
