@@ -33,7 +33,7 @@ from engine.core.live_request import LiveRequest, Phase
 from engine.core.meters import Meters
 from engine.core.pace import Pace
 from engine.core.prefix_exchange import PrefixExchange
-from engine.core.scheduler import Chunk, Scheduler
+from engine.core.scheduler import Chunk, Schedule, Scheduler
 from engine.core.state_pool import StatePool
 from engine.core.step_builder import build_adjustments, build_step, is_plain
 from engine.execution.moments import Landings
@@ -191,20 +191,29 @@ class Engine:
         self._flights.append(flight)
         if not flight.waits:
             self._sample(flight)
-        size, speed = launched.size, self._meters.prefill_tokens_per_s
+        size = launched.size
         self._pace.launched(
             size if size is not None and not size.chunks else None,
             started,
             time.monotonic(),
             slow=size is None,
-            expected=plan.prompt_tokens / speed if speed else 0.0,
+            expected=self._expected(plan),
+            may_join=plan.decodes or bool(self._scheduler.reserved),
         )
         return True
+
+    def _expected(self, plan: Schedule) -> float:
+        """Seconds that a step with prompts should take. 0: not known."""
+        if plan.decodes:
+            return self._chunk_limit.mixed_seconds(plan.prompt_tokens)
+        speed = self._meters.prefill_tokens_per_s
+        return plan.prompt_tokens / speed if speed else 0.0
 
     def _prompt_limit(self, now: float) -> int:
         """Most prompt tokens of the next step, if it decodes."""
         joins_at, self._joined = now if self._joined else self.joins_at, False
-        return self._chunk_limit.tokens(self._scheduler.prompts(), now, joins_at)
+        begins = max(now, self._pace.ends) if self._flights else now
+        return self._chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
 
     def _sample(self, flight: Flight) -> None:
         adjustments = None

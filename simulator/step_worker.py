@@ -2,6 +2,9 @@
 
 A step takes one token of each decode, and chunks of prompts. The chunk limit and the averages that a worker
 reports are those of the engine. Only the cost of a step is simulated (`steps`). No prompt is cached.
+
+As in the engine, a step is planned before the one under way ends. Requests that come later from other workers
+wait for the step after it.
 """
 
 import heapq
@@ -14,6 +17,7 @@ from functools import partial
 
 from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, ChunkLimit, without_padding
 from engine.core.meters import Meters
+from engine.core.pace import EARLY
 from rpc import worker_pb2 as pb
 from simulator.steps import GRAPH_ROWS, step_seconds
 
@@ -24,6 +28,8 @@ BUDGET = 8_192
 """Prompt tokens of a step."""
 COLOCATED_BUDGET = 512
 """Tokens of a step of a colocated engine."""
+LEAD_SECONDS = 1.1e-3
+"""Before the end of a step, the engine launches the next one. From traces of an H200."""
 OVERHEAD_SECONDS = 3e-3
 """Between the client and the engine, until the first token."""
 
@@ -76,6 +82,8 @@ def _at(values: list[float], share: float) -> float:
 
 
 Event = Callable[[], None]
+Chunks = list[tuple["Request", int]]
+"""Prompts, and how many tokens of each a step takes."""
 
 
 class Clock:
@@ -106,7 +114,8 @@ class Request:
     """One request for at least two tokens.
 
     Attributes:
-        left: prompt tokens that no step has computed.
+        left: prompt tokens that no step has taken.
+        computed: prompt tokens that steps have begun to compute.
         due: when the prompt should be computed.
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
@@ -121,6 +130,7 @@ class Request:
     arrived: float
     measured: bool
     left: int
+    computed: int = 0
     due: float = 0.0
     token_at: float = 0.0
     started: Event = _nothing
@@ -157,7 +167,9 @@ class Worker:
         self._meters = Meters(*largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by number of the last step
-        self._joining: list[Request] = []
+        self._joining: list[Request] = []  # for the next step
+        self._arrived: list[Request] = []  # from other workers, for the step that is planned next
+        self._planned: Chunks | None = None
         self._context = 0  # positions of all decodes
         self._positions = 0  # that the requests which decode here need in the end
         self._steps = 0
@@ -187,7 +199,7 @@ class Worker:
         self.reserved -= 1
         del self.arriving[request.number]
         self._joined = True
-        self._joining.append(request)
+        self._arrived.append(request)
         self._wake()
 
     @property
@@ -199,7 +211,7 @@ class Worker:
         short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
         started = sum(request.left < request.prompt for request in self._prompts)
         return pb.WorkerStatus(
-            requests_running=len(self._decodes) + len(self._joining) + started,
+            requests_running=len(self._decodes) + len(self._joining) + len(self._arrived) + started,
             reservations=self.reserved,
             tokens_waiting=sum(request.left for request in self._prompts),
             blocks_free=BLOCKS - self._positions // BLOCK,
@@ -219,47 +231,73 @@ class Worker:
         if not self._stepping:
             self._step()
 
+    def _plan(self, begins: float) -> None:
+        """Chooses what the next step computes, as far as it is known. `begins`: when it should begin."""
+        self._joining += self._arrived
+        self._arrived.clear()
+        decodes = len(self._decodes) + len(self._joining)
+        chunks = list(self._chunks(self._prompt_budget(decodes, begins), decodes))
+        self._planned = chunks if chunks or decodes else None
+
     def _step(self) -> None:
+        if self._planned is None or not (self._planned or self._decodes or self._joining):
+            self._plan(self._clock.now)
+        chunks, self._planned = self._planned or [], None
         joining, self._joining = self._joining, []
         for request in joining:
             # `_steps` are over. No step decodes the first token.
             heapq.heappush(self._decodes, (self._steps + request.answer - 1, request.number, request))
             self._context += request.prompt + 1
-        self._stepping = bool(self._decodes or self._prompts)
+        self._stepping = bool(self._decodes or chunks)
         if not self._stepping:
             return
-        chunks = list(self._chunks(self._prompt_budget()))
         tokens = sum(count for _, count in chunks)
         if self._decodes:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
-        starts = [(count, request.prompt - request.left - count) for request, count in chunks]
+        starts = [(count, request.computed) for request, count in chunks]
         seconds = step_seconds(len(self._decodes), self._context, starts)
-        for request, _ in chunks:
-            if not request.left:
+        last = []
+        for request, count in chunks:
+            request.computed += count
+            if request.computed == request.prompt:
                 request.ends(self._clock.now + seconds)
-        self._clock.after(seconds, partial(self._end_step, seconds, tokens, chunks, joining))
+                last.append(request)
+        self._clock.after(seconds, partial(self._end_step, seconds, tokens, last, joining))
+        if not self._colocated:
+            self._plan_next(tokens, seconds)
 
-    def _prompt_budget(self) -> int:
-        decodes = len(self._decodes)
+    def _plan_next(self, tokens: int, seconds: float) -> None:
+        """The step under way has `tokens` prompt tokens and takes `seconds`."""
+        expected, early = seconds, seconds - LEAD_SECONDS
+        if tokens:
+            speed = self._meters.prefill_tokens_per_s
+            expected = self._limit.mixed_seconds(tokens) if self._decodes else tokens / speed
+            early = EARLY * expected - LEAD_SECONDS if self._decodes or self.reserved else 0.0
+        begins = self._clock.now + expected
+        if early < seconds:
+            self._clock.after(max(0.0, early), partial(self._plan, begins))
+
+    def _prompt_budget(self, decodes: int, begins: float) -> int:
         if self._colocated:
             return COLOCATED_BUDGET - decodes
         if not decodes and not self.reserved:
             return BUDGET
         if decodes and self._mixed_steps >= MIXED_STEPS:
             return 0
-        now = self._clock.now
-        joins_at = now if self._joined else min(self.arriving.values(), default=math.inf)
-        prompts = ((request.left, request.due) for request in self._prompts)
-        tokens = self._limit.tokens(prompts, now, joins_at)
+        joins_at = self._clock.now if self._joined else min(self.arriving.values(), default=math.inf)
+        prompts = ((request.left, request.due) for request in self._prompts if request.left)
+        tokens = self._limit.tokens(prompts, begins, joins_at)
         self._joined = False
         return min(BUDGET - decodes, without_padding(tokens, decodes, GRAPH_ROWS))
 
-    def _chunks(self, budget: int) -> Iterator[tuple[Request, int]]:
+    def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:
         taken = 0
         for request in self._prompts:
+            if not request.left:  # the step under way has the last tokens
+                continue
             if (count := min(budget, request.left)) <= 0:
                 return
-            if taken and not self._decodes and taken + request.left > FULL_STEP:
+            if taken and not decodes and taken + request.left > FULL_STEP:
                 return
             if request.left == request.prompt:
                 request.started()
@@ -268,9 +306,7 @@ class Worker:
             request.left -= count
             yield request, count
 
-    def _end_step(
-        self, seconds: float, tokens: int, chunks: list[tuple[Request, int]], joined: list[Request]
-    ) -> None:
+    def _end_step(self, seconds: float, tokens: int, computed: list[Request], joined: list[Request]) -> None:
         now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
         self._limit.record(decodes > 0, tokens, seconds)
         self._meters.record(tokens, seconds)
@@ -288,11 +324,10 @@ class Worker:
             self._context -= request.prompt + request.answer
             self._positions -= request.prompt + request.answer
             request.ended()
-        for request, _ in chunks:
-            if not request.left:
-                self._prompts.popleft()
-                request.token_at = now
-                if request.measured:
-                    outcome.ttft.append(now - request.arrived + OVERHEAD_SECONDS)
-                request.first_token()
+        for request in computed:
+            self._prompts.popleft()
+            request.token_at = now
+            if request.measured:
+                outcome.ttft.append(now - request.arrived + OVERHEAD_SECONDS)
+            request.first_token()
         self._step()

@@ -139,7 +139,11 @@ class ChunkLimit:
     def mixed_step(self, seconds: float) -> MixedStep:
         """The step with as many prompt tokens as fit into `seconds`."""
         tokens = self.fitting(seconds)
-        return MixedStep(tokens, self.step_seconds + tokens * self.token_seconds)
+        return MixedStep(tokens, self.mixed_seconds(tokens))
+
+    def mixed_seconds(self, tokens: int) -> float:
+        """Expected time of a step with decodes and `tokens` prompt tokens."""
+        return self.step_seconds + tokens * self.token_seconds
 
     # ------------------------------------------------------------ the limit
 
@@ -149,24 +153,25 @@ class ChunkLimit:
         decodes."""
         return max(LEAST, self.fitting(self.short_seconds)) if self._steps else FIRST
 
-    def tokens(self, prompts: Iterable[tuple[int, float]], now: float, joins_at: float = math.inf) -> int:
+    def tokens(self, prompts: Iterable[tuple[int, float]], begins: float, joins_at: float = math.inf) -> int:
         """Most prompt tokens of the next step with decodes: at least `LEAST`.
 
         `prompts`: of each prompt, in order, the tokens that are left and the time when they should be
-        computed. `joins_at`: when a request from another worker joins, which waits until the step is over.
+        computed. `begins`: when the step should begin. `joins_at`: when a request from another worker joins,
+        which waits until the step is over.
         The result is the fewest tokens with which all prompts are in time. It is bounded by a long step, and
         by one that ends a short step after a request joins. So a request that joins waits for a short step
         at most, and for its own, which is short, too.
         """
         tokens = self.short_tokens
-        until_joined = max(0.0, joins_at - now)
+        until_joined = max(0.0, joins_at - begins)
         most = max(tokens, self.fitting(min(self.long_seconds, until_joined + self.short_seconds)))
         ahead = 0
         for left, due in prompts:
             if tokens >= most:
                 break
             ahead += left
-            spare = due - now - ahead * self.token_seconds
+            spare = due - begins - ahead * self.token_seconds
             # ahead / tokens steps must decode in the time that the prompts leave
             tokens = max(tokens, min(most, int(ahead * self.step_seconds / spare) + 1 if spare > 0 else most))
         return tokens

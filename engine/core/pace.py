@@ -1,8 +1,9 @@
 """When to launch the next step while another is under way.
 
 Early enough that the device never idles, but no earlier: a request that arrives after the launch waits one
-step longer. A step is expected to take the device as long as recent steps of its kind. Scheduling and
-launching are expected to take the host as long as recently.
+step longer. A step that only decodes is expected to take the device as long as recent steps of its kind. For
+a step with prompts the caller has an estimate. Scheduling and launching are expected to take the host as long
+as recently.
 
 The launch of a long prompt takes the host many milliseconds, since no graph has its kernels. If it would end
 after the step under way, the tokens of that step would wait for it. Such a launch comes after these tokens.
@@ -12,13 +13,24 @@ Pure: callers pass times, in seconds of any clock.
 """
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 HOST_MARGIN = 1.25
 """Factor on the average time that the host takes for a launch."""
 MARGIN_SECONDS = 0.0003
 """Added to that."""
+EARLY = 0.8
+"""Share of the expected time of a step with decodes and prompts after which the next one is due. Their times
+vary more than those of steps that only decode."""
 DECAY = 0.8
 """Weight of an average when a new value enters it."""
+
+
+class _UnderWay(NamedTuple):
+    kind: Hashable | None
+    since: float  # when the device can begin
+    expected: float  # seconds if the kind is None; 0: not known
+    share: float  # of the expected seconds, after which the next step should be launched
 
 
 class Pace:
@@ -28,42 +40,55 @@ class Pace:
         self._device: dict[Hashable, float] = {}  # kind of step → average seconds of the device
         self._host = 0.0  # average seconds of a launch
         self._slow_host = 0.0  # of a launch without a graph
-        # Kind, when the device can begin, seconds that it may take if steps of this kind are not known.
-        self._under_way: list[tuple[Hashable | None, float, float]] = []
+        self._under_way: list[_UnderWay] = []
 
     def launched(
-        self, kind: Hashable | None, began: float, now: float, *, slow: bool = False, expected: float = 0.0
+        self,
+        kind: Hashable | None,
+        began: float,
+        now: float,
+        *,
+        slow: bool = False,
+        expected: float = 0.0,
+        may_join: bool = True,
     ) -> None:
         """Notes that the host spent [began, now) on launching a step. Steps of one kind take about equally
         long. None: their averages learn nothing from this step, and it should take `expected` seconds.
-        `slow`: without a graph, so the device begins with the first kernel."""
+        `slow`: without a graph, so the device begins with the first kernel. Not `may_join`: no request of
+        another worker will join the next step, so that one is due at once."""
         if kind is not None:
             self._host = _averaged(self._host, now - began)
         elif slow:
             self._slow_host = _averaged(self._slow_host, now - began)
-        self._under_way.append((kind, began if slow else now, expected))
+        share = (EARLY if may_join else 0.0) if kind is None else 1.0
+        self._under_way.append(_UnderWay(kind, began if slow else now, expected, share))
 
     def landed(self, device_seconds: float, now: float) -> None:
         """Notes that the oldest step is over. The next step begins now, if it is launched already."""
-        kind, _, _ = self._under_way.pop(0)
+        kind = self._under_way.pop(0).kind
         if kind is not None:
             before = self._device.get(kind, device_seconds)
             self._device[kind] = DECAY * before + (1 - DECAY) * device_seconds
-        self._under_way = [(kind, max(since, now), expected) for kind, since, expected in self._under_way]
+        self._under_way = [step._replace(since=max(step.since, now)) for step in self._under_way]
 
     @property
     def due(self) -> float:
         """When to launch the step after the one under way. A time in the past means now."""
-        kind, since, _ = self._under_way[0]
-        if kind is None or kind not in self._device:
-            return since
-        return since + self._device[kind] - HOST_MARGIN * self._host - MARGIN_SECONDS
+        step = self._under_way[0]
+        early = step.share * self._expected(step)
+        return step.since + early - HOST_MARGIN * self._host - MARGIN_SECONDS if early else step.since
+
+    @property
+    def ends(self) -> float:
+        """When the step under way should end. If that is not known: when it began."""
+        return self._under_way[0].since + self._expected(self._under_way[0])
+
+    def _expected(self, step: _UnderWay) -> float:
+        return step.expected if step.kind is None else self._device.get(step.kind, 0.0)
 
     def fits_slow_launch(self, now: float) -> bool:
         """Whether a launch without a graph would end before the step under way."""
-        kind, since, expected = self._under_way[0]
-        ends = since + (expected if kind is None else self._device.get(kind, 0.0))
-        return now + HOST_MARGIN * self._slow_host <= ends
+        return now + HOST_MARGIN * self._slow_host <= self.ends
 
 
 def _averaged(average: float, value: float) -> float:

@@ -1,5 +1,6 @@
 """Launching a step before the tokens of the step before are known changes nothing but the timing."""
 
+import math
 import os
 import random
 import select
@@ -190,11 +191,11 @@ def test_a_landing_makes_its_file_descriptor_readable(
         engine.add(request_of(number, PROMPT, max_tokens=3 + number, ignore_eos=True))
     tokens = steps = 0
     while engine.has_work:
-        while engine.has_work and not engine.rest:
-            tokens += len(engine.step().outputs)
-            steps += 1
+        while engine.has_work and (rest := engine.rest) < math.inf:
+            if not rest:
+                tokens += len(engine.step().outputs)
+                steps += 1
         if engine.has_work:
-            assert engine.rest == float("inf")
             assert not poll.poll(0), "nothing to do, and nobody says otherwise"
             began, ended = moments.pop(0), moments.pop(0)
             began.happens()
@@ -224,6 +225,17 @@ def test_pace() -> None:
     pace.landed(0.5, now + 0.5)
     pace.launched(8, now + 0.6, now + 0.601)
     assert now + 0.607 < pace.due < now + 0.611, "it began when it was launched"
+
+
+def test_pace_beside_prompts() -> None:
+    """A request that joins waits for every step that is launched already."""
+    pace = Pace()
+    pace.launched(None, 0.0, 0.001, expected=0.010)
+    assert pace.ends == pytest.approx(0.011)
+    assert 0.001 + 0.7 * 0.010 < pace.due < 0.001 + 0.8 * 0.010
+    pace.landed(0.012, 0.013)
+    pace.launched(None, 1.0, 1.001, expected=0.010, may_join=False)
+    assert pace.due <= 1.001
 
 
 def test_pace_of_slow_launches() -> None:
