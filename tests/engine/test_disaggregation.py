@@ -273,6 +273,9 @@ class KnownLimit:
     def tokens(self, prompts: object, now: float, joins_at: float) -> int:
         return 16 if joins_at <= now else 40
 
+    def mixed_seconds(self, tokens: int) -> float:
+        return 0.0
+
     def record(self, decodes: bool, prompt_tokens: int, seconds: float) -> None:
         self.taken.append(prompt_tokens)
 
