@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from content import CHUNK_TOKENS
 from engine import Engine, Output, StepResult
+from engine.core.prefix_exchange import PrefixExchange
 from kv_transfer import ContentWanted, FirstToken, Released
 from prefill_worker.sink import SenderSink
 from worker import messages
@@ -137,12 +138,15 @@ class PrefillRole:
                 self._released(event)
 
     def _serve(self, wanted: ContentWanted) -> None:
-        """Sends another worker what the prefix cache has of a prompt."""
-        pin_id, first = wanted.pin_id, wanted.first_chunk
+        """Sends another worker what the prefix cache has of a prompt, its host tier included."""
         exchange = self.engine.prefix_exchange
         if exchange is None:
-            self._sender.close(pin_id, "unsupported")
-            return
+            self._sender.close(wanted.pin_id, "unsupported")
+        elif not exchange.bring(wanted.chunks, wanted.first_chunk, lambda: self._pin(exchange, wanted)):
+            self._pin(exchange, wanted)
+
+    def _pin(self, exchange: PrefixExchange, wanted: ContentWanted) -> None:
+        pin_id, first = wanted.pin_id, wanted.first_chunk
         count, block_ids = exchange.pin(pin_id, wanted.chunks, first)
         if not count:
             self._sender.close(pin_id, "gone")

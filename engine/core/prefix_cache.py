@@ -82,6 +82,23 @@ class PrefixCache:
         """How many of these blocks are in the pool or in the host tier, from the first on."""
         return sum(1 for _ in takewhile(self._cached.__contains__, names))
 
+    def blocks_of(self, chunks: Sequence[bytes], first_chunk: int) -> list[bytes]:
+        """The names of the blocks with the KV of consecutive chunks, as in `table`, as far as the pool or the
+        host tier has them."""
+        found: dict[bytes, None] = {}
+        for position, name in enumerate(chunks, first_chunk):
+            chunk, names = self._blocks_of.get(name, (-1, []))
+            if chunk != position or self.known(names) < len(names):
+                break
+            found.update(dict.fromkeys(names))
+        return list(found)
+
+    def restore(self, name: bytes, block: int) -> None:
+        """Offers a block with KV from the host tier, which is verified. The tier had it when the copy
+        began."""
+        if name in self._cached:
+            self._pool.publish(block, name)
+
     def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
         """Finds the KV of consecutive chunks, of which the first is chunk `first_chunk` of its prompt.
 

@@ -1,5 +1,6 @@
 """Prefixes that travel between the caches of two workers. Pure.
 
+    brought     blocks that get KV from the host tier, so that another worker can read it
     pinned      cached blocks that another worker reads
     importing   new blocks that get the KV of another worker's cache, beside the cached blocks before them
 
@@ -7,10 +8,11 @@ An import begins with `missing`, which takes no block: the caller may still deci
 
 What holds blocks here, and what it waits for:
 
+    importing ──▶ brought, on the other worker ──▶ copies from the memory of its host
     importing ──▶ pinned, on the other worker ──▶ a transfer into blocks that are reserved
 
-Both end with the transfer, at the latest at its deadlines. A pin is made at once or not at all. So is an
-import. A request that waits for an import has no block. So nothing here waits in a circle.
+The last two end with the transfer, at the latest at its deadlines. A pin is made at once or not at all. So is
+an import. A request that waits for an import has no block. So nothing here waits in a circle.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,10 +61,41 @@ class PrefixExchange:
         self._spare_blocks = spare_blocks
         self._pins: dict[bytes, list[int]] = {}
         self._imports: dict[bytes, _Import] = {}
+        self._brought = 0
 
     @property
     def empty(self) -> bool:
-        return not self._pins and not self._imports
+        return not self._pins and not self._imports and not self._brought
+
+    def bring(self, chunks: Sequence[bytes], first_chunk: int, then: Callable[[], None]) -> bool:
+        """Copies what the host tier has of these chunks to the pool, as far as `pin` may take it, and then
+        calls `then`. False: the host tier has nothing that the pool lacks, or there is no room."""
+        tier = self._cache.host_tier
+        if tier is None:
+            return False
+        names = self._cache.blocks_of(chunks, first_chunk)[: self._may_pin]
+        cached = [block for name in names for block in self._pool.lookup([name])]
+        wanted = [name for name in names if not self._pool.lookup([name])]
+        if not wanted or len(wanted) + self._pool.unreferenced(cached) > self._spare_blocks():
+            return False
+        self._pool.share(cached)
+        blocks = self._pool.allocate(len(wanted))
+
+        def ended(whole: bool) -> None:
+            self._brought -= 1
+            if whole:
+                for name, block in zip(wanted, blocks, strict=True):
+                    self._cache.restore(name, block)
+            self._pool.release([*cached, *blocks])
+            then()
+
+        self._brought += 1
+        tier.load(list(zip(wanted, blocks, strict=True)), ended)
+        return True
+
+    @property
+    def _may_pin(self) -> int:
+        return self._pool.num_blocks // PINNED_SHARE - sum(map(len, self._pins.values()))
 
     def pin(self, pin_id: bytes, chunks: Sequence[bytes], first_chunk: int) -> tuple[int, list[int]]:
         """Keeps the cached KV of these chunks in its blocks, until `unpin`.
@@ -71,8 +104,7 @@ class PrefixExchange:
         pinned, from the first on, and a block table up to their end. Its entries before the first chunk mean
         nothing. If no chunk is pinned, `unpin` must not be called."""
         assert pin_id not in self._pins, "ids are unique"
-        most = self._pool.num_blocks // PINNED_SHARE - sum(map(len, self._pins.values()))
-        count, blocks = self._cache.table(chunks, first_chunk, most)
+        count, blocks = self._cache.table(chunks, first_chunk, self._may_pin)
         # Otherwise pins could delay the first request of the queue forever.
         if not count or self._pool.unreferenced(blocks) > self._spare_blocks():
             return 0, []  # not the table: `first_chunk` comes from a peer, and may be any number
@@ -85,20 +117,20 @@ class PrefixExchange:
         self._pool.release(self._pins.pop(pin_id))
 
     def missing(self, request: EngineRequest, most: int) -> MissingPrefix | None:
-        """What the cache lacks of a prompt that is not added yet, in at most `most` chunks. The prompt's end
-        does not count. None: nothing is missing."""
+        """What the pool and the host tier lack of a prompt that is not added yet, in at most `most` chunks.
+        The prompt's end does not count. None: nothing is missing."""
         tokens = [*request.prompt_ids, *request.output_ids]
         usable = (len(tokens) - 1) // self._block_size  # as for a prefill
         names = self._cache.names(request)
         names.extend(tokens, usable * self._block_size)
         hits = self._pool.lookup(names.blocks)
-        first_chunk = len(hits) * self._block_size // CHUNK_TOKENS
+        first_chunk = self._cache.known(names.blocks) * self._block_size // CHUNK_TOKENS
         chunks = names.chunks[first_chunk : first_chunk + most]
         return MissingPrefix(chunks, first_chunk, names, hits) if chunks else None
 
     def start_import(self, import_id: bytes, missing: MissingPrefix) -> Sequence[int] | None:
         """Reserves blocks for what is missing. The caller writes KV into them. Returns a block table up to
-        the end of the last chunk. None: there is no room."""
+        the end of the last chunk. Its entries before the first chunk mean nothing. None: there is no room."""
         start, stop = missing.first_chunk, missing.first_chunk + len(missing.chunks)
         # A chunk may begin in a cached block, which nothing may write: such a block is fetched again.
         first = start * CHUNK_TOKENS // self._block_size
@@ -106,7 +138,7 @@ class PrefixExchange:
         if last - first + self._pool.unreferenced(missing.hits) > self._spare_blocks():
             return None
         self._pool.share(missing.hits)
-        blocks = [*missing.hits[:first], *self._pool.allocate(last - first)]
+        blocks = [*[0] * first, *self._pool.allocate(last - first)]
         self._imports[import_id] = _Import(missing, blocks, first)
         return blocks
 
@@ -114,6 +146,5 @@ class PrefixExchange:
         """Nothing is written into the blocks of an import any more. The cache gets what is complete among its
         first `num_tokens` positions: their KV is verified. 0: nothing."""
         ended = self._imports.pop(import_id)
-        names, hits = ended.missing.names, ended.missing.hits
-        self._cache.publish(names, ended.blocks, len(hits), num_tokens // self._block_size)
-        self._pool.release([*hits, *ended.blocks[ended.first :]])
+        self._cache.publish(ended.missing.names, ended.blocks, ended.first, num_tokens // self._block_size)
+        self._pool.release([*ended.missing.hits, *ended.blocks[ended.first :]])

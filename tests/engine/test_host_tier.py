@@ -296,6 +296,57 @@ def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
     assert worker.tier.stats.loaded_tokens == 2 * BLOCK
 
 
+def fill(worker: Worker, prompt: list[int]) -> None:
+    """The host tier has the prompt then, and the pool has not."""
+    worker.run(prompt)
+    for seed in range(50, 60):
+        worker.run(text(100, seed))
+    assert worker.tier.stats.saved
+
+
+def test_what_the_host_has_is_served_to_other_workers() -> None:
+    holder = Worker(num_blocks=48, num_places=200, seqs=1)
+    prompt = text(200, 1)
+    fill(holder, prompt)
+    exchange = holder.scheduler.prefix_exchange
+    assert exchange is not None
+    missing = Worker(48, 99).scheduler.prefix_exchange.missing(EngineRequest(b"r", prompt), 99)  # type: ignore[union-attr]
+    assert missing is not None
+    assert exchange.pin(b"p", missing.chunks, 0) == (0, [])
+    pinned: list[tuple[int, list[int]]] = []
+    assert exchange.bring(missing.chunks, 0, lambda: pinned.append(exchange.pin(b"p", missing.chunks, 0)))
+    assert not pinned
+    assert not exchange.empty
+    holder.copy_all()
+    [(count, blocks)] = pinned
+    assert count == 3
+    for position in range(3 * 64):
+        row = blocks[position // BLOCK] * BLOCK + position % BLOCK
+        assert holder.rows[row] == tuple(prompt[: position + 1])
+    assert not exchange.bring(missing.chunks, 0, pinned.clear), "the pool has it now"
+    exchange.unpin(b"p")
+    holder.scheduler.assert_whole()
+
+
+def test_only_what_neither_the_pool_nor_the_host_has_is_fetched() -> None:
+    worker = Worker(num_blocks=48, num_places=200, seqs=1)
+    prompt = text(400, 1)
+    fill(worker, prompt[:130])
+    exchange = worker.scheduler.prefix_exchange
+    assert exchange is not None
+    missing = exchange.missing(EngineRequest(b"r", prompt), 99)
+    assert missing is not None
+    assert (missing.first_chunk, len(missing.chunks), missing.hits) == (2, 4, [])
+    table = exchange.start_import(b"i", missing)
+    assert table is not None
+    for position in range(128, 384):
+        worker.rows[table[position // BLOCK] * BLOCK + position % BLOCK] = tuple(prompt[: position + 1])
+    exchange.end_import(b"i", 384)
+    [live] = worker.run(prompt)
+    assert live.num_cached == 384
+    assert worker.tier.stats.loaded_tokens == 128
+
+
 def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """The tokens of each prompt. Copies are made as in the loop of a worker."""
     pump = host_tier_pump(engine, lambda: None)
