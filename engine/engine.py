@@ -490,6 +490,6 @@ def _logprobs(sampled: Sequence[LiveRequest], rows: RowLogprobs | None) -> dict[
     asked = [row for row, live in enumerate(sampled) if live.request.sampling.logprobs is not None]
     result = {}
     for row, chosen, ids, values in zip(asked, rows.chosen, rows.ids, rows.values, strict=True):
-        wanted = sampled[row].request.sampling.logprobs or 0
+        wanted = sampled[row].request.sampling.num_alternatives
         result[row] = Logprobs(chosen, tuple(ids[:wanted]), tuple(values[:wanted]))
     return result

@@ -172,6 +172,8 @@ class Adjustments:
     mask: TokenMask | None = None
     logprob_rows: np.ndarray | None = None  # [k] int64: rows that want log probabilities; None: no row does
     top_logprobs: int = 0  # the most alternatives that any of these rows wants
+    logprob_ids: np.ndarray | None = None
+    """[k, n] int64: in place of the n most likely tokens, -1 for those. None: no row names any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ class RowLogprobs:
     """Log probabilities of the model's own logits, for the rows in `Adjustments.logprob_rows`."""
 
     chosen: list[float]  # [k]: of the sampled token
-    ids: list[list[int]]  # [k, most]: the most likely tokens, most likely first
+    ids: list[list[int]]  # [k, most]: the tokens that the row names, or the most likely ones, in order
     values: list[list[float]]  # [k, most]
 
 

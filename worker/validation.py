@@ -119,6 +119,7 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
             ignore_eos=sampling.ignore_eos,
             logit_bias=dict(sampling.logit_bias),
             logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            logprob_token_ids=tuple(sampling.logprob_token_ids),
             prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
             allowed_token_ids=tuple(sampling.allowed_token_ids),
             bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),

@@ -49,6 +49,7 @@ def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None
         ("stop_token_ids", request.sampling.stop_token_ids),
         ("logit_bias", request.sampling.logit_bias),
         ("allowed_token_ids", request.sampling.allowed_token_ids),
+        ("logprob_token_ids", request.sampling.logprob_token_ids),
         ("bad_words", [token for word in request.sampling.bad_words for token in word]),
         ("reasoning", request.sampling.reasoning.ids if request.sampling.reasoning else ()),
     ):
@@ -72,7 +73,7 @@ class Logprobs:
     logprob: float
     """Of the generated token."""
     top_ids: tuple[int, ...] = ()
-    """The most likely tokens, most likely first. The request says how many."""
+    """The tokens that the request names, or as many of the most likely ones as it says, most likely first."""
     top_logprobs: tuple[float, ...] = ()
 
 

@@ -8,6 +8,8 @@ from engine.api.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the limit of OpenAI's API)."""
+MAX_NAMED = 128
+"""Most tokens that a request may name for its log probabilities."""
 LARGEST = 1e6
 """Limit of numbers that scale or shift a logit, so that float32 holds the result."""
 
@@ -49,13 +51,20 @@ class SamplingParams:
     """Sequences of tokens that must not be in the output."""
     logprobs: int | None = None
     """How many most likely alternatives to return with each token's log probability. None: return neither."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """With `logprobs`: the alternatives to return, in place of the most likely ones. Empty: those."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt."""
+    """How many alternatives to return for the tokens of the prompt. None: return neither."""
     structured_output: StructuredOutput | None = None
     """Structure of the output. The output ends with EOS where the structure is complete, even below
     min_tokens."""
     reasoning: Reasoning | None = None
     """The structure holds after the reasoning. It has no effect without a structure and without a budget."""
+
+    @property
+    def num_alternatives(self) -> int:
+        """Alternatives to return with each token's log probability."""
+        return len(self.logprob_token_ids) or self.logprobs or 0
 
     @property
     def has_grammar(self) -> bool:
@@ -94,6 +103,10 @@ class SamplingParams:
             "ignore_eos",
             not (self.ignore_eos and self.structured_output),
             "false with structured_output, which ends with EOS",
+        )
+        named = self.logprob_token_ids
+        require(
+            "logprob_token_ids", len(set(named)) == len(named) <= MAX_NAMED, f"at most {MAX_NAMED}, each once"
         )
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             require(name, count is None or 0 <= count <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}")

@@ -118,13 +118,23 @@ def build_adjustments(
 ) -> Adjustments:
     """For the sampled rows of a step. `mask`: rows with a grammar, and the bits of `TokenMask`."""
     logprob_rows = [row for row, live in enumerate(requests) if live.request.sampling.logprobs is not None]
+    asked = [requests[row].request.sampling for row in logprob_rows]
+    most = max((p.num_alternatives for p in asked), default=0)
     return Adjustments(
         _bias(requests, eos_ids),
         _penalties(requests),
         None if mask is None else _token_mask(requests, *mask),
         np.array(logprob_rows) if logprob_rows else None,
-        max((requests[row].request.sampling.logprobs or 0 for row in logprob_rows), default=0),
+        most,
+        _named([p.logprob_token_ids for p in asked], most),
     )
+
+
+def _named(ids: Sequence[Sequence[int]], most: int) -> np.ndarray | None:
+    """The token ids that rows name for log probabilities, padded with -1 to `most`."""
+    if not any(ids):
+        return None
+    return np.array([[*row, *[-1] * (most - len(row))] for row in ids])
 
 
 def _below_minimum(live: LiveRequest) -> bool:

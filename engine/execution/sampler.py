@@ -133,8 +133,12 @@ def top_logprobs(logits: Tensor, tokens: Tensor, adjustments: Adjustments) -> To
     index = _moved(adjustments.logprob_rows, logits)
     logs = torch.log_softmax(logits[index], dim=-1)
     chosen = logs.gather(1, tokens[index].clamp_min(0)[:, None])[:, 0]
-    top = logs.topk(adjustments.top_logprobs, dim=-1)
-    return TopLogprobs(to_host(chosen), to_host(top.indices), to_host(top.values))
+    values, ids = logs.topk(adjustments.top_logprobs, dim=-1)
+    if adjustments.logprob_ids is not None:
+        named = _moved(adjustments.logprob_ids, logits)
+        ids = torch.where(named < 0, ids, named)
+        values = logs.gather(1, ids)
+    return TopLogprobs(to_host(chosen), to_host(ids), to_host(values))
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ from router.api.tools import NamedTool, Tool, ToolChoice
 from router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refuse
 
 MAX_LOGPROBS = 20
+MAX_NAMED = 128
+"""Entries of `logprob_token_ids`. Workers have the same limit."""
 MAX_TOOLS = 128
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
@@ -60,6 +62,8 @@ class GenerationBody(OpenAIBody):
     n: Nullable[Annotated[int, Field(ge=1, le=MAX_CHOICES)]] = 1
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     return_token_ids: Nullable[bool] = False
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_NAMED)] | None = None
+    """With logprobs: the alternatives to return, in place of the most likely ones."""
     return_tokens_as_token_ids: Nullable[bool] = False
     """In logprobs, `token_id:N` in place of the text of token N."""
     prompt_logprobs: Alternatives | None = None
@@ -81,6 +85,15 @@ class GenerationBody(OpenAIBody):
     def _check_prompt_logprobs(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
             raise unsupported("prompt_logprobs is not supported together with stream", "prompt_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_named(self) -> Self:
+        named = self.logprob_token_ids
+        if named and self.logprobs_wanted is None:
+            raise invalid("logprob_token_ids needs logprobs", "logprob_token_ids")
+        if named and len(set(named)) < len(named):
+            raise invalid("logprob_token_ids must have each token once", "logprob_token_ids")
         return self
 
     @model_validator(mode="after")

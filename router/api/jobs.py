@@ -99,7 +99,7 @@ def _sampling(
             text = f"logit_bias: {key[:20]!r} is not a token id below {vocab_size}"
             raise InvalidRequest(text, param="logit_bias")
         bias[int(key)] = value
-    for field in ("stop_token_ids", "allowed_token_ids"):
+    for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         for token_id in getattr(body, field) or ():
             if token_id >= vocab_size:
                 text = f"{field}: {token_id} is not below the vocabulary's {vocab_size}"
@@ -115,6 +115,7 @@ def _sampling(
         "min_tokens": body.min_tokens,
         "stop_token_ids": body.stop_token_ids or (),
         "allowed_token_ids": body.allowed_token_ids or (),
+        "logprob_token_ids": body.logprob_token_ids or (),
         "ignore_eos": body.ignore_eos,
         "logit_bias": bias,
         "logprobs": body.logprobs_wanted,

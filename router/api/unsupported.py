@@ -18,7 +18,7 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
 
     "input_ids": (), "json_schema": (), "kv_transfer_params": ({},), "length_penalty": (1,),
-    "logits_processors": ([],), "logprob_token_ids": (), "lora_path": (), "lora_request": (),
+    "logits_processors": ([],), "lora_path": (), "lora_request": (),
     "modalities": (["text"],), "moderation": (), "no_stop_trim": (False,), "prediction": (),
     "prompt_embeds": (), "regex": (), "repetition_detection": (),
     "request_id": (), "return_hidden_states": (False,), "return_prompt_text": (False,),
@@ -79,7 +79,6 @@ REMEDIES = {
     "input_ids": "send the token ids as prompt to /v1/completions",
     "json_schema": "use structured_outputs.json",
     "kv_transfer_params": _ROUTED,
-    "logprob_token_ids": "use logprobs, in a chat with top_logprobs",
     "max_completion_tokens": "use max_tokens",
     "max_tool_calls": "there are no built-in tools",
     "output_format": "use output_config.format",

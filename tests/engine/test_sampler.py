@@ -240,6 +240,20 @@ def test_logprobs_come_from_the_logits_before_adjustments() -> None:
     assert result.values[0] == pytest.approx(expected[0].topk(3).values.tolist())
 
 
+def test_a_row_may_name_the_tokens_of_its_logprobs() -> None:
+    values = logits(3)
+    named = (9, 0, 4)
+    requests = [live(logprobs=0, logprob_token_ids=named), live(logprobs=2), live(logprob_token_ids=(3,))]
+    adjustments = build_adjustments(requests, EOS, None)
+    logprobs = top_logprobs(values, torch.tensor([1, 2, 3]), adjustments)
+    assert logprobs is not None
+    result = logprobs.result()
+    expected = values.log_softmax(-1)
+    assert result.ids == [[*named], expected[1].topk(3).indices.tolist()]
+    assert result.values[0] == pytest.approx([float(expected[0, i]) for i in named])
+    assert result.values[1] == pytest.approx(expected[1].topk(3).values.tolist())
+
+
 @pytest.mark.parametrize(
     ("params", "expected"),
     [

@@ -198,7 +198,6 @@ def test_unsupported_fields_are_refused_by_name(field, value):
         ("request_id", "mine", "x-request-id"),
         ("rid", "mine", "x-request-id"),
         ("return_prompt_token_ids", True, "return_token_ids"),
-        ("logprob_token_ids", [5], "logprobs"),
         ("repetition_detection", {"max_pattern_size": 5}, "repetition_penalty"),
         ("regex", "a+", "structured_outputs.regex"),
         ("ebnf", "root ::= x", "structured_outputs.grammar"),

@@ -76,3 +76,18 @@ async def test_workers_get_allowed_tokens_and_bad_words(cluster: Cluster):
     assert words == ["Paris", " Paris", "New York", " New York"]
     status, result = await cluster.post("/v1/completions", prompt="x", allowed_token_ids=[99_999])
     assert (status, result["error"]["param"]) == (400, "allowed_token_ids")
+
+
+async def test_tokens_are_named_for_logprobs(cluster: Cluster):
+    await cluster.complete(max_tokens=2, logprobs=1, logprob_token_ids=[6, 5])
+    assert list(sent(cluster).sampling.logprob_token_ids) == [6, 5]
+    body: dict[str, Any] = {"messages": CHAT, "logprob_token_ids": [6]}
+    status, _ = await cluster.post("/v1/chat/completions", **body, max_tokens=2, logprobs=True)
+    assert status == 200
+    for more in (
+        {},
+        {"logprobs": True, "logprob_token_ids": [6, 6]},
+        {"logprobs": True, "logprob_token_ids": [99_999]},
+    ):
+        status, result = await cluster.post("/v1/chat/completions", **{**body, **more})
+        assert (status, result["error"]["param"]) == (400, "logprob_token_ids")

@@ -29,6 +29,7 @@ def test_a_request_keeps_every_field() -> None:
     asked.cache_salt = b"tenant"
     asked.sampling.allowed_token_ids.extend([4, 5])
     asked.sampling.bad_words.add(token_ids=[4, 4])
+    asked.sampling.logprob_token_ids.extend([8, 6])
     asked.sampling.reasoning.CopyFrom(pb.Reasoning(end_id=9, budget=0))
     asked.first_token_within = 0.25
     taken = work(ID, asked, LIMITS)
@@ -40,7 +41,7 @@ def test_a_request_keeps_every_field() -> None:
     assert params.stop_token_ids == (7,)
     assert params.logit_bias == {5: -1.0}
     assert params.logprobs == 0, "logprobs=0 asks for the log probability of the token alone"
-    assert params.prompt_logprobs == 2
+    assert (params.prompt_logprobs, params.logprob_token_ids) == (2, (8, 6))
     assert (params.allowed_token_ids, params.bad_words) == ((4, 5), ((4, 4),))
     assert params.reasoning == Reasoning(9, None, 0)
     other = work(ID, request([1], sampling()), LIMITS).request
@@ -88,6 +89,14 @@ def empty_bad_word(r: pb.Request) -> None:
     r.sampling.bad_words.add()
 
 
+def named_beyond_vocabulary(r: pb.Request) -> None:
+    r.sampling.logprob_token_ids.append(100)
+
+
+def named_twice(r: pb.Request) -> None:
+    r.sampling.logprob_token_ids.extend([1, 1])
+
+
 def many_allowed(r: pb.Request) -> None:
     r.sampling.allowed_token_ids.extend([1] * 1025)
 
@@ -131,6 +140,8 @@ def short_id(r: pb.Request) -> None:
         (reasoning_beyond_vocabulary, "reasoning has token 100"),
         (bad_word_beyond_vocabulary, "bad_words has token 100"),
         (empty_bad_word, "bad_words must be sequences"),
+        (named_beyond_vocabulary, "logprob_token_ids has token 100"),
+        (named_twice, "logprob_token_ids must be at most 128, each once"),
         (many_allowed, "allowed_token_ids has 1025 entries"),
         (many_stops, "stop_token_ids has 1025 entries"),
         (too_long, "more than the context of 32"),
