@@ -34,17 +34,21 @@ def faults(
     quantization: str = "auto",
     tensor_parallel_size: int = 1,
     enable_expert_parallel: bool = False,
+    hands_over: bool = False,
 ) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
     A name on the hub is not checked, and weights are not checked without torch. The files of the embedded
-    model are not checked, because `model.resolve` has verified its digest.
+    model are not checked, because `model.resolve` has verified its digest. `hands_over`: there are prefill
+    workers.
     """
     ranks = tensor_parallel_size > 1 or enable_expert_parallel
     verified = found.name == EMBEDDED_NAME and not ranks and quantization == "auto"
     if verified or not Path(found.location).exists():
         return []
-    arguments = [found.location, load_format, quantization, tensor_parallel_size, enable_expert_parallel]
+    arguments = [
+        found.location, load_format, quantization, tensor_parallel_size, enable_expert_parallel, hands_over,
+    ]  # fmt: skip
     command = [sys.executable, "-m", "cluster.check_model", json.dumps(arguments)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
@@ -53,14 +57,15 @@ def faults(
     return [Fault(**fault) for fault in json.loads(child.stdout)]
 
 
-def check_files(found: ResolvedModel, engine: EngineOptions) -> None:
-    """Raises ValueError for a model that `baton serve` cannot serve."""
+def check_files(found: ResolvedModel, engine: EngineOptions, *, hands_over: bool) -> None:
+    """Raises ValueError for a model that `baton serve` cannot serve. `hands_over` as in `faults`."""
     for fault in faults(
         found,
         load_format=engine.load_format,
         quantization=engine.quantization,
         tensor_parallel_size=engine.tensor_parallel_size,
         enable_expert_parallel=engine.enable_expert_parallel,
+        hands_over=hands_over,
     ):
         own = fault.message.startswith("--")
         raise ValueError(fault.message if own else f"--model: {fault.message}")
@@ -72,6 +77,7 @@ def _faults(
     quantization: str,
     tensor_parallel_size: int,
     enable_expert_parallel: bool,
+    hands_over: bool,
 ) -> list[Fault]:
     from router.text.tokenizer import load_tokenizer
 
@@ -82,7 +88,7 @@ def _faults(
         from engine.loader import check_model
 
         engine = EngineConfig(model=location, load_format=load_format, quantization=quantization)
-        check_model(engine)
+        check_model(engine, hands_over=hands_over)
         if tensor_parallel_size > 1 or enable_expert_parallel:
             what = "ranks"
             check_model(

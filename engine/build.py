@@ -1,5 +1,6 @@
 """Builds an engine: from the user's configuration to a model that is loaded, measured, warm and captured."""
 
+import logging
 from collections.abc import Callable, Collection
 
 from engine.api.config import EngineConfig
@@ -10,6 +11,8 @@ from engine.execution.rank import commands
 from engine.execution.rank_files import RankFiles
 from engine.execution.start import start_rank
 from engine.grammar import Grammars
+
+log = logging.getLogger(__name__)
 
 
 def _nothing(*_: object) -> None:
@@ -45,6 +48,11 @@ def build_engine(
     if files is not None:
         started.runner.followers = commands(config, started, files)
     model = started.model_config
+    if config.enable_prefix_caching and started.num_slots:
+        log.warning(
+            "prefix caching is off: %s has layers with states, which a prefix cache would have to keep, too",
+            model.architecture,
+        )
     return Engine(
         config,
         started.runner,

@@ -82,7 +82,8 @@ class Engine:
         tick: Callable[[], None],
         computing: Callable[[Collection[bytes]], None],
     ) -> None:
-        """`tick` and `computing` as in `build_engine`. The runner's cache is open, with `num_blocks`.
+        """`num_slots`: requests with states; 0: no layer has states, so there may be a prefix cache. `tick`
+        and `computing` as in `build_engine`. The runner's cache is open, with `num_blocks`.
         `content_root`: as in `Started`. `source`: the checkpoint's file or directory."""
         self.model_config = model_config
         self.model_fingerprint = model_fingerprint
@@ -114,7 +115,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
             full_step=int(min(dense_step, self._graph_rows)),
-            content_root=content_root if config.enable_prefix_caching else None,
+            content_root=content_root if config.enable_prefix_caching and not num_slots else None,
             cache_observer=cache_observer,
             states=StatePool(num_slots) if num_slots else None,
             host_places=config.host_cache_size // self.block_bytes,

@@ -113,6 +113,46 @@ class NoPEConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba2Config:
+    """The state layers of a model (`engine.kernels.mamba2`)."""
+
+    layers: tuple[int, ...]
+    """The others have attention."""
+    num_heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    conv_width: int
+    conv_bias: bool
+    proj_bias: bool
+    """Whether the two products have biases."""
+    dt_limits: tuple[float, float]
+    norm_eps: float
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x of all heads, B and C of all groups."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors of Granite models."""
+
+    embedding: float
+    residual: float
+    """Of what a layer adds to the residual stream."""
+    attention: float
+    """Of the products of queries and keys. The other models have 1 / √head_dim."""
+    logits: float
+    """The logits are divided by it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Everything that a model class and the planning of memory need to know about a model."""
 
@@ -144,6 +184,13 @@ class ModelConfig:
     """None: a dense model. Not in the repr either; `engine.loader` adds it to the fingerprint."""
     nope: NoPEConfig | None = field(default=None, repr=False)
     """None: all layers have positions. As `experts`, the loader adds it to the fingerprint."""
+    mamba: Mamba2Config | None = field(default=None, repr=False)
+    """None: all layers have attention. As `experts`, the loader adds this and the next two to the
+    fingerprint."""
+    rotary_dim: int | None = field(default=None, repr=False)
+    """Dimensions of a head that are rotated. None: all; 0: attention has no positions (NoPE)."""
+    multipliers: Multipliers | None = field(default=None, repr=False)
+    """None: a model without them."""
     quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     """`quantization_config` of the checkpoint. None: its matrices are plain. Not in the repr: the format that
     `engine.loader.formats` chooses is in the fingerprint."""
@@ -159,6 +206,12 @@ class ModelConfig:
     def of_rank(self, ranks: int) -> "ModelConfig":
         """The shape that one of `ranks` ranks computes with: its heads of attention. Fewer KV heads than
         ranks are held by several ranks each. Raises `ValueError` if the heads do not divide so."""
+
+        if self.mamba is not None and ranks > 1:
+            raise ValueError(
+                f"--tensor-parallel-size {ranks}: {self.architecture} has state layers, which run on one "
+                "device; leave it out"
+            )
 
         def divides(ranks: int) -> bool:
             shared = self.num_kv_heads % ranks == 0 or ranks % self.num_kv_heads == 0
@@ -182,6 +235,14 @@ class ModelConfig:
             raise ValueError(
                 f"--tensor-parallel-size {ranks}: with --enable-expert-parallel it must divide the model's "
                 f"{self.experts.num_experts} experts"
+            )
+
+    def check_handover(self) -> None:
+        """Raises `ValueError` if requests of this model cannot be handed over to another worker."""
+        if self.mamba is not None:
+            raise ValueError(
+                f"--prefill: {self.architecture} has layers with states, and prefill workers hand over KV "
+                "alone; use --prefill 0, so that decode workers compute the prompts"
             )
 
     @property
@@ -214,4 +275,10 @@ class ModelConfig:
             inner = self.experts.intermediate_size * experts + self.experts.shared_intermediate_size
             sparse = len(self.experts.layers) * (router + 3 * self.hidden_size * inner)
         mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * attention + dense * mlp + sparse + self.embedding_parameters
+        with_attention = self.num_layers
+        states = 0
+        if (mamba := self.mamba) is not None:
+            with_attention -= len(mamba.layers)
+            projected = 2 * mamba.inner_size + mamba.channels + mamba.num_heads
+            states = len(mamba.layers) * self.hidden_size * projected
+        return with_attention * attention + states + dense * mlp + sparse + self.embedding_parameters

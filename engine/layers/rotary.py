@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.weights import Weights
@@ -10,12 +11,16 @@ from engine.model_config import ModelConfig, YarnScaling
 
 
 class Rotary:
-    """Rotary position embedding (Su 2021), in the half-split order of Hugging Face checkpoints."""
+    """Rotary position embedding (Su 2021), in the half-split order of Hugging Face checkpoints.
+
+    If only a part of a head is rotated, the pairs of dimensions that are not come last."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        size = config.head_dim if config.rotary_dim is None else config.rotary_dim
+        exponents = torch.arange(0, size, 2, dtype=torch.float32) / max(1, size)
         frequencies = 1.0 / config.rope_theta**exponents
         frequencies = self._scaled(frequencies, config, weights)
+        frequencies = F.pad(frequencies, (0, (config.head_dim - size) // 2))
         angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if isinstance(config.rope_scaling, YarnScaling):
@@ -53,12 +58,12 @@ def _yarn(frequencies: Tensor, config: ModelConfig, yarn: YarnScaling) -> Tensor
     def index(turns: float) -> float:
         """Where the frequency with so many turns over the original context lies among the frequencies."""
         ratio = math.log(yarn.original_context / (turns * 2 * math.pi)) / math.log(config.rope_theta)
-        return ratio * config.head_dim / 2
+        return ratio * len(frequencies)
 
     first, last = index(yarn.beta_fast), index(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, config.head_dim - 1)
+    first, last = max(first, 0), min(last, 2 * len(frequencies) - 1)
     last += 0.001 * (first == last)
     divided = ((torch.arange(len(frequencies)) - first) / (last - first)).clamp(0, 1)
     return frequencies * (1 - divided) + frequencies / yarn.factor * divided

@@ -18,6 +18,7 @@ from engine.loader.formats import choose_format
 from engine.loader.gguf_file import GGUFCheckpoint
 from engine.loader.gpt_oss import GptOssCheckpoint
 from engine.loader.hf import HFCheckpoint, read_config
+from engine.loader.hybrid import HybridCheckpoint
 from engine.loader.llama4 import Llama4Checkpoint
 from engine.models import model_class
 from engine.models.llama import Llama
@@ -38,15 +39,20 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
         files = HFCheckpoint(path)
         if files.config.architecture == "GptOssForCausalLM":
             return GptOssCheckpoint(files)
+        if files.config.mamba is not None:
+            return HybridCheckpoint(files)
         return Llama4Checkpoint(files) if files.config.nope else files
     return DummyCheckpoint(read_config(path), str(path), config.seed, device)
 
 
-def check_model(engine: EngineConfig) -> None:
+def check_model(engine: EngineConfig, *, hands_over: bool = False) -> None:
     """Finds errors of a checkpoint without reading its weights. Raises `ValueError` for files that are
     missing or cut short, tensors that are missing or have another shape, unsupported models, and a
-    tensor_parallel_size that does not fit the heads or the experts."""
+    tensor_parallel_size that does not fit the heads or the experts. `hands_over`: there are prefill
+    workers."""
     checkpoint = open_checkpoint(engine, torch.device("cpu"))
+    if hands_over:
+        checkpoint.config.check_handover()
     checkpoint.config.of_rank(engine.tensor_parallel_size)
     if engine.enable_expert_parallel:
         checkpoint.config.check_expert_parallel(engine.tensor_parallel_size)
@@ -75,7 +81,11 @@ def load_model(
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
     # A dense model has the fingerprint that it has in the version before, which knew only dense models.
-    beside = (identity.experts, identity.spans, identity.nope) if identity.experts else ()
+    beside: tuple[object, ...] = ()
+    if identity.experts:
+        beside = (identity.experts, identity.spans, identity.nope)
+    if identity.mamba:
+        beside += (identity.mamba, identity.rotary_dim, identity.multipliers)
     parts = [identity, *beside, weights.finish(), *filter(None, [weight_format.identity])]
     return model, hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from engine.loader.hybrid_config import HYBRIDS, mamba2_config, rotary_dim
 from engine.model_config import (
     ClampedSwiGLU,
     ExpertsConfig,
@@ -39,11 +40,12 @@ def model_config_from_hf(
     if isinstance(text := config.get("text_config"), Mapping):  # of a model that also sees images
         config = {**config, **{key: value for key, value in text.items() if value is not None}}
     is_llama4 = architecture.startswith("Llama4")
+    is_hybrid = architecture in HYBRIDS
     experts = EXPERTS.get(architecture)
 
     # transformers 5 has both rope settings in one dictionary, older versions have two keys.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for what in _not_supported(config, rope):
+    for what in _not_supported(config, rope, partial=architecture == "BambaForCausalLM"):
         raise ValueError(f"{source}: {what} is not supported")
 
     def integer(name: str, default: int | None = None) -> int:
@@ -79,6 +81,8 @@ def model_config_from_hf(
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int for token in eos_ids):
         raise ValueError(f"{source}: eos_token_id must be token ids, not {eos!r}")
+    head_dim = integer("head_dim", hidden_size // num_heads)
+    norm_eps = number(config, "rms_norm_eps", 1e-6)
     shape = ModelConfig(
         architecture=architecture,
         num_layers=integer("num_hidden_layers"),
@@ -86,19 +90,21 @@ def model_config_from_hf(
         intermediate_size=integer("intermediate_size_mlp" if is_llama4 else "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=integer("num_key_value_heads", num_heads),
-        head_dim=integer("head_dim", hidden_size // num_heads),
+        head_dim=head_dim,
         vocab_size=integer("vocab_size"),
         max_model_len=context,
-        rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=norm_eps,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         eos_ids=tuple(eos_ids),
         dtype=config.get("dtype") or config.get("torch_dtype"),
-        spans=_spans(config, integer, architecture, nope, context, source),
+        spans=() if is_hybrid else _spans(config, integer, architecture, nope, context, source),
         experts=experts(config, integer, partial(number, config), source) if experts else None,
         nope=nope,
+        mamba=mamba2_config(config, integer, norm_eps, source) if is_hybrid else None,
+        rotary_dim=rotary_dim(config, rope, architecture, head_dim, source) if is_hybrid else None,
         quantization=quantization,
     )
     shape.check(source)
@@ -231,7 +237,8 @@ def _integers(config: Mapping[str, Any], name: str, source: str) -> list[int]:
     return values
 
 
-def _not_supported(config: Mapping[str, Any], rope: Any) -> Iterator[str]:
+def _not_supported(config: Mapping[str, Any], rope: Any, *, partial: bool) -> Iterator[str]:
+    """`partial`: a part of each head may be rotated."""
     if not isinstance(config.get("quantization_config", {}), Mapping | None):
         yield f"quantization_config {config['quantization_config']!r}"
     if config.get("hidden_act", "silu") != "silu":
@@ -240,7 +247,9 @@ def _not_supported(config: Mapping[str, Any], rope: Any) -> Iterator[str]:
         yield "mlp_bias"
     if not isinstance(rope, Mapping):
         yield f"rope scaling {rope!r}"
-    elif any(values.get("partial_rotary_factor") not in (None, 1.0) for values in (config, rope)):
+    elif not partial and any(
+        values.get("partial_rotary_factor") not in (None, 1.0) for values in (config, rope)
+    ):
         yield "partial_rotary_factor"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.model_config import ModelConfig
+from engine.models.bamba import Bamba
 from engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
 from engine.models.gpt_oss import GptOss
 from engine.models.llama import Llama
@@ -25,6 +26,7 @@ MODELS: dict[str, type[Llama]] = {
     "Llama4ForCausalLM": Llama4,
     "Llama4ForConditionalGeneration": Llama4,  # its text model
     "GptOssForCausalLM": GptOss,
+    "BambaForCausalLM": Bamba,
 }
 
 

@@ -1,7 +1,7 @@
 """Llama (2, 3.x), and models with the same architecture: SmolLM2, Mistral."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class LlamaAttention:
         self.kv_heads = weights.ranks.shared_part(config.num_kv_heads)
         q_rows, kv_rows = self.q_heads.of(config.head_dim), self.kv_heads.of(config.head_dim)
         hidden = whole(config.hidden_size)
-        self.qkv = weights.linear(
+        self.input = weights.linear(
             [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
             [q_rows, kv_rows, kv_rows],
             hidden,
@@ -43,7 +43,7 @@ class LlamaAttention:
         self.sinks: Tensor | None = None  # [num_heads]
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        qkv = self.input(x).unflatten(-1, (-1, self.head_dim))
         out = attend(layer, qkv, rotary, self.head_norm, self.sinks)
         return self.out(out.flatten(1))
 
@@ -54,24 +54,25 @@ class LlamaLayer:
         config: ModelConfig,
         weights: Weights,
         name: str,
-        attention: LlamaAttention,
+        mixer: Any,
         mlp: GatedMLP | MoE,
     ) -> None:
+        """`mixer`: attention, or what takes its place."""
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = InputNorm(RMSNorm(weights, f"{name}.input_layernorm", size, eps), attention.qkv)
-        self.attention = attention
+        self.mixer_norm = InputNorm(RMSNorm(weights, f"{name}.input_layernorm", size, eps), mixer.input)
+        self.mixer = mixer
         self.mlp_norm = InputNorm(
             RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps), mlp.gate_up
         )
         self.mlp = mlp
 
     def __call__(
-        self, layer: int, residual: Tensor, delta: Tensor | None, rotary: Tensor, attend: Attend
+        self, layer: int, residual: Tensor, delta: Tensor | None, rotary: Tensor, attend: Any
     ) -> Tensor:
-        """`delta` [tokens, hidden_size] is the output of the layer before. The first norm adds it to
-        `residual`, in place. Returns this layer's output, which is not added yet. With several ranks both are
-        terms of sums over ranks."""
-        delta = self.attention(layer, self.attention_norm(residual, delta), rotary, attend)
+        """`attend`: what the mixer calls. `delta` [tokens, hidden_size] is the output of the layer before.
+        The first norm adds it to `residual`, in place. Returns this layer's output, which is not added yet.
+        With several ranks both are terms of sums over ranks."""
+        delta = self.mixer(layer, self.mixer_norm(residual, delta), rotary, attend)
         return self.mlp(self.mlp_norm(residual, delta))
 
 
@@ -83,6 +84,11 @@ class Llama:
         """What each layer caches."""
         spans = config.spans or (None,) * config.num_layers
         return tuple(AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype, span) for span in spans)
+
+    @classmethod
+    def mixer(cls, config: ModelConfig, weights: Weights, layer: int) -> Any:
+        """The attention of a layer, or what takes its place."""
+        return cls.attention(config, weights, f"model.layers.{layer}.self_attn")
 
     @staticmethod
     def mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE:
@@ -99,7 +105,7 @@ class Llama:
                 config,
                 weights,
                 f"model.layers.{i}",
-                self.attention(config, weights, f"model.layers.{i}.self_attn"),
+                self.mixer(config, weights, i),
                 self.mlp(config, weights, i),
             )
             for i in range(config.num_layers)

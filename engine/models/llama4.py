@@ -29,7 +29,7 @@ class Llama4(Llama):
         nope = config.nope
         assert nope is not None, "the loader sets it for this architecture"
         self.nope_layers = nope.layers
-        attention = self.layers[0].attention
+        attention = self.layers[0].mixer
         self.num_heads = attention.q_heads.length
         if nope.head_norm:
             heads = self.num_heads + attention.kv_heads.length
@@ -37,7 +37,7 @@ class Llama4(Llama):
             for i, layer in enumerate(self.layers):
                 if i not in nope.layers:
                     # The model normalizes after it rotates, which does not change the norm of a head.
-                    layer.attention.head_norm = HeadNorm(scale, config.rms_norm_eps)
+                    layer.mixer.head_norm = HeadNorm(scale, config.rms_norm_eps)
         ends = torch.arange(1.0, config.max_model_len + 1, device=weights.device)
         self.scales = (ends / nope.floor_scale).floor().log1p() * nope.attention_scale + 1
         """[positions] float32: of the queries of layers without positions (Nakanishi 2025)."""

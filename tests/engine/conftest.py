@@ -178,6 +178,18 @@ TINY_GPT_OSS: dict[str, Any] = {
 }
 
 
+TINY_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "attn_layer_indices": [1],
+}
+
+
+TINY_OF_KIND = {"GptOss": TINY_GPT_OSS, "Bamba": TINY_MAMBA}
+
+
 def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     """Writes a tiny random model in Hugging Face format and returns transformers' own instance of it."""
     import transformers
@@ -186,12 +198,12 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     if kind.startswith("Llama4"):
         model = tiny_llama4(kind, changes).eval()
     else:
-        experts = TINY_EXPERTS if kind.endswith("Moe") else TINY_GPT_OSS if kind == "GptOss" else {}
-        config = getattr(transformers, f"{kind}Config")(**{**TINY, **experts, **changes})
+        of_kind = TINY_EXPERTS if kind.endswith("Moe") else TINY_OF_KIND.get(kind, {})
+        config = getattr(transformers, f"{kind}Config")(**{**TINY, **of_kind, **changes})
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         # transformers initialises these with zeros and ones, which would prove nothing.
-        if name.endswith((".bias", "_bias", "norm.weight")):
+        if name.endswith((".bias", "_bias", "norm.weight", ".D")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(directory)
     return model

@@ -68,6 +68,7 @@ KINDS = [
         {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
         id="llama4-text-with-experts-in-every-second-layer",
     ),
+    pytest.param("Bamba", {}, id="bamba"),
     pytest.param(
         "Llama4Text",
         {"moe_layers": [1], "no_rope_layers": [0, 1, 0, 1], "attention_bias": True, "num_experts_per_tok": 2},

@@ -1,0 +1,85 @@
+"""Reads the state layers from `config.json`."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.model_config import Mamba2Config
+
+HYBRIDS = ("BambaForCausalLM",)
+KINDS = {
+    "mamba": True,
+    "linear_attention": True,
+    "attention": False,
+    "full_attention": False,
+}
+"""Types of layers, in the words of several versions: whether a layer has states."""
+
+
+def mamba2_config(
+    config: Mapping[str, Any], integer: Callable[..., int], norm_eps: float, source: str
+) -> Mamba2Config:
+    """Raises `ValueError` naming `source` and the key that is wrong or not supported. `integer` reads a
+    key."""
+    layers = _state_layers(config, integer("num_hidden_layers"), source)
+    heads, inner = integer("mamba_n_heads", 128), integer("mamba_expand", 2) * integer("hidden_size")
+    head_dim = inner // heads if config.get("mamba_d_head") in (None, "auto") else integer("mamba_d_head")
+    groups = integer("mamba_n_groups", 1)
+    if heads * head_dim != inner or heads % groups:
+        raise ValueError(
+            f"{source}: {heads} Mamba heads of {head_dim} in {groups} groups do not fit mamba_expand, which "
+            f"makes {inner} columns"
+        )
+    least, most = (_number(limit, source) for limit in config.get("time_step_limit") or (0.0, math.inf))
+    return Mamba2Config(
+        layers,
+        heads,
+        head_dim,
+        integer("mamba_d_state", 256),
+        groups,
+        integer("mamba_d_conv", 4),
+        bool(config.get("mamba_conv_bias", True)),
+        bool(config.get("mamba_proj_bias", False)),
+        (least, most),
+        norm_eps,
+    )
+
+
+def _state_layers(config: Mapping[str, Any], count: int, source: str) -> tuple[int, ...]:
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if kinds is None:
+        attention = config.get("attn_layer_indices") or []
+        if not isinstance(attention, list):
+            raise ValueError(f"{source}: attn_layer_indices must be a list, not {attention!r}")
+        kinds = ["attention" if layer in attention else "mamba" for layer in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise ValueError(f"{source}: layer_types must name the type of each of the {count} layers")
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise ValueError(f"{source}: layer type {kind!r} is not supported ({', '.join(KINDS)} are)")
+    layers = tuple(layer for layer, kind in enumerate(kinds) if KINDS[kind])
+    if len(layers) in (0, count):
+        raise ValueError(f"{source}: a model needs layers with states and layers with attention")
+    return layers
+
+
+def rotary_dim(
+    config: Mapping[str, Any], rope: Mapping[str, Any], architecture: str, head_dim: int, source: str
+) -> int | None:
+    """`ModelConfig.rotary_dim`."""
+    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
+    if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
+        raise ValueError(f"{source}: partial_rotary_factor must be above 0 and at most 1, not {factor!r}")
+    rotated = int(head_dim * factor)
+    if rotated % 2 or head_dim % 2:
+        raise ValueError(f"{source}: partial_rotary_factor {factor} of {head_dim} dimensions is not even")
+    return rotated
+
+
+def _number(limit: Any, source: str) -> float:
+    if isinstance(limit, Mapping):  # how transformers 5 writes infinity
+        limit = limit.get("__float__")
+    try:
+        return float(limit)
+    except (TypeError, ValueError):
+        raise ValueError(f"{source}: time_step_limit must be two numbers, not {limit!r}") from None

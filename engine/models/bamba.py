@@ -1,0 +1,38 @@
+"""Bamba: Llama with Mamba-2 in place of attention in most layers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.layers.mamba2 import Mamba2Mixer, Mix
+from engine.layers.weights import Weights
+from engine.model_config import ModelConfig
+from engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
+from engine.models.llama import Attend, Llama
+
+
+class Bamba(Llama):
+    @staticmethod
+    def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+        mamba = config.mamba
+        assert mamba is not None, "the loader sets it for this architecture"
+        attention = AttentionCache(config.num_kv_heads, config.head_dim, kv_dtype)
+        state = StateCache(
+            mamba.conv_width - 1, mamba.channels, mamba.num_heads, mamba.head_dim, mamba.state_size, dtype
+        )
+        return tuple(state if layer in mamba.layers else attention for layer in range(config.num_layers))
+
+    @classmethod
+    def mixer(cls, config: ModelConfig, weights: Weights, layer: int) -> Any:
+        mamba = config.mamba
+        if mamba is None or layer not in mamba.layers:
+            return super().mixer(config, weights, layer)
+        return Mamba2Mixer(config, mamba, weights, f"model.layers.{layer}.mamba")
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, mix: Mix) -> Tensor:
+        residual, delta = self.embedding(token_ids)
+        rotary = self.rotary.at(positions)
+        for i, layer in enumerate(self.layers):
+            delta = layer(i, residual, delta, rotary, mix if isinstance(layer.mixer, Mamba2Mixer) else attend)
+        return self.norm(residual, delta)

@@ -1,0 +1,126 @@
+"""Models with state layers: where prompts are cut, what preempts them, and which steps run ahead.
+
+Their tokens are compared with transformers in `test_models`.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import Engine, EngineConfig, build_engine
+from engine.loader import check_model
+from tests.engine.test_overlap import land_one
+
+KINDS = ("Bamba",)
+RNG = random.Random(5)
+PROMPTS = [[RNG.randrange(3, 199) for _ in range(n)] for n in (1, 2, 3, 5, 21, 70)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_tiny(directory, request.param)
+    return directory
+
+
+def tokens(results: Any) -> list[list[int]]:
+    return [result.tokens for result in results.values()]
+
+
+def test_a_prompt_may_be_cut_anywhere(
+    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    request = request_of(0, PROMPTS[4], max_tokens=4, ignore_eos=True)
+    expected = tokens(run(tiny_engine(model=str(path)), [request]))
+    for budget in range(1, len(PROMPTS[4])):
+        engine = tiny_engine(model=str(path), max_num_batched_tokens=budget, max_num_seqs=1)
+        assert tokens(run(engine, [request])) == expected
+        engine.assert_whole()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"num_blocks": 128}, id="roomy"),
+        pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 3, "num_blocks": 128}, id="small chunks"),
+        pytest.param({"num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 6}, id="preemption"),
+    ],
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_do_not_depend_on_other_requests(
+    path: Path,
+    tiny_engine: Callable[..., Engine],
+    late_engine: Callable[..., Engine],
+    run: Any,
+    request_of: Any,
+    config: dict[str, Any],
+    overlap: bool,
+) -> None:
+    """Also with steps that run ahead of the ends of requests, which leave their slots to later ones."""
+    requests = [
+        request_of(i, prompt, max_tokens=9 + i, ignore_eos=i % 2 > 0) for i, prompt in enumerate(PROMPTS * 2)
+    ]
+    alone = tiny_engine(model=str(path))
+    expected = [tokens(run(alone, [request]))[0] for request in requests]
+    engine = (late_engine if overlap else tiny_engine)(model=str(path), **config)
+    assert tokens(run(engine, requests)) == expected
+    assert (engine.stats().preemptions > 0) == (engine.num_blocks == 24)
+    engine.assert_whole()
+
+
+def test_a_request_goes_on_from_its_output(
+    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    engine = tiny_engine(model=str(path))
+    prompt = PROMPTS[5]
+    whole = tokens(run(engine, [request_of(0, prompt, max_tokens=8, ignore_eos=True)]))[0]
+    for given in (1, 4, 7):
+        request = request_of(1, prompt, whole[:given], max_tokens=8, ignore_eos=True)
+        assert tokens(run(engine, [request]))[0] == whole[given:]
+
+
+def test_no_step_changes_the_states_of_a_held_request(
+    path: Path, late_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    """They stay those after the prompt, while steps run ahead and other requests come and go."""
+    engine = late_engine(model=str(path))
+    held = request_of(0, PROMPTS[4], max_tokens=5, ignore_eos=True)
+    engine.add(held, handover=True)
+    engine.add(request_of(1, PROMPTS[3], max_tokens=30, ignore_eos=True))
+    while not land_one(engine).outputs:
+        pass
+
+    def states() -> list[torch.Tensor]:
+        slot = engine._scheduler.requests[held.id].state_slot
+        return [part[slot].clone() for state in engine._runner.states for part in state]
+
+    before = states()
+    run(engine, [request_of(2, PROMPTS[5], max_tokens=3)])
+    assert all(map(torch.equal, states(), before))
+    first = engine.resume(held.id, b"resumed")
+    assert first is not None
+    rest = run(engine)[b"resumed"].tokens
+    expected = run(engine, [request_of(3, PROMPTS[4], max_tokens=5, ignore_eos=True)])
+    assert [first.token, *rest] == tokens(expected)[0]
+    engine.assert_whole()
+
+
+def test_there_is_no_prefix_cache(
+    path: Path, tiny_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny_engine(model=str(path), enable_prefix_caching=True)
+    assert engine.prefix_exchange is None
+    assert any("prefix caching is off: " in message for message in caplog.messages)
+
+
+def test_several_ranks_are_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size 2: \w+ has state layers, which run on one"):
+        check_model(EngineConfig(str(path), tensor_parallel_size=2))
+
+
+def test_dummy_weights(path: Path) -> None:
+    build_engine(EngineConfig(str(path), load_format="dummy", num_blocks=4))
