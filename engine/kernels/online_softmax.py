@@ -23,6 +23,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.model_config import Span
@@ -127,6 +128,9 @@ def power_of_two(x):
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
+COMPILED = tl.constexpr(isinstance(power_of_two, JITFunction))
+
+
 @triton.jit
 def normalized(queries, scale, FP8: tl.constexpr):
     """With FP8, the queries divided by a power of two, and `scale` multiplied by it: exact, and near 1. They
@@ -140,6 +144,18 @@ def normalized(queries, scale, FP8: tl.constexpr):
 
 
 @triton.jit
+def _float16(values):
+    """FP8 values as float16. A cast would be moved by the compiler to where the product has its operand. There
+    each thread would load the values byte by byte, since a product adds up columns, and rows are in memory."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [values.to(tl.int8, bitcast=True)], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    return values.to(tl.float16)
+
+
+@triton.jit
 def attend(
     queries, k, v, k_scale, v_scale, seen, m, total, acc, unit, scale, MASKED: tl.constexpr, FP8: tl.constexpr
 ):
@@ -147,7 +163,7 @@ def attend(
     total, acc and its unit. Without FP8 the unit stays 1."""
     if FP8:
         k = k.to(queries.dtype)
-        v = v.to(queries.dtype)
+        v = _float16(v) if queries.dtype == tl.float16 else v.to(queries.dtype)
     scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
     if FP8:
         scores *= k_scale[None, :]
