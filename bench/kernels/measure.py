@@ -202,14 +202,13 @@ def fp8_choices(cases: Fp8Cases) -> Choices:
 def int4_choices(cases: Int4Cases) -> Choices:
     from engine.kernels import int4_gemv, int4_linear
 
-    programs = [(8, 4), (8, 2), (16, 4), (16, 2), (4, 4), (4, 8)]
     shared = [(64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 1)]
     return [
         *(
-            (int4_gemv, {"PROGRAMS": [{rows: program} for program in programs]}, partial(cases.layer, rows))
-            for rows in (1, 2, 4)
+            (int4_gemv, {"BLOCK_N": [8, 16], "WIDE": [0, 8192, 32768]}, partial(cases.layer, rows))
+            for rows in (1, 2)
         ),
-        *((int4_gemv, {"MAX_ROWS": [0, 4]}, partial(cases.layer, rows)) for rows in (1, 2, 4, 8, 16)),
+        *((int4_gemv, {"MAX_ROWS": [0, 4]}, partial(cases.layer, rows)) for rows in (1, 2, 4)),
         (int4_linear, {"FEW": shared, "MAX_WORDS": [32, 64]}, partial(cases.layer, 8)),
         (int4_linear, {"SOME": shared, "MAX_WORDS": [32, 64]}, partial(cases.layer, 64)),
         (int4_linear, {"MANY": shared, "MAX_FEW_ROWS": [0, 256]}, partial(cases.layer, 256)),

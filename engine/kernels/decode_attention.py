@@ -100,7 +100,7 @@ def decode_attention(
     partial = torch.empty((count, num_heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
     whole = block_size % BLOCK_N == 0
-    _split[(count, num_kv_heads)](
+    _split[(num_kv_heads, count)](
         q,
         cache,
         cache_tiles(cache, BLOCK_N) if whole else cache,
@@ -223,8 +223,8 @@ def _split(
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    piece = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)  # the heads of a piece run at once, since they are neighbours in memory
+    piece = tl.program_id(1)
     request = tl.load(work + piece * 3).to(tl.int64)
     begin = tl.load(work + piece * 3 + 1)
     stop = tl.load(work + piece * 3 + 2)

@@ -1,4 +1,4 @@
-"""y = x Wᵀ + b for up to 4 rows of x and W in 4 bits, without tensor cores.
+"""y = x Wᵀ + b for up to 2 rows of x and W in 4 bits, without tensor cores.
 
 `int4_linear` defines the layout of W. A program handles some rows of W, and its threads share their columns.
 A thread loads 16 bytes of each row, the codes of 32 columns, straight into registers. So a multiprocessor has
@@ -24,9 +24,11 @@ from triton.runtime import JITFunction
 from engine.kernels import overlap
 from engine.kernels.overlap import inputs_ready
 
-MAX_ROWS = 4
-PROGRAMS = {1: (8, 4), 2: (8, 4), 4: (4, 4)}
-"""By the rows of x, padded: rows of W of a program, and its warps."""
+MAX_ROWS = 2
+BLOCK_N = 16
+"""Rows of W of a program: their scales for a group fill a sector of memory."""
+WIDE = 8192
+"""Columns of W from which on a program has 8 warps, else 4."""
 COLUMNS = 32
 """Of a thread, in each row of W."""
 
@@ -46,9 +48,9 @@ def gemv(
     assert x.is_contiguous(), "the kernel assumes dense rows"
     rows, inner = x.shape
     padded = triton.next_power_of_2(rows)
-    block_n, warps = PROGRAMS[padded]
+    warps = 8 if inner >= WIDE else 4
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    _int4_gemv[(triton.cdiv(size, block_n),)](
+    _int4_gemv[(triton.cdiv(size, BLOCK_N),)](
         x.view(torch.int32),
         packed.view(torch.int32),
         scales,
@@ -62,7 +64,7 @@ def gemv(
         scales.stride(0),
         GROUP=group,
         BLOCK_M=padded,
-        BLOCK_N=block_n,
+        BLOCK_N=BLOCK_N,
         BLOCK_K=COLUMNS * 32 * warps,
         WORDS=words,
         COMPILED=isinstance(_int4_gemv, JITFunction),

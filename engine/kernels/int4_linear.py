@@ -1,6 +1,6 @@
 """y = x Wᵀ + b with W in 4 bits, in groups of columns that share a scale: w = (code − 8) · scale + zero.
 
-    up to 4 rows   `int4_gemv` multiplies the codes, and then the sums of groups by their scales.
+    up to 2 rows   `int4_gemv` multiplies the codes, and then the sums of groups by their scales.
     few rows       The kernel below writes W into registers, in x's dtype. Tensor cores multiply it.
     many rows      W is written to memory in x's dtype, and cuBLAS multiplies.
 

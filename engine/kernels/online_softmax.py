@@ -145,8 +145,8 @@ def normalized(queries, scale, FP8: tl.constexpr):
 
 @triton.jit
 def _float16(values):
-    """FP8 values as float16. A cast would be moved by the compiler to where the product has its operand. There
-    each thread would load the values byte by byte, since a product adds up columns, and rows are in memory."""
+    """FP8 values as float16. The compiler would move a cast to where each thread has its operand of the
+    product. There a thread would load values byte by byte, since the product adds up rows."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",

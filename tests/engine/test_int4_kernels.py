@@ -19,7 +19,7 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
         (32, 192, 30, 3, True),
         (64, 256, 64, 4, False),
         (128, 640, 130, 17, True),
-        (128, 4224, 20, 2, True),  # a second pass over the columns
+        (128, 8320, 20, 2, True),  # wide, and a second pass over the columns
         (128, 512, 64, 130, False),
         (64, 256, 64, 257, True),
     ],
@@ -27,7 +27,7 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 def test_int4_products(
     size: int, columns: int, out: int, rows: int, symmetric: bool, dtype: torch.dtype, kernel_device: str
 ) -> None:
-    """By each of the kernels: up to 4 rows, few rows, which may be split, and many rows."""
+    """By each of the kernels: up to 2 rows, few rows, which may be split, and many rows."""
     from engine.kernels.int4_linear import Int4Linear
 
     codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(kernel_device))
