@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 
 import bench.contract as contract
 from bench.contract import Report, Row
-from bench.engine.drive import decode_step_seconds, greedy, median_ms, prefill_seconds, prompt
+from bench.engine.drive import decode_step_seconds, drain, fill, greedy, median_ms, prefill_seconds, prompt
 from bench.engine.profile import STEPS, profiled_decodes
 from bench.engine.ranks import running
 from bench.shapes import MOE, write_shape
@@ -52,6 +53,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     size = args.tensor_parallel_size
     if args.device == "cpu":
         engine = {"model": str(embedded_path()), "dtype": "float32", "num_blocks": 512, "max_num_seqs": 16}
+        engine["ttit_target"] = 60.0  # prompts fill the batch before the first request ends
         work = Work(engine, [1, 16], [500], 128, 16, compared=True)
         _compare(work, size, report)
         return
@@ -117,6 +119,8 @@ def _compare(work: Work, size: int, report: Report) -> None:
         }
     for name, share in several["profile"].get("shares", {}).items():
         report.add(Row(f"engine.tp{size}.{name}", 100 * share, "%"))
+    for rank, took in enumerate(several["host"]):
+        report.add(Row(f"engine.tp{size}.decode.b{work.profiled}.host.rank{rank}", 1e6 * took, "µs"))
     if work.compared:
         pairs = [pair for of_one, of_all in zip(one["tokens"], several["tokens"], strict=True)
                  for pair in zip(of_one, of_all, strict=True)]  # fmt: skip
@@ -174,6 +178,7 @@ def main() -> None:
         measured = {
             "seconds": seconds,
             "profile": _profile(engine, work.profiled, work.context) if work.profiled else {},
+            "host": _host_seconds(engine, work.profiled, work.context) if work.profiled else [],
             "tokens": _tokens(engine) if work.compared else [],
         }
     print(json.dumps(measured), flush=True)
@@ -190,6 +195,25 @@ def _tokens(engine: Engine) -> list[list[int]]:
         for emitted in engine.step().outputs:
             tokens[emitted.id].append(emitted.token)
     return [tokens[request.id] for request in requests]
+
+
+def _host_seconds(engine: Any, batch: int, context: int) -> list[float]:
+    """Seconds of CPU that the main thread of each rank takes for a decode step."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    ranks = [str(os.getpid()), *children]
+    fill(engine, batch, context, STEPS + 32)
+    before = [_cpu_seconds(rank) for rank in ranks]
+    left = STEPS
+    while left:
+        left -= bool(engine.step().outputs)
+    took = [(_cpu_seconds(rank) - since) / STEPS for rank, since in zip(ranks, before, strict=True)]
+    drain(engine)
+    return took
+
+
+def _cpu_seconds(process: str) -> float:
+    """Of its main thread."""
+    return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
 
 
 def _profile(engine: Any, batch: int, context: int) -> dict[str, dict[str, float]]:

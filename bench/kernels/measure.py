@@ -220,8 +220,8 @@ def fp8_kv_choices(cases: Fp8KVCases) -> Choices:
     from engine.kernels.tiles import Shape as Tile
 
     shape = cases.shape
-    few = {"FEW_PIECES_PER_SM": [2, 4, 8], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7]}
-    many = {"PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64, 128], "STAGES": [3, 5, 7]}
+    few = {"FEW_PIECES_PER_SM": [2, 4, 8], "BLOCK_N": [32, 64], "FP8_STAGES": [3, 5, 7, 9]}
+    many = {"PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64, 128], "FP8_STAGES": [3, 5, 7, 9]}
     many |= {"BYTES_PER_WARP": [32, 64, 128]}
     shapes = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]
     decode = [partial(cases.decode, f"b{batch}", [shape.context] * batch) for batch in shape.batches]

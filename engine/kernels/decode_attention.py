@@ -45,7 +45,7 @@ FEW_REQUESTS, FEW_PIECES_PER_SM = 32, 4
 PIECES_PER_SM = 8  # programs of `_split` for each multiprocessor, if there is enough work
 BLOCK_N = 32  # keys of a tile; pieces are cut at multiples of it
 BYTES_PER_WARP = 256  # of a key
-STAGES = 5
+STAGES, FP8_STAGES = 5, 7
 ROWS = 16  # fewest rows of a tensor core product; a group of query heads is padded to them
 
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
@@ -128,7 +128,7 @@ def decode_attention(
         SPAN=span is not None,
         SINKS=sinks is not None,
         num_warps=max(1, head_dim * cache.itemsize // BYTES_PER_WARP),
-        num_stages=STAGES,
+        num_stages=STAGES if scales is None else FP8_STAGES,
         **overlap.options(),
     )
     _combine[(requests, num_heads)](
