@@ -72,6 +72,7 @@ overlap() {
     for tokens in 1000 2000 4000 8000 16000 32000; do growth+=(--growth "$tokens"); done
     python3 -m bench.overlap --device cuda --batch 32 --batch 64 "${growth[@]}" \
         --json "$out/overlap.json"
+    python3 -m bench.overlap --device cuda --kv-connector auto --batch 64 --json "$out/overlap_auto.json"
 }
 overlap_8000() { python3 -m bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
 disagg() {

@@ -44,6 +44,7 @@ class CudaPool:
         pin(self._arena)
         # Of high priority: few short programs, which would else wait for the end of a large matrix product.
         self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._pulls = torch.cuda.Stream(self._device, priority=-1)
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
         # Compiles all kernels now, not during the first transfer: one position of block 0, there and back,
@@ -145,9 +146,11 @@ class CudaPool:
         return memory
 
     def pull(self, memory: PeerDeviceMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        """The marks are copied after the slots. The kernel that scatters the slices sums them."""
-        asked, stream = batch, self._stream.cuda_stream
-        with torch.cuda.stream(self._stream):
+        """The marks are copied after the slots. The kernel that scatters the slices sums them.
+
+        Copies have a stream of their own: the next ones run while a kernel scatters those before."""
+        asked, stream = batch, self._pulls.cuda_stream
+        with torch.cuda.stream(self._pulls):
             batch, dense, addresses, copies = self._stage(batch, memory.slot_bytes)
             marks = torch.empty(memory.marks_bytes // 8, dtype=torch.int64, device=self._device)
             try:
@@ -156,6 +159,11 @@ class CudaPool:
                 copy(marks.data_ptr(), memory.marks, memory.marks_bytes, stream)
             except CudaError as e:
                 raise Unreachable(str(e)) from None
+            copied = self.record()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(copied)
+            for memory_of_copies in (dense, marks):
+                memory_of_copies.record_stream(self._stream)
             sums = torch.zeros(len(batch), dtype=torch.int64, device=self._device)
             sum_at = [sums.data_ptr() + 8 * i for i in range(len(batch))]
             items, dtype = list(zip(batch, addresses, strict=True)), batch[0].dtype or self._layout.dtype
@@ -181,6 +189,7 @@ class CudaPool:
         return event, outcome
 
     def close(self) -> None:
+        self._pulls.synchronize()
         self._stream.synchronize()
         unpin(self._arena)
         self._layers.clear()

@@ -1,7 +1,7 @@
-"""KV over TCP loopback: GB/s from one worker to another, in turns with raw sockets.
+"""KV between two workers of one host: GB/s over TCP loopback, in turns with raw sockets, and without sockets.
 
     python -m bench.kv [--json PATH] [--short] [--device cpu|cuda] [--lanes N]
-                       [--peer NAME=PYTHON …]
+                       [--only tcp|exported] [--peer NAME=PYTHON …]
 
 `kv.tcp.lanes4.64MiB`  from arena to arena, with transfer processes, frames, checksums and credits: from
                        fetch() until the receiver reports the KV as injected. Without the copies between arena
@@ -15,6 +15,12 @@
 `….pool`               from one paged pool to the other, block size 16, shuffled blocks. On a CPU gather and
                        scatter compete with the sockets for cores; with `--device cuda` the GPU does them
 `….cpu`, `….raw.cpu`   CPU seconds for each GB, of all processes
+
+`kv.cuda_ipc.4096MiB`  from pool to pool, read from memory that the sender exports: between two GPUs, or in
+                       one. On a CPU `kv.shared_memory.…`. The ratio is to plain copies, of 64 MiB each, from
+                       memory of another process, which `….plain` shows
+`….unchecked`          without checksums
+`….default_slots`      with the slots that workers have by default: smaller copies, less memory
 
 `--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: in turns with these engines, each installed for that Python.
 `kv.vs.nixl_read.256MiB` is Baton's GB/s and the ratio to the engine (`peer_driver`; settings in PEERS).
@@ -37,6 +43,7 @@ from pathlib import Path
 import torch
 
 from bench.contract import Report, Row, interleaved, paired_ratio, parser
+from bench.kv import exported
 from bench.kv.pair import BLOCK, Pair, Settings, cpu_seconds
 from bench.kv.raw_sockets import MIB, RawPair
 
@@ -70,7 +77,7 @@ class Way:
         return size / 1e9 / seconds
 
 
-def ours(pair: Pair) -> Way:
+def ours(pair: Pair | exported.PlainCopy) -> Way:
     return Way(pair.seconds, pair.cpu_seconds)
 
 
@@ -104,10 +111,11 @@ def compare(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    p = parser("KV over TCP loopback: GB/s from worker to worker, next to raw sockets.")
+    p = parser("KV between workers of one host: GB/s next to raw sockets, and next to plain copies.")
     p.add_argument("--lanes", type=int, default=4)
     p.add_argument("--slots", type=int, default=16, help="arena slots of each side")
     p.add_argument("--slot-bytes", type=int, default=4 * MIB, help="size of an arena slot: the largest frame")
+    p.add_argument("--only", choices=("tcp", "exported"), help="one kind of transport")
     p.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="nixl or mooncake")
     args = p.parse_args(arguments)
     pythons = dict(each.partition("=")[::2] for each in args.peer)
@@ -122,10 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = {"lanes": args.lanes, "slots": args.slots, "slot_bytes": args.slot_bytes}
     shown |= {"pairs": pairs, "block_size": BLOCK, "pools": args.device}
     report = Report("kv", shown, args.json)
-    with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
-        rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
-    encrypted(report, settings, pairs)
-    peers(report, settings, pythons, pairs)
+    if args.only != "exported":
+        with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
+            rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
+        encrypted(report, settings, pairs)
+        peers(report, settings, pythons, pairs)
+    if args.only != "tcp":
+        without_sockets(report, args.device, pairs)
     report.finish()
     return 0
 
@@ -165,6 +176,20 @@ def encrypted(report: Report, settings: Settings, pairs: int) -> None:
             name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB.encrypted"
             shown = f"{name}.plain"
             compare(report, name, ours(pair), ours(plain), mib * MIB, pairs, 0.5, shown, "plain lanes")
+
+
+def without_sockets(report: Report, device: str, pairs: int) -> None:
+    for variant, settings in exported.variants(device).items():
+        with exported.opened(settings) as pair, closing(exported.PlainCopy(settings)) as plain:
+            for mib in exported.SIZES[device]:
+                name = f"kv.{exported.KINDS[device]}.{mib}MiB"
+                goal = None
+                if device == "cuda" and mib >= 1024 and variant != ".default_slots":
+                    goal = 0.85 if variant == ".unchecked" else 0.75
+                compare(
+                    report, name + variant, ours(pair), ours(plain), mib * MIB, pairs, goal,
+                    "" if variant else f"{name}.plain", "plain copies",
+                )  # fmt: skip
 
 
 def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: int) -> None:

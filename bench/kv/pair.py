@@ -10,16 +10,20 @@ import secrets
 import select
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import kv_transfer as kv
 from bench.kv.raw_sockets import MIB
+from kv_transfer import device as host_pool
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 BLOCK = 16
@@ -52,11 +56,21 @@ class Settings:
     def most_tokens(self) -> int:
         return self.most_bytes // LAYOUT.bytes_per_token
 
+    def device_of(self, role: str) -> str:
+        """Each engine has a GPU of its own if there are two."""
+        if self.device != "cuda":
+            return self.device
+        return f"cuda:{min(torch.cuda.device_count() - 1, _INCARNATIONS[role] - 1)}"
+
 
 class Side:
     """One worker: a transfer process, an arena and a pool. The caller makes the endpoint."""
 
     def __init__(self, role: str, settings: Settings) -> None:
+        device = settings.device_of(role)
+        if settings.device == "cuda":
+            torch.cuda.set_device(device)
+        self._undo = (lambda: None) if settings.checksums else _no_checksums()
         self.sending, sending = kv.ArenaEnd.pair(settings.slots, settings.slot_bytes)
         self.receiving, receiving = kv.ArenaEnd.pair(settings.slots, settings.slot_bytes)
         self.heartbeat = kv.Heartbeat.create()
@@ -87,11 +101,11 @@ class Side:
         self.blocks = random.Random(role).sample(range(blocks), blocks)
         shape = (2, blocks, BLOCK, LAYOUT.num_kv_heads, LAYOUT.head_dim)
         self.pool = [
-            torch.zeros(shape, dtype=torch.bfloat16, device=settings.device) for _ in range(LAYOUT.num_layers)
+            torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(LAYOUT.num_layers)
         ]
 
         self.transport = kv.ArenaTransport(self.sending, self.receiving, NO_TRACE, settings.exports)
-        self.paged_kv = kv.PagedKV(self.pool, BLOCK, LAYOUT, settings.device)
+        self.paged_kv = kv.PagedKV(self.pool, BLOCK, LAYOUT, device)
 
     def digest(self) -> str:
         """A digest of K and V of all layers, in order of positions."""
@@ -101,7 +115,16 @@ class Side:
                 found.update(layer[:, self.blocks].view(torch.uint8).cpu().numpy().data)
         return found.hexdigest()
 
+    def transports(self) -> dict[str, str]:
+        """As in `TransferStats`."""
+        self.service.send(kv.encode(kv.StatsRequest()))
+        while True:
+            message = kv.decode_from_transfer(self.service.recv(MIB))
+            if isinstance(message, kv.TransferStats):
+                return message.transports
+
     def stop(self) -> None:
+        self._undo()
         self.process.terminate()
         self.process.wait()
 
@@ -115,6 +138,9 @@ def _prefill(control: Connection, settings: Settings) -> None:
     sender = side.transport.sender(side.paged_kv)
     control.send((side.port, side.process.pid, side.digest()))
     while (tokens := control.recv()) is not None:
+        if tokens == 0:
+            control.send(side.transports())
+            continue
         prefill_id = secrets.token_bytes(16)
         sender.open(prefill_id, side.blocks, tokens)
         sender.ready(prefill_id, None, 0, tokens)
@@ -162,6 +188,11 @@ class Pair:
         assert isinstance(events[0], kv.Injected), events
         return time.perf_counter() - started
 
+    def transport(self) -> str:
+        """How KV gets to decode: as in `TransferStats.transports`."""
+        self._control.send(0)
+        return self._control.recv().get("decode 0", "tcp")
+
     def cpu_seconds(self) -> float:
         """CPU time so far of both engines and both transfer processes with their movers."""
         return sum(map(cpu_seconds, self._pids))
@@ -173,6 +204,23 @@ class Pair:
         self._child.join()
         self._side.stop()
         self._receiver.shutdown()
+
+
+def _no_checksums() -> Callable[[], None]:
+    """Engines of this process take 0 for the checksum of a slice that peers read. Returns what undoes it."""
+    stack = ExitStack()
+    nothing = SimpleNamespace(xxh3_64_intdigest=lambda data: 0)
+    stack.enter_context(patch.object(host_pool, "xxhash", nothing))
+    if torch.cuda.is_available():
+        from kv_transfer import copy_kernels
+
+        launch = copy_kernels.launch
+
+        def unchecked(*args: Any, sums: bool, **others: Any) -> None:
+            launch(*args, **others)
+
+        stack.enter_context(patch.object(copy_kernels, "launch", unchecked))
+    return stack.close
 
 
 def cpu_seconds(pid: int) -> float:

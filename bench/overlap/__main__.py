@@ -23,6 +23,7 @@ order A B B A …, since contexts grow. Two more streams decode in B, so that th
 --prefill-ranks and --decode-ranks spread the two workers over several GPUs each. Then names of rows say so:
 `overlap.tcp.2to1.n2000.hidden` is from two ranks to one. On a CPU the embedded model has 1 or 3.
 So do --prefill-kv-cache-dtype and --decode-kv-cache-dtype: `overlap.tcp.autotofp8.n2000.hidden`.
+With --kv-connector auto KV goes from GPU to GPU, or through shared memory: `overlap.auto.n2000.hidden`.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
         "float32" if args.device == "cpu" else "bfloat16",
         "--kv-lanes",
         str(args.lanes),
+        "--kv-connector",
+        args.kv_connector,
         "--trace-dir",
         str(directory),
     ]
@@ -188,7 +191,8 @@ async def _gaps(background: Background, tokens: int, number: int) -> tuple[list[
 
 def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Trace) -> None:
     sizes, on_cpu = (args.prefill_ranks, args.decode_ranks), args.device == "cpu"
-    transport = "overlap.tcp" if sizes == (1, 1) else "overlap.tcp.{}to{}".format(*sizes)
+    transport = f"overlap.{args.kv_connector}"
+    transport += "" if sizes == (1, 1) else ".{}to{}".format(*sizes)
     dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
     transport += "" if dtypes == ("auto", "auto") else ".{}to{}".format(*dtypes)
     prefix = f"{transport}.n{args.tokens}"
@@ -255,6 +259,12 @@ def main() -> int:
     p.add_argument("--tokens", type=int, help="prompt length (default: 1000 on a CPU, 2000 on a GPU)")
     p.add_argument("--rounds", type=int, default=9, help="rounds A B (default: %(default)s)")
     p.add_argument("--lanes", type=int, help="KV lanes (default: 4 on a CPU, 8 on a GPU)")
+    p.add_argument(
+        "--kv-connector",
+        choices=("tcp", "auto"),
+        default="tcp",
+        help="of both workers (default: %(default)s)",
+    )
     for side in ("prefill", "decode"):
         p.add_argument(
             f"--{side}-ranks", type=int, default=1, metavar="N",

@@ -189,6 +189,7 @@ class DecodeSide:
                 self._channel.post(ExportIn(number, message))
             case SliceAt():
                 self._slice_at(session, transfer_id, message)
+                return  # credit is granted when slots have been read, and not for each slice
             case Aborted():
                 self._apply(self._fetches.aborted(number, transfer_id, message, session.kv_moved, now))
         self.settle()

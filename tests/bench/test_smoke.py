@@ -26,6 +26,7 @@ import rpc
 from bench import contract, discovery, flip
 from bench.disagg import results, sides
 from bench.kv import __main__ as kv
+from bench.kv import exported
 from bench.kv.pair import Pair
 from bench.kv.raw_sockets import MIB
 from bench.roles import Roles
@@ -207,18 +208,28 @@ def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
 def test_runs_kv(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr(kv, "SIZES", (1,))
+    monkeypatch.setattr(exported, "SIZES", {"cpu": (1,)})
+    settings = kv.Settings(1, 4, MIB, MIB, device="cpu", exports=True)
+    monkeypatch.setattr(exported, "variants", lambda device: {"": settings})
     threads = torch.get_num_threads()
     flags = ("--short", "--lanes", "1", "--slots", "4", "--slot-bytes", str(MIB))
     # One pair for all variants, since each pair starts four processes.
-    with contextlib.closing(Pair(kv.Settings(1, 4, MIB, MIB, device="cpu"))) as pair:
-        shared = SimpleNamespace(seconds=pair.seconds, cpu_seconds=pair.cpu_seconds, close=lambda: None)
-        monkeypatch.setattr(kv, "Pair", lambda settings: shared)
+    with contextlib.closing(Pair(settings)) as pair:
+        shared = SimpleNamespace(
+            seconds=pair.seconds, cpu_seconds=pair.cpu_seconds, transport=pair.transport, close=lambda: None
+        )
+        for module in (kv, exported):
+            monkeypatch.setattr(module, "Pair", lambda settings: shared)
         rows = run("kv", *flags)
     torch.set_num_threads(threads)
     assert rows["kv.tcp.lanes1.1MiB"] > 0
-    assert {"kv.tcp.lanes1.1MiB.raw.cpu", "kv.tcp.lanes1.1MiB.unchecked", "kv.tcp.lanes1.1MiB.pool"} <= {
-        *rows
-    }
+    assert rows["kv.shared_memory.1MiB"] > 0
+    assert {
+        "kv.shared_memory.1MiB.plain",
+        "kv.tcp.lanes1.1MiB.raw.cpu",
+        "kv.tcp.lanes1.1MiB.unchecked",
+        "kv.tcp.lanes1.1MiB.pool",
+    } <= {*rows}
 
 
 def test_runs_discovery(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

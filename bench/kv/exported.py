@@ -1,0 +1,106 @@
+"""What `bench.kv` measures of exported memory: GPU to GPU, or shared memory on CPUs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+import kv_transfer as kv
+from bench.kv.pair import Pair, Settings, cpu_seconds
+from bench.kv.raw_sockets import MIB
+from kv_transfer.peer_memory import PeerArena, export_arena
+
+KINDS = {"cpu": "shared_memory", "cuda": "cuda_ipc"}
+SIZES = {"cpu": (64, 256), "cuda": (64, 256, 1024, 4096)}  # MiB
+DEFAULT_SLOTS = 64, 2 * MIB  # of workers
+_SLOTS = {"cpu": DEFAULT_SLOTS, "cuda": (64, 16 * MIB)}  # a GPU copies large pieces faster
+_PIECES, _PIECE = 4, 64 * MIB  # of a plain copy
+
+
+def variants(device: str) -> dict[str, Settings]:
+    """By the end of the row's name."""
+    slots, slot_bytes = _SLOTS[device]
+    checked = Settings(4, slots, slot_bytes, max(SIZES[device]) * MIB, device=device, exports=True)
+    found = {"": checked, ".unchecked": replace(checked, checksums=False)}
+    if _SLOTS[device] != DEFAULT_SLOTS:
+        found[".default_slots"] = replace(checked, slots=DEFAULT_SLOTS[0], slot_bytes=DEFAULT_SLOTS[1])
+    return found
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[Pair]:
+    """A pair that reads exported memory."""
+    with closing(Pair(settings)) as pair:
+        deadline = time.monotonic() + 20
+        while (transport := pair.transport()) != KINDS[settings.device]:
+            assert time.monotonic() < deadline, transport
+            pair.seconds(MIB)
+        yield pair
+
+
+class PlainCopy:
+    """Copies memory of a child process, as the receiver does, and does nothing else. Close it."""
+
+    def __init__(self, settings: Settings) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._control, theirs = context.Pipe()
+        self._child = context.Process(target=_export, args=(theirs, settings), daemon=True)
+        self._child.start()
+        export = self._control.recv()
+        self._device = settings.device_of("decode")
+        self._here = torch.empty(_PIECES, _PIECE, dtype=torch.uint8, device=self._device)
+        self._there: Any
+        if settings.device == "cuda":
+            from kv_transfer.cuda_memory import PeerDeviceMemory
+
+            torch.cuda.set_device(self._device)
+            self._there = PeerDeviceMemory(export)
+        else:
+            self._there = PeerArena(export)
+
+    def seconds(self, size: int) -> float:
+        started = time.perf_counter()
+        for i in range(-(-size // _PIECE)):
+            here, count = self._here[i % _PIECES], min(_PIECE, size - i * _PIECE)
+            there = self._there.slot(i % _PIECES)
+            if self._device == "cpu":
+                here.numpy()[:count] = np.frombuffer(there, np.uint8, count)
+            else:
+                from kv_transfer.cuda_memory import copy
+
+                copy(here.data_ptr(), there, count, torch.cuda.current_stream().cuda_stream)
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    def cpu_seconds(self) -> float:
+        return cpu_seconds(os.getpid())
+
+    def close(self) -> None:
+        self._there.close()
+        self._control.send(None)
+        self._child.join()
+
+
+def _export(control: Connection, settings: Settings) -> None:
+    if settings.device == "cuda":
+        from kv_transfer.cuda_memory import DeviceMemory
+
+        torch.cuda.set_device(settings.device_of("prefill"))
+        torch.empty(1, device="cuda")
+        control.send(DeviceMemory(_PIECES, _PIECE).export)
+    else:
+        arena = kv.Arena.create(_PIECES, _PIECE)
+        for i in range(_PIECES):
+            arena.slot(i)[:] = bytes(range(256)) * (_PIECE // 256)
+        control.send(export_arena(arena))
+    control.recv()
