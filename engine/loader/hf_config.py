@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from engine.loader.hybrid_config import HYBRIDS, mamba2_config, rotary_dim
+from engine.loader.hybrid_config import GRANITE, HYBRIDS, mamba2_config, multipliers, rotary_dim
 from engine.model_config import (
     ClampedSwiGLU,
     ExpertsConfig,
@@ -25,6 +25,13 @@ Number = Callable[..., float]
 COUNTED = ("num_hidden_layers", "num_experts", "num_local_experts")
 MOST_COUNTED = 4096
 """Of layers or experts. Lists have an entry for each."""
+
+INTERMEDIATE_SIZE = {
+    "Llama4ForCausalLM": "intermediate_size_mlp",
+    "Llama4ForConditionalGeneration": "intermediate_size_mlp",
+    GRANITE: "shared_intermediate_size",
+}
+"""The key with the inner size of a dense layer, where it has another name."""
 
 COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -87,7 +94,7 @@ def model_config_from_hf(
         architecture=architecture,
         num_layers=integer("num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=integer("intermediate_size_mlp" if is_llama4 else "intermediate_size"),
+        intermediate_size=integer(INTERMEDIATE_SIZE.get(architecture, "intermediate_size")),
         num_heads=num_heads,
         num_kv_heads=integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
@@ -105,6 +112,7 @@ def model_config_from_hf(
         nope=nope,
         mamba=mamba2_config(config, integer, norm_eps, source) if is_hybrid else None,
         rotary_dim=rotary_dim(config, rope, architecture, head_dim, source) if is_hybrid else None,
+        multipliers=multipliers(partial(number, config)) if architecture == GRANITE else None,
         quantization=quantization,
     )
     shape.check(source)
@@ -191,11 +199,28 @@ def _gpt_oss_experts(
     )
 
 
-EXPERTS = {
+def _granite_experts(
+    config: Mapping[str, Any], integer: Integer, number: Number, source: str
+) -> ExpertsConfig | None:
+    if config.get("num_local_experts") == 0:
+        return None
+    num_experts = integer("num_local_experts")
+    return ExpertsConfig(
+        num_experts,
+        _num_chosen(num_experts, integer, source),
+        integer("intermediate_size"),
+        Scoring.NORMALIZED_SOFTMAX,
+        layers=tuple(range(integer("num_hidden_layers"))),
+        shared_intermediate_size=integer("shared_intermediate_size"),
+    )
+
+
+EXPERTS: dict[str, Callable[..., ExpertsConfig | None]] = {
     "Qwen3MoeForCausalLM": _qwen3_experts,
     "Llama4ForCausalLM": _llama4_experts,
     "Llama4ForConditionalGeneration": _llama4_experts,
     "GptOssForCausalLM": _gpt_oss_experts,
+    GRANITE: _granite_experts,
 }
 """Reads the mixtures of experts of these architectures."""
 

@@ -4,10 +4,13 @@
 - Bamba rotates the first dimensions of a head only, in two halves. Here the halves of a head are rotated, and
   the pairs that are not rotated come last (`Rotary`). Query and key heads take this order when they are read.
   Attention does not change, since it only needs their products.
+- GraniteMoeHybrid has one tensor for gate and up: `input_linear` [2 · inner, hidden_size]. A layer has such a
+  tensor for all its experts, with a dimension of experts before the others. Here each has tensors of its own.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +22,18 @@ RENAMED = {
     "model.final_layernorm.": "model.norm.",
     ".pre_ff_layernorm.": ".post_attention_layernorm.",
     ".feed_forward.": ".mlp.",
+    ".block_sparse_moe.router.layer.": ".mlp.gate.",
 }
 ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
+FUSED = re.compile(r"(.*)\.(block_sparse_moe|shared_mlp)\.(input|output)_linear\.weight$")
+
+
+class _Matrix(NamedTuple):
+    """Rows of a stored tensor [rows, columns], or of one expert in [experts, rows, columns]."""
+
+    stored: str
+    experts: list[Part]
+    rows: Part
 
 
 class HybridCheckpoint:
@@ -34,18 +47,47 @@ class HybridCheckpoint:
         self.config = files.config
         self.source = files.source
         self._files = files
-        self._stored = {_renamed(stored): stored for stored in files.names()}
+        self._stored: dict[str, str] = {}
+        self._matrices: dict[str, _Matrix] = {}
+        for stored in files.names():
+            if fused := FUSED.match(stored):
+                self._matrices.update(self._split(stored, *fused.groups()))
+            else:
+                self._stored[_renamed(stored)] = stored
+
+    def _split(self, stored: str, layer: str, of: str, kind: str) -> Iterator[tuple[str, _Matrix]]:
+        """The matrices in this tensor, by the names that they would have in other families."""
+        shape, names = self._files.shape(stored) or (), ["gate", "up"] if kind == "input" else ["down"]
+        if len(shape) != (3 if of == "block_sparse_moe" else 2) or 0 in shape or shape[-2] % len(names):
+            raise ValueError(f"{self._files.file_of(stored)}: tensor {stored} is {list(shape)}")
+        size, count = shape[-2] // len(names), shape[0]
+        owners = {f"{layer}.mlp.experts.{i}": [Part(i, i + 1, count)] for i in range(count)}
+        if of == "shared_mlp":
+            owners = {f"{layer}.mlp.shared_expert" if self.config.experts else f"{layer}.mlp": []}
+        for owner, experts in owners.items():
+            for i, name in enumerate(names):
+                matrix = _Matrix(stored, experts, Part(i * size, (i + 1) * size, shape[-2]))
+                yield f"{owner}.{name}_proj.weight", matrix
 
     def names(self) -> Collection[str]:
-        return self._stored.keys()
+        return self._stored.keys() | self._matrices.keys()
 
     def file_of(self, name: str) -> str:
-        return self._files.file_of(self._stored.get(name, name))
+        matrix = self._matrices.get(name)
+        return self._files.file_of(matrix.stored if matrix else self._stored.get(name, name))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
+        if matrix := self._matrices.get(name):
+            return matrix.rows.length, (self._files.shape(matrix.stored) or ())[-1]
         return self._files.shape(self._stored[name])
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        if matrix := self._matrices.get(name):
+            rows, columns = parts
+            first, size = matrix.rows.start, matrix.rows.size
+            stored_rows = Part(first + rows.start, first + rows.stop, size)
+            read = self._files.read(matrix.stored, [*matrix.experts, stored_rows, columns])
+            return read[0] if matrix.experts else read
         stored, size = self._stored[name], self.config.head_dim
         if not self.config.rotary_dim or not ROTATED.search(name):
             return self._files.read(stored, parts)

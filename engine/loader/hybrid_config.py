@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.model_config import Mamba2Config
+from engine.model_config import Mamba2Config, Multipliers
 
-HYBRIDS = ("BambaForCausalLM",)
+GRANITE = "GraniteMoeHybridForCausalLM"
+HYBRIDS = ("BambaForCausalLM", GRANITE)
 KINDS = {
     "mamba": True,
     "linear_attention": True,
@@ -45,6 +46,16 @@ def mamba2_config(
     )
 
 
+def multipliers(number: Callable[..., float]) -> Multipliers:
+    """`number` reads a key of a Granite model."""
+    return Multipliers(
+        embedding=number("embedding_multiplier", 1.0),
+        residual=number("residual_multiplier", 1.0),
+        attention=number("attention_multiplier", 1.0),
+        logits=number("logits_scaling", 1.0),
+    )
+
+
 def _state_layers(config: Mapping[str, Any], count: int, source: str) -> tuple[int, ...]:
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if kinds is None:
@@ -67,6 +78,8 @@ def rotary_dim(
     config: Mapping[str, Any], rope: Mapping[str, Any], architecture: str, head_dim: int, source: str
 ) -> int | None:
     """`ModelConfig.rotary_dim`."""
+    if architecture == GRANITE:
+        return None if config.get("position_embedding_type") == "rope" else 0
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
     if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"{source}: partial_rotary_factor must be above 0 and at most 1, not {factor!r}")

@@ -11,6 +11,7 @@ from engine.model_config import ModelConfig
 from engine.models.bamba import Bamba
 from engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
 from engine.models.gpt_oss import GptOss
+from engine.models.granite_moe_hybrid import GraniteMoeHybrid
 from engine.models.llama import Llama
 from engine.models.llama4 import Llama4
 from engine.models.qwen2 import Qwen2
@@ -27,6 +28,7 @@ MODELS: dict[str, type[Llama]] = {
     "Llama4ForConditionalGeneration": Llama4,  # its text model
     "GptOssForCausalLM": GptOss,
     "BambaForCausalLM": Bamba,
+    "GraniteMoeHybridForCausalLM": GraniteMoeHybrid,
 }
 
 

@@ -187,7 +187,19 @@ TINY_MAMBA: dict[str, Any] = {
 }
 
 
-TINY_OF_KIND = {"GptOss": TINY_GPT_OSS, "Bamba": TINY_MAMBA}
+TINY_GRANITE: dict[str, Any] = {
+    **{name: value for name, value in TINY_MAMBA.items() if name.startswith("mamba")},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+    "shared_intermediate_size": 32,
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 3.0,
+}
+TINY_OF_KIND = {"GptOss": TINY_GPT_OSS, "Bamba": TINY_MAMBA, "GraniteMoeHybrid": TINY_GRANITE}
 
 
 def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:

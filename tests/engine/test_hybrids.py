@@ -3,6 +3,7 @@
 Their tokens are compared with transformers in `test_models`.
 """
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from engine import Engine, EngineConfig, build_engine
 from engine.loader import check_model
 from tests.engine.test_overlap import land_one
 
-KINDS = ("Bamba",)
+KINDS = ("Bamba", "GraniteMoeHybrid")
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(3, 199) for _ in range(n)] for n in (1, 2, 3, 5, 21, 70)]
 
@@ -120,6 +121,30 @@ def test_there_is_no_prefix_cache(
 def test_several_ranks_are_refused(path: Path) -> None:
     with pytest.raises(ValueError, match=r"--tensor-parallel-size 2: \w+ has state layers, which run on one"):
         check_model(EngineConfig(str(path), tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("Bamba", {"attn_layer_indices": []}, "needs layers with states and layers with attention"),
+        ("Bamba", {"mamba_n_groups": 3}, "8 Mamba heads of 16 in 3 groups do not fit"),
+        ("Bamba", {"time_step_limit": ["low", 1]}, "time_step_limit must be two numbers, not 'low'"),
+        ("Bamba", {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be above 0 and at most 1"),
+        ("Bamba", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints of Bamba"),
+        ("GraniteMoeHybrid", {"layer_types": ["mamba"]}, "must name the type of each of the 3 layers"),
+        ("GraniteMoeHybrid", {"layer_types": ["mamba", "rnn", "mamba"]}, "layer type 'rnn' is not supported"),
+        ("GraniteMoeHybrid", {"num_local_experts": 9}, r"mlp\.gate\.weight is \[8, 64\], by the model"),
+    ],
+)
+def test_what_is_not_supported_is_refused(
+    tmp_path: Path, save_tiny: Any, kind: str, change: dict[str, Any], message: str
+) -> None:
+    save_tiny(tmp_path, kind)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"].pop("partial_rotary_factor", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=message):
+        check_model(EngineConfig(str(tmp_path)))
 
 
 def test_dummy_weights(path: Path) -> None:

@@ -623,6 +623,7 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         ("Qwen3Moe", {"num_hidden_layers": 1}),
         ("Llama4", {"no_rope_layers": [1, 0], "num_hidden_layers": 2, "attention_chunk_size": 4}),
         ("GptOss", {"num_hidden_layers": 2, "sliding_window": 4}),
+        ("Bamba", {"num_hidden_layers": 2}),
     ],
 )
 def test_an_engine_on_these_kernels(

@@ -69,6 +69,12 @@ KINDS = [
         id="llama4-text-with-experts-in-every-second-layer",
     ),
     pytest.param("Bamba", {}, id="bamba"),
+    pytest.param("GraniteMoeHybrid", {}, id="granite-moe-hybrid"),
+    pytest.param(
+        "GraniteMoeHybrid",
+        {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},
+        id="granite-dense-with-positions",
+    ),
     pytest.param(
         "Llama4Text",
         {"moe_layers": [1], "no_rope_layers": [0, 1, 0, 1], "attention_bias": True, "num_experts_per_tok": 2},
