@@ -21,7 +21,7 @@ from router.endpoints.http_generation import HttpGeneration
 from router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body
 from router.endpoints.http_response import collect
 from router.endpoints.stored_responses import StoredResponse, StoredResponses
-from router.errors import ApiError, InvalidRequest, Unsupported
+from router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ class _Turn:
     input: bytes | None
     """None: the turn is not stored."""
     background: bool
+    size: int
+    """Bytes of the body and of the earlier turns."""
 
     @property
     def history(self) -> bytes:
@@ -74,7 +76,7 @@ class HttpResponses:
         turn = self._turn(raw)
         if turn.background:
             return await self._create_in_background(request, raw, turn)
-        with self._frontend.admit(ACCOUNT.get(), len(raw)) as entry:
+        with self._frontend.admit(ACCOUNT.get(), turn.size) as entry:
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
             return await self._generation.respond(request, active, self._builder(active, turn))
@@ -107,7 +109,7 @@ class HttpResponses:
             await asyncio.wait([running[0]])
 
     def _turn(self, raw: bytearray) -> _Turn:
-        """Raises NotFound and InvalidRequest when the turn before it is not stored."""
+        """Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
         try:
             peek = _peek(raw)
         except msgspec.MsgspecError:
@@ -119,8 +121,12 @@ class HttpResponses:
                 text = f"previous_response_id: response {previous} is not complete yet"
                 raise InvalidRequest(text, param="previous_response_id")
             earlier = self._stored.get(key, previous, "previous_response_id").conversation
+        size = len(raw) + sum(map(len, earlier))
+        if size > self._config.max_body_bytes:
+            text = f"the conversation is larger than {self._config.max_body_bytes} bytes"
+            raise BodyTooLarge(text, param="previous_response_id")
         input = None if peek.store is False else bytes(peek.input)
-        return _Turn(key, earlier, input, bool(peek.background))
+        return _Turn(key, earlier, input, bool(peek.background), size)
 
     def _builder(self, active: ActiveRequest, turn: _Turn) -> ResponsesBuilder:
         def keep(response: dict[str, Any]) -> None:
@@ -153,7 +159,7 @@ class HttpResponses:
         assert task is not None
         builder: ResponsesBuilder | None = None
         try:
-            with self._frontend.admit(ACCOUNT.get(), len(raw)) as entry:
+            with self._frontend.admit(ACCOUNT.get(), turn.size) as entry:
                 active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
                 del raw
                 builder = self._builder(active, turn)

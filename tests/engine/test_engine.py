@@ -377,6 +377,11 @@ def test_logprobs_come_from_the_logits_before_adjustments(
     assert output.logprobs.logprob == pytest.approx(own.logprobs.top_logprobs[2])
     assert output.logprobs.top_ids == own.logprobs.top_ids
     assert output.logprobs.top_logprobs == pytest.approx(own.logprobs.top_logprobs)
+    named = own.logprobs.top_ids[::-2]
+    request = request_of(3, PROMPT, max_tokens=1, logprobs=0, logprob_token_ids=named)
+    (output,) = run(engine, [request])[request.id].outputs
+    assert output.logprobs.top_ids == named
+    assert output.logprobs.top_logprobs == pytest.approx(own.logprobs.top_logprobs[::-2])
 
 
 def test_cached_prefix_is_announced_as_ready(

@@ -11,6 +11,8 @@ import grpc.aio
 import pytest
 from google.protobuf.message import DecodeError
 
+from router.api.anthropic.body import MessagesBody
+from router.api.openai_responses.body import ResponsesBody
 from rpc import inference_pb2 as pb
 from rpc.inference_pb2_grpc import InferenceStub
 
@@ -173,4 +175,68 @@ async def test_extreme_values_over_http(cluster: Cluster, caplog: pytest.LogCapt
                 body,
             )
     assert min(statuses[200], statuses[400]) > 50, statuses
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+PARTS: list[Any] = [
+    {"type": "text", "text": "x"}, {"type": "input_text", "text": "x"}, {"type": "image"}, {"text": "x"},
+    {"type": "thinking", "thinking": "x"}, {"type": "reasoning", "content": [{"type": "reasoning_text"}]},
+    {"type": "tool_use", "id": "a", "name": "f", "input": {}}, {"type": "tool_result", "tool_use_id": "a"},
+    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "x"}, {"type": "message", "role": "user"},
+    {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}, {"type": ["x"]}, {"type": 5},
+]  # fmt: skip
+"""Items of an input, or blocks of content."""
+OTHER_FORMS: dict[str, list[Any]] = SPECIAL | {
+    "tools": [[{"type": "function", "name": "f"}], [{"name": "f", "input_schema": {}}], [{"type": "web"}]],
+    "tool_choice": ["auto", "required", {"type": "function", "name": "f"}, {"type": "any"}, {"type": "tool"}],
+    "thinking": [{"type": "enabled", "budget_tokens": 5}, {"type": "disabled"}, {"type": "adaptive"}],
+    "output_config": [{"effort": "low"}, {"format": {"type": "json_schema", "schema": {"$ref": "#"}}}],
+    "text": [{"format": {"type": "json_object"}}, {"format": {"type": "json_schema", "schema": {}}}],
+    "reasoning": [{"effort": "low"}, {"effort": "x"}, {"summary": "auto"}],
+    "include": [["message.output_text.logprobs"], ["x"]],
+    "previous_response_id": ["resp_x"],
+    "background": [False],
+}
+
+
+def drawn_of(kind: type[ResponsesBody | MessagesBody], rng: random.Random) -> dict[str, Any]:
+    parts = [rng.choice([*PARTS, *ANYTHING]) for _ in range(rng.randrange(3))]
+    content = "Hi" if rng.random() < 0.7 else rng.choice([parts, *ANYTHING])
+    role = rng.choice(["user"] * 5 + ["assistant", "system", "x"])
+    body: dict[str, Any] = {"messages": [{"role": role, "content": content}], "max_tokens": 5}
+    if kind is ResponsesBody:
+        body = {"input": content}
+    names = rng.sample(sorted(kind.model_fields.keys() - body.keys()), rng.choice([0, 1, 1, 2]))
+    body |= {name: rng.choice(OTHER_FORMS.get(name, []) * 3 + ANYTHING) for name in names}
+    return body | {"stream": rng.random() < 0.3}
+
+
+@MANY
+@pytest.mark.parametrize(("path", "kind"), [("/v1/responses", ResponsesBody), ("/v1/messages", MessagesBody)])
+async def test_extreme_values_in_other_forms(
+    cluster: Cluster,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    kind: type[ResponsesBody | MessagesBody],
+    count: int,
+):
+    rng, statuses = random.Random(8), collections.Counter()
+    for _ in range(count):
+        body = drawn_of(kind, rng)
+        async with cluster.http.post(cluster.url + path, json=body) as response:
+            said = await response.read()
+            statuses[response.status] += 1
+            assert response.status in (200, 400, 404) or (response.status == 504 and "timeout" in body), (
+                said,
+                body,
+            )
+            if response.status != 200:
+                assert json.loads(said)["error"]["message"], body
+            elif body["stream"]:
+                last = json.loads(said.rstrip().rpartition(b"data: ")[2])["type"]
+                assert last in ("message_stop", "error") or last.startswith("response."), body
+            else:
+                assert json.loads(said)["id"], body
+    assert min(statuses[200], statuses[400]) > count // 8, statuses
     assert not [record for record in caplog.records if record.exc_info]

@@ -226,6 +226,14 @@ async def test_a_child_process_gets_the_conversation(cluster: Cluster, monkeypat
     assert TEXT in prompt(cluster)
 
 
+async def test_a_conversation_is_as_long_as_a_body_may_be(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, max_body_bytes=1000) as cluster:
+        _, first = await cluster.post(PATH, input="x" * 700)
+        status, result = await cluster.post(PATH, input="y" * 300, previous_response_id=first["id"])
+        assert (status, result["error"]["param"]) == (413, "previous_response_id")
+        await cluster.idle()
+
+
 async def test_a_failed_stream_ends_with_response_failed(cluster: Cluster):
     events: list[dict[str, Any]] = []
 
