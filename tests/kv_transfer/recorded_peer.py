@@ -1,9 +1,9 @@
-"""Plays one side of a recorded session of wire version 3, over a socket.
+"""Plays one side of a recorded session of an older wire version, or of the newest one, over a socket.
 
-`wire3.json` holds the frames of both sides by exchange, each as side, name and hexadecimal bytes. Recorded
-frames go out as they are, and those of the peer must equal the recording. There are three exceptions:
-MACs are computed, since the peer's nonce is fresh; a sender follows the peer's credit; PINGs of the peer are
-skipped.
+`wire3.json` and `wire4.json` hold the frames of both sides by exchange, each as side, name and hexadecimal
+bytes. Recorded frames go out as they are, and those of the peer must equal the recording. There are four
+exceptions: MACs are computed, since the peer's nonce is fresh; a sender follows the peer's credit; PINGs of
+the peer are skipped; EXPORT names memory of the peer, of which only the size is compared.
 
 A recording never changes. A later version adds its own. This file imports nothing of `kv_transfer` and of
 `second_wire`, because these follow the newest version.
@@ -23,9 +23,15 @@ import msgspec
 import xxhash
 
 SECRET = b"a cluster secret for tests"
-RECORDING: dict[str, list[tuple[str, str, bytes]]] = {
-    exchange: [(side, name, bytes.fromhex(data)) for side, name, data in frames]
-    for exchange, frames in json.loads(Path(__file__).with_name("wire3.json").read_text()).items()
+Recording = dict[str, list[tuple[str, str, bytes]]]
+RECORDINGS: dict[int, Recording] = {
+    version: {
+        exchange: [(side, name, bytes.fromhex(data)) for side, name, data in frames]
+        for exchange, frames in json.loads(
+            Path(__file__).with_name(f"wire{version}.json").read_text()
+        ).items()
+    }
+    for version in (3, 4)
 }
 CREDIT, PING = 3, 9
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -49,13 +55,14 @@ def mac(label: bytes, opened: bytes, nonce: bytes, identity: bytes) -> bytes:
 class RecordedPeer:
     """`side` is the one that it plays, on a lane that is connected."""
 
-    def __init__(self, side: Literal["sender", "receiver"], sock: socket.socket) -> None:
+    def __init__(self, side: Literal["sender", "receiver"], sock: socket.socket, version: int) -> None:
         sock.settimeout(20)
         self._side = side
         self._sock = sock
         self._stream = sock.makefile("rb")
         self._granted = self._sent = 0  # KV frames
-        opened, reply, proof = (frame for _, _, frame in RECORDING["handshake"])
+        self._recording = RECORDINGS[version]
+        opened, reply, proof = (frame for _, _, frame in self._recording["handshake"])
         if side == "receiver":
             sock.sendall(opened)
             tag, nonce, identity, proved = unpack(payload(self._read()))
@@ -70,7 +77,7 @@ class RecordedPeer:
             assert unpack(payload(self._read())) == ["proof", mac(b"initiator", told, nonce, identity)]
 
     def play(self, exchange: str) -> None:
-        for side, name, frame in RECORDING[exchange]:
+        for side, name, frame in self._recording[exchange]:
             if name == "CREDIT" and self._side == "sender":
                 continue  # `_read` answers what the peer really grants and recalls
             if side == self._side:
@@ -78,6 +85,11 @@ class RecordedPeer:
                     self._take_credit(self._frame())
                 self._sent += name == "KV"
                 self._sock.sendall(frame)
+            elif name == "EXPORT":
+                [_, _, _, *size, _], [_, _, _, *recorded, _] = (
+                    unpack(payload(x)) for x in (self._read(), frame)
+                )
+                assert size == recorded
             elif name != "PING":
                 assert self._read() == frame, f"{name} differs from the recording"
 
@@ -91,7 +103,7 @@ class RecordedPeer:
         assert frame[5] == CREDIT
         self._granted, recall = unpack(payload(frame))
         if recall:
-            answer = next(f for s, n, f in RECORDING["acknowledged"] if (s, n) == ("sender", "CREDIT"))
+            answer = next(f for s, n, f in RECORDINGS[3]["acknowledged"] if (s, n) == ("sender", "CREDIT"))
             self._sock.sendall(with_payload(answer, pack([self._granted, self._sent])))
             self._granted = self._sent
 

@@ -1,4 +1,4 @@
-"""A recorded peer of wire version 3 still works: its bytes mean the same, and today's workers serve it.
+"""Recorded peers of wire versions 3 and 4 still work: its bytes mean the same, and today's workers serve it.
 
 If a frame differs from the recording, the code broke the wire. Then the code changes back, or the wire gets a
 new version with a recording of its own. That one holds `frame_of` for each of its values, and must equal what
@@ -21,25 +21,27 @@ from kv_transfer.protocol import hello
 from kv_transfer.protocol import messages as m
 from kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack, parse
 
-from .recorded_peer import RECORDING, SECRET, RecordedPeer, payload
+from .recorded_peer import RECORDINGS, SECRET, RecordedPeer, payload
 
 ABOUT = ("model of the tests", "kv3 layers=3 kv_heads=2 head_dim=16", "float32", "none", 4096)
-SENDER = m.Identity("sender", (3, 3), "recorded sender", 5, 0, 1, *ABOUT)
-RECEIVER = m.Identity("receiver", (3, 3), "recorded receiver", 6, 0, 1, *ABOUT)
+SENDERS = {n: m.Identity("sender", (3, n), "recorded sender", 5, 0, 1, *ABOUT) for n in (3, 4)}
+RECEIVERS = {n: m.Identity("receiver", (3, n), "recorded receiver", 6, 0, 1, *ABOUT) for n in (3, 4)}
 FINISHED, RUNNING = b"finished prefill", b"running  prefill"
 KV_OF_LAYERS = (torch.arange(3 * 2 * 2 * 2 * 16) / 8 - 20).view(3, 2, 2, 2, 16)  # two positions
 FETCHED, CONTENT, RANKS, ABORTED, STATE = (bytes([i]) * 16 for i in range(1, 6))  # transfer ids
 
 Value = tuple[bytes, m.Control | m.Hello] | tuple[Header, bytes]
+FIRST_TOKEN = 42, -0.5, (42, 7), (-0.5, -2.0)
+KV_FRAMES: list[Value] = [
+    (Header(FrameType.KV, FETCHED, i, 0, 0, 2, 0, 2, i, 512), KV_OF_LAYERS[i].numpy().tobytes())
+    for i in range(3)
+]
 VALUES: dict[str, list[Value]] = {
     "fetch": [
         (FETCHED, m.Fetch(FINISHED, 0, 1, ((0, 2),), 0, 0, 2)),
-        (FETCHED, m.Commit(m.FirstToken(42, -0.5, (42, 7), (-0.5, -2.0)), 3, 3 * 512)),
+        (FETCHED, m.Commit(m.FirstToken(*FIRST_TOKEN), 3, 3 * 512)),
         (bytes(16), m.Credit(4)),
-        *(
-            (Header(FrameType.KV, FETCHED, i, 0, 0, 2, 0, 2, i, 512), KV_OF_LAYERS[i].numpy().tobytes())
-            for i in range(3)
-        ),
+        *KV_FRAMES,
     ],
     "acknowledged": [
         (FETCHED, m.Ack()),
@@ -71,6 +73,29 @@ VALUES: dict[str, list[Value]] = {
     ],
 }
 
+MEMORY = "boot id of another machine", b"a handle", 16, 4096, b"a token: 16 byte"
+VALUES_OF_4: dict[str, list[Value]] = {
+    "exported memory": [
+        (FETCHED, m.Fetch(FINISHED, 0, 1, ((0, 2),), 0, 0, 2)),
+        (bytes(16), m.Export("shared_memory", *MEMORY)),
+        (FETCHED, m.Commit(m.FirstToken(*FIRST_TOKEN), 3, 3 * 512)),
+        (bytes(16), m.Reach(True, "shared_memory")),
+        (bytes(16), m.Credit(4)),
+        *((FETCHED, m.SliceAt(i, i + 1, i, i, 0, 2, 0, 2, 512)) for i in range(3)),
+        (bytes(16), m.Taken((0, 1, 2))),
+        (FETCHED, m.Ack()),
+    ],
+    "memory of another machine": [
+        (FETCHED, m.Fetch(FINISHED, 0, 1, ((0, 2),), 0, 0, 2)),
+        (bytes(16), m.Export("shared_memory", *MEMORY)),
+        (bytes(16), m.Reach(False, "another machine")),
+        (FETCHED, m.Commit(m.FirstToken(*FIRST_TOKEN), 3, 3 * 512)),
+        *KV_FRAMES,
+        (FETCHED, m.Ack()),
+    ],
+}
+ALL = [(3, exchange) for exchange in VALUES] + [(4, exchange) for exchange in VALUES_OF_4]
+
 
 def frame_of(first: Header | bytes, value: m.Control | m.Hello | bytes) -> bytes:
     """The frame as today's code sends it: KV with its header, or a message with its transfer id."""
@@ -81,9 +106,10 @@ def frame_of(first: Header | bytes, value: m.Control | m.Hello | bytes) -> bytes
     return pack(first) + ChecksumWriter().message(b"", body)
 
 
-@pytest.mark.parametrize("exchange", VALUES)
-def test_the_recorded_bytes_have_their_values(exchange: str) -> None:
-    for (side, name, frame), (first, value) in zip(RECORDING[exchange], VALUES[exchange], strict=True):
+@pytest.mark.parametrize(("version", "exchange"), ALL)
+def test_the_recorded_bytes_have_their_values(version: int, exchange: str) -> None:
+    values = {3: VALUES, 4: VALUES_OF_4}[version][exchange]
+    for (side, name, frame), (first, value) in zip(RECORDINGS[version][exchange], values, strict=True):
         header, body = parse(frame[:64]), memoryview(payload(frame))
         assert (header.type.name, header.length) == (name, len(body))
         if isinstance(first, Header):
@@ -96,32 +122,46 @@ def test_the_recorded_bytes_have_their_values(exchange: str) -> None:
         assert frame_of(first, value) == frame, f"{name} is sent as {frame_of(first, value).hex()}"
 
 
-def test_the_recorded_handshake_is_the_one_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", RECORDINGS)
+def test_the_recorded_handshake_is_the_one_of_today(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
     nonces = iter([b"r" * 32, b"s" * 32])
     monkeypatch.setattr(hello, "os", SimpleNamespace(urandom=lambda size: next(nonces)))
-    initiator = hello.Initiator(SECRET, RECEIVER, b"recorded session", 0, 1, incarnation=5)
-    listener = hello.Listener(SECRET, SENDER)
-    frames = [frame for *_, frame in RECORDING["handshake"]]
+    initiator = hello.Initiator(SECRET, RECEIVERS[version], b"recorded session", 0, 1, incarnation=5)
+    listener = hello.Listener(SECRET, SENDERS[version])
+    frames = [frame for *_, frame in RECORDINGS[version]["handshake"]]
     messages: list[Any] = [m.decode_hello(memoryview(payload(frame))) for frame in frames]
     opened, replied, proof = messages
     assert initiator.open == payload(frames[0])
     assert listener.answer(opened, initiator.open) == replied
-    assert initiator.reply(replied) == SENDER
+    assert initiator.reply(replied) == SENDERS[version]
     assert initiator.proof == proof
-    assert listener.check(proof) == (opened, RECEIVER)
+    assert listener.check(proof) == (opened, RECEIVERS[version])
     assert [frame_of(bytes(16), message) for message in messages] == frames
 
 
-def test_a_recorded_receiver_fetches_from_todays_sender(make_prefill: Any, until: Any) -> None:
-    prefill = make_prefill(exports=True)  # which the peer does not know
+def finished(prefill: Any) -> None:
+    """Computes the recorded prefill."""
     prefill.open(2, FINISHED)
     for layer, rows in zip(prefill.pool, KV_OF_LAYERS, strict=True):
         layer[:, prefill.held[FINISHED][0], :2] = rows
     prefill.sender.ready(FINISHED, None, 0, 2)
-    prefill.sender.commit(FINISHED, kv.FirstToken(42, -0.5, (42, 7), (-0.5, -2.0)))
+    prefill.sender.commit(FINISHED, kv.FirstToken(*FIRST_TOKEN))
+
+
+def fetched(decode: Any, decode_id: bytes, until: Any) -> None:
+    """The recorded KV arrives."""
+    until(lambda: decode.poll() or decode.events.get(decode_id), "the KV", decode.receiver)
+    assert decode.events[decode_id].first_token == kv.FirstToken(*FIRST_TOKEN)
+    for layer, rows in enumerate(KV_OF_LAYERS):
+        assert torch.equal(decode.rows(decode.reserved[decode_id], layer, 0, 2).cpu(), rows)
+
+
+def test_a_recorded_receiver_fetches_from_todays_sender(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill(exports=True)  # which the peer does not know
+    finished(prefill)
     prefill.open(2, RUNNING)
     with socket.create_connection(("127.0.0.1", prefill.port)) as sock:
-        peer = RecordedPeer("receiver", sock)
+        peer = RecordedPeer("receiver", sock, 3)
         for exchange in ("fetch", "acknowledged"):
             peer.play(exchange)
         with ThreadPoolExecutor() as pool:  # the engine of the sender refuses, as it keeps no prefix cache
@@ -146,12 +186,9 @@ def test_a_recorded_sender_feeds_todays_receiver(
         decode_id = decode.fetch(source, FINISHED, 2)
         sock, _ = server.accept()
     with sock:
-        peer = RecordedPeer("sender", sock)
+        peer = RecordedPeer("sender", sock, 3)
         peer.play("fetch")
-        until(lambda: decode.poll() or decode.events.get(decode_id), "the KV", decode.receiver)
-        assert decode.events[decode_id].first_token == kv.FirstToken(42, -0.5, (42, 7), (-0.5, -2.0))
-        for layer, rows in enumerate(KV_OF_LAYERS):
-            assert torch.equal(decode.rows(decode.reserved[decode_id], layer, 0, 2).cpu(), rows)
+        fetched(decode, decode_id, until)
         peer.play("acknowledged")
         decode_id = decode.fetch(source, RUNNING, 2)
         peer.play("fetch of a running prefill")
@@ -162,3 +199,28 @@ def test_a_recorded_sender_feeds_todays_receiver(
         peer.play("state")
         assert decode.stats().refused == {"state": 1}
         assert decode.stats().sessions == 1
+
+
+def test_a_recorded_receiver_reads_what_todays_sender_exports(make_prefill: Any, until: Any) -> None:
+    prefill = make_prefill(exports=True, device="cpu")
+    finished(prefill)
+    with socket.create_connection(("127.0.0.1", prefill.port)) as sock:
+        RecordedPeer("receiver", sock, 4).play("exported memory")
+        until(lambda: prefill.poll() or prefill.released == {FINISHED: "acked"}, "the ACK", prefill.sender)
+    slots = [bytes(prefill.sending.arena.slot(i)[:512]) for i in range(3)]
+    assert slots == [rows.numpy().tobytes() for rows in KV_OF_LAYERS]
+
+
+def test_todays_receiver_cannot_read_what_a_recorded_sender_exports(
+    make_decode: Any, monkeypatch: pytest.MonkeyPatch, until: Any
+) -> None:
+    monkeypatch.setattr(receiver, "os", SimpleNamespace(urandom=lambda size: FETCHED))
+    decode = make_decode(lanes=1, exports=True, device="cpu")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source: Any = SimpleNamespace(address=f"127.0.0.1:{server.getsockname()[1]}", incarnation=5)
+        decode_id = decode.fetch(source, FINISHED, 2)
+        sock, _ = server.accept()
+    with sock, ThreadPoolExecutor() as pool:
+        played = pool.submit(RecordedPeer("sender", sock, 4).play, "memory of another machine")
+        fetched(decode, decode_id, until)
+        played.result()
