@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -36,6 +37,13 @@ def _lane_processes() -> int:
     return min(8, cores // 2) if cores >= 8 else 0
 
 
+NIXL_WHEELS = ("nixl_cu13", "nixl_cu12")  # the package `nixl` would import torch to choose one of them
+
+
+def nixl_installed() -> bool:
+    return any(find_spec(name) for name in NIXL_WHEELS)
+
+
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The first line on stdin of `python -m kv_transfer.process`, as JSON."""
 
@@ -57,6 +65,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 4096  # FETCHes for prefill ids not yet seen
     lane_processes: int = msgspec.field(default_factory=_lane_processes)  # 0: the transfer process does it
     encrypt: bool = False  # lanes; each peer must do the same
+    nixl: bool = False  # KV is read with NIXL where a test read succeeds, on both sides of sessions
     deadlines: TransferDeadlines = TransferDeadlines()
     trace_path: str | None = None
     logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
-from tests.kv_transfer.second_wire import COMMIT, HELLO, KV, pack, unpack
+from tests.kv_transfer.second_wire import COMMIT, HELLO, KV, SLICE, pack, unpack
 from tests.kv_transfer.second_wire import frame as whole_frame
 from tests.proxy import Proxy
 
@@ -45,6 +46,7 @@ class BadNetwork(Proxy):
     first_token: list[object] | None = None  # replaces that of the next COMMIT; checksums are right
     hits: int = 0
     chance: float = 1.0  # that a frame is hit at all
+    arena: Any = None  # of slots that peers read: a byte of the next one that SLICE names is bent
     trailer: int = 8  # bytes behind the payload of a frame, except of HELLO
     bytes_per_second: float = 125_000.0  # of "throttle": 1 Mbit/s
     rng: random.Random = field(default_factory=lambda: random.Random(1))
@@ -81,6 +83,9 @@ class BadNetwork(Proxy):
                     message[0], self.first_token = self.first_token, None
                     frame = bytearray(whole_frame(COMMIT, pack(message), head[8:24]))
                 meant = head[5] in self.back if back else head[5] == KV and not self.back
+                if head[5] == SLICE and self.arena is not None:
+                    self.arena.slot(unpack(frame[HEADER:-trailer])[0])[7] ^= 1
+                    self.arena, self.suffered = None, 1
                 hit = meant and self.hits > 0 and self.rng.random() < self.chance
                 self.hits -= hit
                 self.suffered += hit

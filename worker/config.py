@@ -86,9 +86,10 @@ class WorkerConfig:
 
     Empty: the kernel's route.
     """
-    kv_connector: Literal["auto", "tcp"] = "auto"
+    kv_connector: Literal["auto", "tcp", "nixl"] = "auto"
     """auto: workers of one host read KV from memory of each other, where a test copy succeeds. They must run
-    as the same user, or use GPUs with peer access."""
+    as the same user, or use GPUs with peer access. nixl: with NIXL, from arena to arena; see
+    `TransferConfig`."""
     kv_encrypt: bool = False
     """Encrypt KV lanes, and refuse peers that do not."""
     kv_lanes: int = 4
@@ -149,6 +150,8 @@ class WorkerConfig:
                 f"--kv-slots: {self.kv_slots} is out of range (at least two for each of the {self.kv_lanes} "
                 "lanes, at most 65536)"
             )
+        if self.kv_connector == "nixl":
+            self._check_nixl()
         for source in self.kv_bind:
             _check_source(source)
         if self.kv_host in _WILDCARDS:
@@ -157,6 +160,17 @@ class WorkerConfig:
                 "address of the network that carries KV"
             )
         self.kv_address()  # a wrong --kv-host must fail before the weights are loaded
+
+    def _check_nixl(self) -> None:
+        from kv_transfer.config import nixl_installed
+
+        if self.kv_encrypt:
+            raise ValueError("--kv-encrypt: NIXL does not encrypt; use another --kv-connector")
+        if not nixl_installed():
+            raise ValueError(
+                "--kv-connector: NIXL is not installed; run `pip install -e '.[nixl]'` in Baton's source "
+                "directory"
+            )
 
     @property
     def name(self) -> str:

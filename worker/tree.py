@@ -183,6 +183,7 @@ class WorkerTree:
             lanes=config.kv_lanes,
             bind=config.kv_bind,
             encrypt=config.kv_encrypt,
+            nixl=config.kv_connector == "nixl",
             deadlines=TransferDeadlines(
                 fetch_wait=deadlines.hold,
                 hold=deadlines.hold,

@@ -17,10 +17,11 @@ class TransferOptions:
         int, opt("TCP connections from a decode worker to each prefill worker.", "N", check=between(1))
     ] = 4
     kv_connector: Annotated[
-        Literal["auto", "tcp"],
+        Literal["auto", "tcp", "nixl"],
         opt(
             "How KV moves between workers. auto: workers of one host read it from memory of each other "
-            "where a test copy succeeds; all others use TCP."
+            "where a test copy succeeds; all others use TCP. nixl: workers with this setting read it with "
+            "NIXL, which must be installed."
         ),
     ] = "auto"
     kv_encrypt: Annotated[

@@ -37,6 +37,7 @@ from kv_transfer.process import movers
 from kv_transfer.process.connector import Session
 from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.loop import Loop
+from kv_transfer.process.nixl_memory import NixlMemory
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
@@ -49,6 +50,7 @@ log = logging.getLogger("baton.kv")
 
 _TICK = 0.25  # seconds between looks at the clock while anything is open
 _IDLE_TICK = 1.0
+_LOOK = 0.00005  # between looks at reads with NIXL
 
 
 class TransferProcess:
@@ -69,13 +71,14 @@ class TransferProcess:
         slots = SlotPipe(config.num_slots)
         inherited = [sending.channel, receiving.channel, service]
         self._movers = movers.fork(config, sending.arena, receiving.arena, slots, inherited)
+        nixl = NixlMemory(config.incarnation, sending.arena, receiving.arena) if config.nixl else None
         self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._loop = Loop(self._flush)
         self._to_sender = Channel(sending.channel, FromSender, self._blocked)
         self._to_receiver = Channel(receiving.channel, FromReceiver, self._blocked)
-        self._prefill = PrefillSide(config, sending.arena, self._to_sender, self._counters)
-        self._decode = DecodeSide(config, slots, self._to_receiver, self._counters, self._connect)
+        self._prefill = PrefillSide(config, sending.arena, self._to_sender, self._counters, nixl)
+        self._decode = DecodeSide(config, slots, self._to_receiver, self._counters, self._connect, nixl)
         make_sessions: dict[Side, MakeSession] = {
             "sender": partial(SendingSession, self._prefill),
             "receiver": partial(ReceivingSession, self._decode, receiving.arena, slots),
@@ -146,7 +149,10 @@ class TransferProcess:
             if mover.channel.pending:
                 mover.flush()
                 self._watch_mover(mover)
-        waits = [_flush_due(channel) for channel in (self._to_sender, self._to_receiver)]
+        look = self._decode.take_reads()
+        if look == 0.0:  # NIXL has no descriptor that tells when a read is over
+            time.sleep(_LOOK)
+        waits = [look, *(_flush_due(channel) for channel in (self._to_sender, self._to_receiver))]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _watch_channels(self) -> None:

@@ -29,6 +29,7 @@ from kv_transfer.channel import (
 )
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Connect, ProtocolError, Session
+from kv_transfer.process.nixl_memory import KIND, NixlMemory
 from kv_transfer.process.peers import Peers
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
@@ -71,12 +72,13 @@ class _Ticket:
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """A slice that the engine reads in memory that the peer exports."""
+    """A slice that is read in memory that the peer exports: by the engine, or with NIXL."""
 
     session: int
     there: int  # its slot in that memory
     header: Header
     ticket: _Ticket
+    here: bool  # it is read into the slot that was set aside
 
 
 class DecodeSide:
@@ -89,6 +91,7 @@ class DecodeSide:
         channel: Channel,
         counters: TransferCounters,
         connect: Connect,
+        nixl: NixlMemory | None = None,
     ) -> None:
         """`connect` makes sessions for this side."""
         self.draining = False
@@ -98,6 +101,7 @@ class DecodeSide:
         self._channel = channel
         self._counters = counters
         self._peers = Peers(config, connect)
+        self._nixl = nixl
         self._exports: dict[int, Export] = {}  # session → memory that the peer exports
         self._reached: set[int] = set()  # sessions with memory that the engine has opened
         self._pulls: dict[int, _Pull] = {}  # by the slot of ours that is set aside
@@ -161,8 +165,11 @@ class DecodeSide:
         peer = self._peers.session_down(session, reason, now)
         self._apply(self._fetches.session_down(peer.key, reason, now))
         self._reached.discard(session.number)
-        if self._exports.pop(session.number, None):
-            self._channel.post(ExportGone(session.number))
+        if export := self._exports.pop(session.number, None):
+            if nixl := self._reads_with(export):
+                nixl.close(session.number)
+            else:
+                self._channel.post(ExportGone(session.number))
         self.settle()
 
     def session_over(self, session: Session) -> None:
@@ -186,7 +193,7 @@ class DecodeSide:
                 if number in self._exports:
                     raise ProtocolError("order", "a second EXPORT")
                 self._exports[number] = message
-                self._channel.post(ExportIn(number, message))
+                self._open(session, message)
             case SliceAt():
                 self._slice_at(session, transfer_id, message)
                 return  # credit is granted when slots have been read, and not for each slice
@@ -254,11 +261,38 @@ class DecodeSide:
 
     # ------------------------------------------------------------ exported memory
 
-    def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt) -> None:
-        """Instead of a frame. It uses a credit and a slot, too, though nothing is written into the slot.
+    def _reads_with(self, export: Export) -> NixlMemory | None:
+        """What reads memory of this kind. None: the engine."""
+        return self._nixl if export.kind == KIND else None
 
-        The engine verifies it. Until then it counts as verified here: so the last slice needs no further
-        message to the engine. The engine injects nothing with a slice that was wrong."""
+    def _open(self, session: Session, export: Export) -> None:
+        """`_opened` follows."""
+        nixl = self._reads_with(export)
+        if nixl is None:
+            self._channel.post(ExportIn(session.number, export))
+            return
+        assert session.peer is not None
+        if why := nixl.open(session.number, session.peer.incarnation, export):
+            self._opened(session.number, False, why)
+
+    def _opened(self, number: int, reached: bool, why: str) -> None:
+        if number in self._exports:
+            if reached:
+                self._reached.add(number)
+            self._session(number).send(Reach(reached, why[:512]))
+
+    def take_reads(self) -> float | None:
+        """Takes reads of NIXL that are over. Returns within how many seconds to look again; None: no need."""
+        if self._nixl is None or self._nixl.look_within() is None:
+            return None
+        for number, why in self._nixl.opened():
+            self._opened(number, not why, why)
+        if finished := dict(self._nixl.finished()):
+            self._pulled(finished)
+        return self._nixl.look_within()
+
+    def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt) -> None:
+        """Instead of a frame. It uses a credit and a slot, too, though the engine writes nothing into it."""
         export = self._exports.get(session.number)
         if export is None or session.number not in self._reached:
             raise ProtocolError("order", "SLICE without REACH")
@@ -274,18 +308,28 @@ class DecodeSide:
             raise ProtocolError("credit", str(e)) from None
         ticket = self.kv_begins(session, header, slot)
         session.moved(time.monotonic())
-        self._pulls[slot] = _Pull(session.number, m.slot, header, ticket)
+        nixl = self._reads_with(export)
+        self._pulls[slot] = _Pull(session.number, m.slot, header, ticket, here=nixl is not None)
         if ticket.transfer is None:
             self._pulled({slot: False})
-            return
+        elif nixl is None:
+            self._arrived_at(ticket.transfer, slot, session, header, m)
+        elif not nixl.read(session.number, m.slot, slot, m.length, m.generation):
+            self._pulled({slot: False})
+
+    def _arrived_at(
+        self, transfer: Transfer, slot: int, session: Session, header: Header, m: SliceAt
+    ) -> None:
+        """The engine verifies it. Until then it counts as verified here: so the last slice needs no further
+        message to the engine. The engine injects nothing with a slice that was wrong."""
         self._channel.post(
             ArrivedAt(
-                transfer_id, slot, m.seq, m.layer, m.head_start, m.head_count, m.token_start, m.token_count,
-                m.length, session.number, m.slot, m.generation, ticket.transfer.incoming.layout.dtype,
+                transfer.id, slot, m.seq, m.layer, m.head_start, m.head_count, m.token_start, m.token_count,
+                m.length, session.number, m.slot, m.generation, transfer.incoming.layout.dtype,
             )
         )  # fmt: skip
-        if self._handed_over(header, ticket.transfer):
-            self._complete(ticket.transfer)
+        if self._handed_over(header, transfer):
+            self._complete(transfer)
 
     def _from_copies(self, message: SlotsFree | PulledIn | Opened) -> None:
         match message:
@@ -297,13 +341,10 @@ class DecodeSide:
             case PulledIn(slots, whole):
                 self._pulled(dict(zip(slots, whole, strict=True)))
             case Opened(number, reached, why):
-                if number in self._exports:
-                    if reached:
-                        self._reached.add(number)
-                    self._session(number).send(Reach(reached, why))
+                self._opened(number, reached, why)
 
     def _pulled(self, slots: Mapping[int, bool]) -> None:
-        """The engine has read or dropped these slots. The value says whether the slice was right."""
+        """These slots are read or dropped. The value says whether the slice was right."""
         pulls = {slot: self._pulls.pop(slot) for slot in slots}
         taken: dict[int, list[int]] = {}
         for pull in pulls.values():
@@ -313,13 +354,18 @@ class DecodeSide:
                 self._session(number).moved(time.monotonic())
                 self._session(number).send(Taken(tuple(there)))
         for slot, pull in pulls.items():
-            self._free(slot)
-            transfer = pull.ticket.transfer
-            if transfer is None or transfer.id not in self._fetches.open:
-                continue
-            if not slots[slot] and pull.session in self._peers.by_session:  # so the next transfer is over TCP
+            ticket, right = pull.ticket, slots[slot]
+            transfer = self._fetches.open.get(ticket.transfer.id) if ticket.transfer else None
+            if (
+                transfer and not right and pull.session in self._peers.by_session
+            ):  # the next transfer is over TCP
                 self._session(pull.session).send(Reach(False, "a slice could not be read, or was wrong"))
-            self._verified(pull.header, transfer, right=slots[slot])
+            if pull.here:
+                self.kv_ends(pull.header, ticket, right)
+                continue
+            self._free(slot)
+            if transfer:
+                self._verified(pull.header, transfer, right=right)
 
     # ------------------------------------------------------------ credits and time
 

@@ -32,8 +32,10 @@ from kv_transfer.channel import (
 from kv_transfer.config import TransferConfig
 from kv_transfer.layout import NEWEST_VERSION
 from kv_transfer.peer_memory import TCP_ONLY
+from kv_transfer.process import nixl_memory
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
 from kv_transfer.process.lane import OutgoingFrame
+from kv_transfer.process.nixl_memory import NixlMemory
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header
@@ -64,8 +66,9 @@ class PrefillSide:
     """Implements connector.FrameSender."""
 
     def __init__(
-        self, config: TransferConfig, arena: Arena, channel: Channel, counters: TransferCounters
-    ) -> None:
+        self, config: TransferConfig, arena: Arena, channel: Channel, counters: TransferCounters,
+        nixl: NixlMemory | None = None,
+    ) -> None:  # fmt: skip
         self.table = HeldPrefills(config.deadlines, config.max_waiting)
         self.draining = False
         self.slots_out = 0  # handed over by the engine and not given back yet
@@ -74,7 +77,7 @@ class PrefillSide:
         self._channel = channel
         self._counters = counters
         self._sessions: dict[int, SessionToDecode] = {}  # by number
-        self._export: Export | None = None
+        self._export: Export | None = None if nixl is None else nixl.export
         self._why_tcp = f"{TCP_ONLY} at the sender"  # without an export
         self._transports: dict[int, str] = {}  # session with a FETCH → how the peer gets KV, and why over TCP
         self._exported: dict[int, tuple[int, SliceOut]] = {}  # slot → the session that reads it
@@ -127,12 +130,15 @@ class PrefillSide:
         if held is None:
             self._give_back(s.slot, unsent=True)
             return
-        if s.generation:
+        generation = s.generation
+        if self._transports.get(held.session) == nixl_memory.KIND:
+            generation = nixl_memory.checksum(self._arena.slot(s.slot)[: s.length])
+        if generation:
             self.table.begin_send(s.transfer_id, now)
             self._exported[s.slot] = held.session, s
             self._sessions[held.session].send(
                 SliceAt(
-                    s.slot, s.generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
+                    s.slot, generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
                     s.token_count, s.length,
                 ),
                 s.transfer_id,
@@ -210,7 +216,8 @@ class PrefillSide:
                 if self._export is None or session.number not in self._transports:
                     raise ProtocolError("order", "REACH without EXPORT")
                 self._transports[session.number] = self._export.kind if reached else f"tcp: {why}"
-                self._channel.post(Reached(session.number, reached))
+                if self._export.kind != nixl_memory.KIND:  # the engine fills slots as for TCP
+                    self._channel.post(Reached(session.number, reached))
             case Taken(slots):
                 for slot in slots:
                     if self._exported.get(slot, (None,))[0] != session.number:

@@ -186,7 +186,7 @@ class Export(Message):
 
     kind: Text  # "shared_memory" or "cuda_ipc"
     host: Text
-    handle: Annotated[bytes, Meta(max_length=256)]
+    handle: Annotated[bytes, Meta(max_length=4096)]
     num_slots: Annotated[int, Meta(gt=0, le=1 << 16)]
     slot_bytes: U32
     token: Id  # a reader that finds it has opened this memory and no other

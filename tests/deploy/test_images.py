@@ -68,7 +68,7 @@ def test_every_package_in_an_image_has_a_tested_version() -> None:
     pinned = {normalized(name) for name in pins} | {"setuptools"}
     seen: set[tuple[str, frozenset[str]]] = set()
     cpu, cuda = (set(e.split(",")) for e in re.findall(r"'\.\[([\w,]+)\]'", DOCKERFILE.read_text()))
-    assert cuda == cpu | {"cuda"}
+    assert cuda == cpu | {"cuda", "nixl"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = [
         *project["dependencies"],

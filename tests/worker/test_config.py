@@ -23,6 +23,8 @@ def config(**fields: Any) -> WorkerConfig:
         ({"kv_lanes": 0}, "--kv-lanes: 0"),
         ({"kv_slots": 5}, "--kv-slots: 5"),
         ({"kv_slot_bytes": 100_000}, "--kv-slot-bytes: 100000"),
+        ({"kv_connector": "nixl", "kv_encrypt": True}, "--kv-encrypt: NIXL"),
+        ({"kv_connector": "nixl"}, r"--kv-connector: .*'\.\[nixl\]'"),
         ({"kv_bind": ("lo", "10.255.255.254")}, "--kv-bind: '10.255.255.254'"),
         (
             {"engine": EngineConfig("model", max_num_seqs=32_768, max_num_batched_tokens=32_768)},
@@ -33,7 +35,10 @@ def config(**fields: Any) -> WorkerConfig:
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
     ],
 )
-def test_an_error_names_the_flag_and_the_value(fields: dict[str, Any], flag: str) -> None:
+def test_an_error_names_the_flag_and_the_value(
+    fields: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer.config.NIXL_WHEELS", ())  # as if it were not installed
     with pytest.raises(ValueError, match=flag):
         config(**fields)
 

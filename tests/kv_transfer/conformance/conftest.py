@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kv_transfer import cuda_memory
+from kv_transfer.config import nixl_installed
 from kv_transfer.cuda_pool import CudaPool
 from kv_transfer.device import HostPool, Staged
 from tests.bad_network import BadNetwork
@@ -26,6 +27,13 @@ from tests.kv_transfer.conftest import Decode, Pair, Prefill
 def _bent_on_a_lane(prefill: Prefill) -> Iterator[str]:
     trailer = 16 if prefill.encrypt else 8
     with closing(BadNetwork(prefill.port, fault="corrupt", hits=1, trailer=trailer)) as network:
+        yield network.address
+        assert network.suffered == 1
+
+
+@contextmanager
+def _bent_after_its_checksum(prefill: Prefill) -> Iterator[str]:
+    with closing(BadNetwork(prefill.port, arena=prefill.sending.arena)) as network:
         yield network.address
         assert network.suffered == 1
 
@@ -83,11 +91,14 @@ TCP_WITH_MOVERS = Kind("tcp with movers", _bent_on_a_lane, {"lane_processes": 3}
 ENCRYPTED = Kind("tcp+aes", _bent_on_a_lane, {"encrypt": True}, found=("tag", "lost"))
 KIND = "cuda_ipc" if DEVICE == "cuda" else "shared_memory"
 EXPORTED = Kind(KIND, _bent_in_memory, {"exports": True}, KIND)
-KINDS = [TCP, ENCRYPTED, EXPORTED]
+NIXL = Kind("nixl", _bent_after_its_checksum, {"nixl": True}, "nixl")
+KINDS = [TCP, ENCRYPTED, EXPORTED, NIXL]
 
 
 @pytest.fixture(scope="package", params=KINDS, ids=str)
 def transport(request: pytest.FixtureRequest) -> Kind:
+    if request.param is NIXL and not nixl_installed():
+        pytest.skip("NIXL is not installed")
     return request.param
 
 

@@ -1,0 +1,178 @@
+"""Arenas that NIXL has registered: peers read slots of one, and slots of peers are read into the other.
+
+    sender:    EXPORT (NIXL's metadata); a slot is full: SLICE with its checksum; TAKEN: the slot is free
+    receiver:  READ of the token; REACH; SLICE: READ into a slot of its own, checksum, TAKEN
+
+NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX: RDMA where there is a NIC, else UCX's own
+shared memory or TCP. It has its own connections, which are neither authenticated nor encrypted. A slice that
+changed on the way, or that its owner overwrote too early, has another checksum than SLICE names.
+
+NIXL's thread serves peers and sleeps while there is nothing to do. Only this file imports NIXL, when a worker
+uses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import xxhash
+
+from kv_transfer.arena import TOKEN, Arena
+from kv_transfer.config import NIXL_WHEELS
+from kv_transfer.peer_memory import host
+from kv_transfer.protocol.messages import Export
+
+KIND = "nixl"
+_ADDRESS = struct.Struct("<Q")
+_PATIENCE, _RARELY = 1.0, 0.01  # seconds: after so long without an end, looks are so far apart
+_SLEEP = 100_000  # microseconds that NIXL's thread waits for an event; 0 would keep a core busy
+
+
+def checksum(slice_: memoryview) -> int:
+    """Stands in SLICE as the generation, which has 63 bits."""
+    return xxhash.xxh3_64_intdigest(slice_) >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Bytes of a peer on their way into `place`."""
+
+    handle: int
+    peer: bytes
+    place: memoryview
+    expected: int  # their checksum
+
+
+class NixlMemory:
+    """Owns the agent of NIXL. Not safe for threads; no method blocks."""
+
+    def __init__(self, incarnation: int, sending: Arena, receiving: Arena) -> None:
+        wheel = next(name for name in NIXL_WHEELS if find_spec(name))
+        self._nixl: Any = importlib.import_module(f"{wheel}._bindings")
+        found = vars(self._nixl).values()
+        self._errors = tuple(x for x in found if isinstance(x, type) and issubclass(x, Exception))
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, _SLEEP
+        self._agent = self._nixl.nixlAgent(_name(incarnation).decode(), config)
+        self._backend = [self._agent.createBackend("UCX", {})]
+        self._receiving = receiving
+        areas = [(_address(x.memory), len(x.memory) + len(x.marks), 0, b"") for x in (sending, receiving)]
+        self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, areas), self._backend)
+        token = os.urandom(TOKEN)
+        sending.marks[:TOKEN] = token
+        handle = _ADDRESS.pack(areas[0][0]) + self._agent.getLocalMD()
+        self.export = Export(KIND, host(), handle, sending.num_slots, sending.slot_bytes, token)
+        self._open: dict[
+            int, tuple[bytes, int, int]
+        ] = {}  # session → peer, address of its memory, slot_bytes
+        self._users: Counter[bytes] = Counter()  # sessions and reads of each peer
+        self._tokens: dict[int, _Read] = {}  # by session
+        self._reads: dict[int, _Read] = {}  # by slot of ours
+        self._moved = 0.0  # when a read began or ended (time.monotonic())
+
+    # ------------------------------------------------------------ sessions
+
+    def open(self, session: int, incarnation: int, export: Export) -> str:
+        """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
+        try:
+            (address,) = _ADDRESS.unpack(export.handle[: _ADDRESS.size])
+            name = self._agent.loadRemoteMD(export.handle[_ADDRESS.size :])
+            self._users[name] += 1
+            if name != _name(incarnation):
+                self._release(name)
+                return "the metadata is of another worker"
+            self._open[session] = name, address, export.slot_bytes
+            place = self._receiving.marks[session % self._receiving.num_slots * TOKEN :][:TOKEN]
+            token_at = address + export.num_slots * export.slot_bytes
+            self._tokens[session] = self._start(name, token_at, place, checksum(memoryview(export.token)))
+        except (*self._errors, struct.error) as e:
+            return f"NIXL: {e}"
+        return ""
+
+    def opened(self) -> Iterator[tuple[int, str]]:
+        """Sessions of which the token was read, and why their memory cannot be read; empty: it can."""
+        for session, read in list(self._tokens.items()):
+            if (whole := self._finished(read)) is not None:
+                del self._tokens[session]
+                if session in self._open:
+                    yield session, "" if whole else "NIXL did not read the token"
+
+    def close(self, session: int) -> None:
+        """Its reads go on: their slots are used until `finished` names them."""
+        if session in self._open:
+            self._release(self._open.pop(session)[0])
+
+    # ------------------------------------------------------------ slices
+
+    def read(self, session: int, there: int, slot: int, length: int, expected: int) -> bool:
+        """Starts to read a slot of the peer into `slot`. False: it cannot start."""
+        name, address, slot_bytes = self._open[session]
+        place = self._receiving.slot(slot)[:length]
+        try:
+            self._reads[slot] = self._start(name, address + there * slot_bytes, place, expected)
+        except self._errors:
+            return False
+        return True
+
+    def finished(self) -> Iterator[tuple[int, bool]]:
+        """The slots whose read is over, and whether they are as SLICE said."""
+        for slot, read in list(self._reads.items()):
+            if (whole := self._finished(read)) is not None:
+                del self._reads[slot]
+                yield slot, whole
+
+    def look_within(self) -> float | None:
+        """Seconds until `opened` and `finished` may have something. None: no read is under way."""
+        if not (self._reads or self._tokens):
+            return None
+        return 0.0 if time.monotonic() < self._moved + _PATIENCE else _RARELY
+
+    # ------------------------------------------------------------ inside
+
+    def _start(self, peer: bytes, address: int, place: memoryview, expected: int) -> _Read:
+        nixl = self._nixl
+        ours, theirs = (
+            nixl.nixlXferDList(nixl.DRAM_SEG, [(at, len(place), 0)]) for at in (_address(place), address)
+        )
+        handle = self._agent.createXferReq(nixl.NIXL_READ, ours, theirs, peer, b"", self._backend)
+        self._agent.postXferReq(handle, b"")
+        self._users[peer] += 1
+        self._moved = time.monotonic()
+        return _Read(handle, peer, place, expected)
+
+    def _finished(self, read: _Read) -> bool | None:
+        """Whether the bytes are right; None: they are under way."""
+        try:
+            if self._agent.getXferStatus(read.handle) == self._nixl.NIXL_IN_PROG:
+                return None
+            whole = checksum(read.place) == read.expected
+        except self._errors:  # the peer is gone
+            whole = False
+        self._agent.releaseXferReq(read.handle)
+        self._moved = time.monotonic()
+        self._release(read.peer)
+        return whole
+
+    def _release(self, peer: bytes) -> None:
+        self._users[peer] -= 1
+        if not self._users[peer]:
+            del self._users[peer]
+            self._agent.invalidateRemoteMD(peer.decode())
+
+
+def _name(incarnation: int) -> bytes:
+    """Of the agent of a worker."""
+    return f"{incarnation:x}".encode()
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
