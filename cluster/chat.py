@@ -20,9 +20,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 
 
 def run(endpoint: EndpointOptions, options: ChatOptions) -> int:
-    card: dict[str, Any] = (
-        {"id": options.chat_model} if options.chat_model else asyncio.run(first_model(endpoint))
-    )
+    card: dict[str, Any] = {"id": options.model} if options.model else asyncio.run(first_model(endpoint))
     model = card["id"]
     chat = Chat(endpoint, options, model)
     if options.message is not None:

@@ -35,6 +35,7 @@ def faults(
     tensor_parallel_size: int = 1,
     enable_expert_parallel: bool = False,
     hands_over: bool = False,
+    tokenizer: str | None = None,
 ) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
@@ -43,11 +44,12 @@ def faults(
     workers.
     """
     ranks = tensor_parallel_size > 1 or enable_expert_parallel
-    verified = found.name == EMBEDDED_NAME and not ranks and quantization == "auto"
+    verified = found.name == EMBEDDED_NAME and not ranks and quantization == "auto" and tokenizer is None
     if verified or not Path(found.location).exists():
         return []
     arguments = [
         found.location, load_format, quantization, tensor_parallel_size, enable_expert_parallel, hands_over,
+        tokenizer,
     ]  # fmt: skip
     command = [sys.executable, "-m", "cluster.check_model", json.dumps(arguments)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -57,7 +59,9 @@ def faults(
     return [Fault(**fault) for fault in json.loads(child.stdout)]
 
 
-def check_files(found: ResolvedModel, engine: EngineOptions, *, hands_over: bool) -> None:
+def check_files(
+    found: ResolvedModel, engine: EngineOptions, tokenizer: str | None, *, hands_over: bool
+) -> None:
     """Raises ValueError for a model that `baton serve` cannot serve. `hands_over` as in `faults`."""
     for fault in faults(
         found,
@@ -66,6 +70,7 @@ def check_files(found: ResolvedModel, engine: EngineOptions, *, hands_over: bool
         tensor_parallel_size=engine.tensor_parallel_size,
         enable_expert_parallel=engine.enable_expert_parallel,
         hands_over=hands_over,
+        tokenizer=tokenizer,
     ):
         own = fault.message.startswith("--")
         raise ValueError(fault.message if own else f"--model: {fault.message}")
@@ -78,6 +83,7 @@ def _faults(
     tensor_parallel_size: int,
     enable_expert_parallel: bool,
     hands_over: bool,
+    tokenizer: str | None,
 ) -> list[Fault]:
     from router.text.tokenizer import load_tokenizer
 
@@ -104,7 +110,8 @@ def _faults(
     except ValueError as error:
         found.append(Fault(what, str(error)))
     try:
-        load_tokenizer(location)
+        if tokenizer is None or Path(tokenizer).exists():  # else it is on the hub
+            load_tokenizer(location, tokenizer=tokenizer)
     except ValueError as error:
         found.append(Fault("tokenizer", str(error)))
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
@@ -22,10 +23,27 @@ app = typer.Typer(
     "or in a TOML file named by --config (max-model-len = 4096). The first of these wins.",
     rich_markup_mode="rich",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from rpc.version import version
+
+        typer.echo(f"baton {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def baton(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
 
 CLUSTER, ROLES, CLIENTS = "A whole cluster", "One role alone", "Talk to a cluster"
 
@@ -64,10 +82,10 @@ def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
     CLUSTER,
     "baton serve",
     "baton serve --port 8123 --dtype float32",
-    "baton serve --model Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2",
+    "baton serve Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2",
     "baton serve --config cluster.toml",
 )
-def serve(plan: Plan) -> int:
+def serve(given: options.ServedModel, plan: Plan) -> int:
     """Start a cluster on this machine: prefill workers, decode workers and a router.
 
     By default it serves the embedded model SmolLM2-135M-Instruct at http://127.0.0.1:8000, with one worker of
@@ -76,6 +94,8 @@ def serve(plan: Plan) -> int:
     """
     from cluster.serve import run
 
+    if given.model_argument is not None:
+        plan = replace(plan, model=replace(plan.model, model=given.model_argument))
     return run(plan)
 
 

@@ -58,6 +58,19 @@ def resolve(model: str | None) -> ResolvedModel:
     return ResolvedModel(model, model)
 
 
+def absolute(tokenizer: str | None) -> str | None:
+    """The value of `--tokenizer` for roles: a path that exists here becomes absolute."""
+    path = None if tokenizer is None else Path(tokenizer).expanduser()
+    return str(path.absolute()) if path is not None and path.exists() else tokenizer
+
+
+def download_to(directory: Path | None) -> None:
+    """Keeps models of the hub in this directory, here and in child processes. Must be called before the hub's
+    client is imported."""
+    if directory is not None:
+        os.environ["HF_HUB_CACHE"] = str(directory.absolute())
+
+
 def of_workers(location: str, name: str) -> ResolvedModel:
     """Resolves the model of the workers for a router without `--model`.
 

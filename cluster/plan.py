@@ -94,6 +94,7 @@ class Plan:
             self.model,
             model=found.location,
             served_model_name=self.served_name(),
+            tokenizer=model.absolute(self.model.tokenizer),
         )
         device = self.engine.device or default_device()
         shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}

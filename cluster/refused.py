@@ -22,6 +22,5 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "swap_space": (True, "KV is never swapped to host memory; a request without free blocks waits or moves."),
     "cpu_offload_gb": (True, "Weights are never offloaded; use a smaller model or more memory."),
     "enforce_eager": (False, "Prefill always runs eagerly."),
-    "tokenizer": (True, "The tokenizer comes with the model; put it into the directory given to --model."),
     "enable_auto_tool_choice": (False, "Tool calls are always parsed; see --tool-call-parser."),
 }

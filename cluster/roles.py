@@ -26,6 +26,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
         from rpc.auth import load_secret
         from worker.config import Deadlines, WorkerConfig
 
+        model.download_to(given.model.download_dir)
         found = model.resolve(given.model.model)
         model.reach_hub(found.location)
         device = given.engine.device or default_device()
@@ -41,6 +42,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             engine=EngineConfig(
                 model=found.location,
                 revision=given.model.revision,
+                tokenizer=given.model.tokenizer,
                 device=device,
                 dtype=given.engine.dtype,
                 kv_cache_dtype=given.engine.kv_cache_dtype,
@@ -112,6 +114,7 @@ def run_router(given: options.RouterRole) -> int:
                 "a router needs workers: --worker HOST:PORT (repeatable), --workers-file FILE or "
                 "--kubernetes-service NAME"
             )
+        model.download_to(given.model.download_dir)
         found = None if given.model.model is None else model.resolve(given.model.model)
         if found is not None:
             model.reach_hub(found.location)
@@ -122,6 +125,7 @@ def run_router(given: options.RouterRole) -> int:
             secret=load_secret(given.secret.cluster_secret_file),
             model=None if found is None else found.location,
             revision=given.model.revision,
+            tokenizer=given.model.tokenizer,
             served_model_name=given.model.served_model_name or (None if found is None else found.name),
             host=given.front.host,
             port=given.front.port,
@@ -140,6 +144,7 @@ def run_router(given: options.RouterRole) -> int:
             cluster_tls=given.secret.tls(),
             allowed_origins=tuple(given.front.allowed_origins),
             api_keys=given.front.keys(),
+            read_api_keys=None if given.front.api_key_file is None else given.front.keys,
             client_timeout=given.front.client_timeout,
             keep_alive=given.front.timeout_keep_alive,
             request_timeout=given.front.request_timeout,

@@ -11,6 +11,7 @@ from engine.execution.rank import commands
 from engine.execution.rank_files import RankFiles
 from engine.execution.start import start_rank
 from engine.grammar import Grammars
+from engine.loader import tokenizer_source
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ def build_engine(
     if files is not None:
         started.runner.followers = commands(config, started, files)
     model = started.model_config
+    tokenizer = tokenizer_source(config, started.source)
     if config.enable_prefix_caching and started.num_slots:
         log.warning(
             "prefix caching is off: %s has layers with states, which a prefix cache would have to keep, too",
@@ -56,11 +58,11 @@ def build_engine(
     return Engine(
         config,
         started.runner,
-        Grammars(started.source, model.vocab_size, model.eos_ids),
+        Grammars(tokenizer, model.vocab_size, model.eos_ids),
         model,
         started.model_fingerprint,
         started.content_root,
-        started.source,
+        tokenizer,
         started.cache_spec,
         started.num_blocks,
         started.num_slots,

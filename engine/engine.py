@@ -70,7 +70,7 @@ class Engine:
         model_config: ModelConfig,
         model_fingerprint: str,
         content_root: bytes,
-        source: str,
+        tokenizer: str,
         cache_spec: Sequence[CacheSpec],
         num_blocks: int,
         num_slots: int,
@@ -84,11 +84,11 @@ class Engine:
     ) -> None:
         """`num_slots`: requests with states; 0: no layer has states, so there may be a prefix cache. `tick`
         and `computing` as in `build_engine`. The runner's cache is open, with `num_blocks`.
-        `content_root`: as in `Started`. `source`: the checkpoint's file or directory."""
+        `content_root`: as in `Started`. `tokenizer`: the file or directory that has it."""
         self.model_config = model_config
         self.model_fingerprint = model_fingerprint
         self.content_root = content_root
-        self.source = source
+        self.tokenizer = tokenizer
         self.cache_spec = cache_spec
         self.block_size = runner.block_size
         self.num_blocks = num_blocks

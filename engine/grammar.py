@@ -173,7 +173,7 @@ class Grammars:
     """Compiles grammars for one model, and returns the tokens that they allow. Owns a thread."""
 
     def __init__(self, source: str, vocab_size: int, eos_ids: Collection[int]) -> None:
-        """`source`: the checkpoint's directory or file."""
+        """`source`: the directory or file with the tokenizer."""
         self._source = source
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ class RouterConfig:
     served_model_name: str | None = None
     """The model id for clients. None: `model`."""
     revision: str | None = None
+    tokenizer: str | None = None
+    """Where the tokenizer is, in the forms of `model`. None: it is that of `model`."""
     chat_template: str | None = None
     """Path of a Jinja file. None: the model's own chat template."""
     tool_call_parser: str | None = None
@@ -47,6 +50,8 @@ class RouterConfig:
     """Origins, such as https://chat.example, whose pages may use the API in a browser. "*" is any."""
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """If there are any, clients must send one of them."""
+    read_api_keys: Callable[[], tuple[ApiKey, ...]] | None = field(default=None, repr=False)
+    """Reads `api_keys` again, at SIGHUP. None: they are in no file."""
     workers: tuple[str, ...] = ()
     """gRPC addresses of workers that are always there."""
     workers_file: str | None = None

@@ -3,7 +3,8 @@
 1. Loads the tokenizer, listens, and connects to the workers.
 2. SIGTERM drains: the router takes no new request, and running requests finish within `drain_timeout`.
    SIGINT or a second signal ends running requests at once.
-3. The connections to workers close, which cancels what the workers still compute.
+3. SIGHUP reads the file of API keys again.
+4. The connections to workers close, which cancels what the workers still compute.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ import uvloop
 from aiohttp import web
 
 from router.active_request import Services
+from router.admission.keys import ApiKey
 from router.admission.queue import Admission
 from router.api.bodies import GenerationBody
 from router.api.defaults import sampling_defaults, shown
@@ -64,6 +66,7 @@ def main(config: RouterConfig) -> int:
     tokenizer = load_tokenizer(
         config.model,
         revision=config.revision,
+        tokenizer=config.tokenizer,
         chat_template=config.chat_template,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
@@ -204,6 +207,9 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Gener
         # With several processes, the supervisor gets the signals and sends commands to each.
         given = (lambda: None) if config.supervised else partial(signals.put_nowait, number)
         loop.add_signal_handler(number, given)
+    reloading = asyncio.Event()
+    if config.read_api_keys is not None:
+        loop.add_signal_handler(signal.SIGHUP, (lambda: None) if config.supervised else reloading.set)
     async with running(config, tokenizer, defaults) as router:
         log.info("listening on %s, gRPC: %s", router.url, router.grpc_address or "off")
         ready = {"url": router.url, "grpc_address": router.grpc_address, "pid": os.getpid()}
@@ -211,8 +217,10 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Gener
         router.frontend.start()
         stopped = asyncio.create_task(signals.get())
         others = {router.following}
+        if config.read_api_keys is not None:
+            others.add(asyncio.create_task(_reload_keys(config.read_api_keys, reloading, router.frontend)))
         if config.control_fd is not None:
-            commands = _commands(config, router, signals)
+            commands = _commands(config, router, signals, reloading)
             others.add(asyncio.create_task(serve_commands(config.control_fd, commands)))
         await asyncio.wait({stopped, *others}, return_when=asyncio.FIRST_COMPLETED)
         for other in others:
@@ -226,7 +234,25 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Gener
     return 0
 
 
-def _commands(config: RouterConfig, router: RunningRouter, signals: asyncio.Queue[int]) -> Commands:
+async def _reload_keys(
+    read: Callable[[], tuple[ApiKey, ...]], reloading: asyncio.Event, frontend: Frontend
+) -> None:
+    """Reads the API keys again whenever `reloading` is set. A file with a mistake changes nothing."""
+    while True:
+        await reloading.wait()
+        reloading.clear()
+        try:
+            keys = await asyncio.to_thread(read)
+        except ValueError as error:
+            log.error("SIGHUP: the API keys stay as they are: %s", error)
+        else:
+            frontend.use_keys(keys)
+            log.info("SIGHUP: %d API keys", len(keys))
+
+
+def _commands(
+    config: RouterConfig, router: RunningRouter, signals: asyncio.Queue[int], reloading: asyncio.Event
+) -> Commands:
     """Returns the handlers of the supervisor's commands."""
 
     async def metrics() -> bytes:
@@ -246,7 +272,13 @@ def _commands(config: RouterConfig, router: RunningRouter, signals: asyncio.Queu
         signals.put_nowait(signal.SIGINT)
         return b""
 
-    return {"metrics": metrics, "status": status, "ping": ping, "drain": drain, "stop": stop}
+    async def reload() -> bytes:
+        reloading.set()
+        return b""
+
+    return {
+        "metrics": metrics, "status": status, "ping": ping, "drain": drain, "stop": stop, "reload": reload,
+    }  # fmt: skip
 
 
 async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float) -> None:

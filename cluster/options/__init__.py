@@ -13,7 +13,7 @@ from cluster.options.clients import (
     StatusOptions,
     TopOptions,
 )
-from cluster.options.engine import EngineOptions, ModelOptions, Optimize, PaceOptions
+from cluster.options.engine import EngineOptions, ModelOptions, Optimize, PaceOptions, ServedModel
 from cluster.options.front import FrontOptions
 from cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions, StopOptions
 from cluster.options.process import (
@@ -53,6 +53,7 @@ __all__ = [
     "RouterRole",
     "RunDirOptions",
     "SecretOptions",
+    "ServedModel",
     "SizingOptions",
     "StartOptions",
     "StatusOptions",

@@ -66,7 +66,7 @@ class SizingOptions:
     ] = 1
     decode_tensor_parallel_size: Annotated[int, opt("GPUs of one decode worker.", "N", check=between(1))] = 1
     kv_cache_dtype: KVCacheDtype = "auto"
-    gpu: Annotated[Literal["h200"], opt("GPU whose measured speeds are used.", "GPU")] = "h200"
+    gpu: Annotated[Literal["h200"], opt("GPU whose measured speeds are used.")] = "h200"
     measured: Annotated[
         Path | None,
         opt(
@@ -118,7 +118,7 @@ class ChatOptions:
         str | None, typer.Argument(help="One question. Without it a chat starts.", show_default=False)
     ] = None
     system: Annotated[str | None, opt("System message.", "TEXT")] = None
-    chat_model: Annotated[str | None, opt("Model to ask.", "NAME", shown="the first one served")] = None
+    model: Annotated[str | None, opt("Model to ask.", "NAME", shown="the first one served")] = None
     max_tokens: Annotated[int | None, opt("Most tokens of an answer.", "N", check=between(1))] = None
     temperature: Annotated[float | None, opt("Sampling temperature; 0 is greedy.", "T", check=between(0))] = (
         None

@@ -17,10 +17,16 @@ def opt(
     *,
     shown: str | bool = True,
     check: Callable[[Any], Any] | None = None,
+    also: str | None = None,
     **more: Any,
 ) -> OptionInfo:
-    """A typer option. `shown` replaces its default in `--help`; `check` validates its value."""
-    return typer.Option(help=text, metavar=metavar, show_default=shown, callback=check, **more)
+    """A typer option. `shown` replaces its default in `--help`; `check` validates its value; `also` is a
+    second flag for it, which another server has.
+
+    A choice needs no metavar: `--help` then lists its values."""
+    option = typer.Option(help=text, metavar=metavar, show_default=shown, callback=check, **more)
+    option.param_decls = None if also is None else (also,)
+    return option
 
 
 def directory(text: str, *, shown: str | bool = True) -> OptionInfo:

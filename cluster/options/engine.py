@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from cluster.options.declare import between, check_size, opt
+import typer
+
+from cluster.options.declare import between, check_size, directory, opt
+
+
+def _given_once(context: typer.Context, value: str | None) -> str | None:
+    sources = [context.get_parameter_source(name) for name in ("model", "model_argument")]
+    if all(source is not None and source.name == "COMMANDLINE" for source in sources):
+        raise typer.BadParameter("the model is given as an argument and as --model; leave one out")
+    return value
 
 
 @dataclass(frozen=True)
@@ -19,11 +29,23 @@ class ModelOptions:
             "A Hugging Face directory, a GGUF file, or a name on the Hugging Face hub.",
             "PATH_OR_HUB_ID",
             shown="the embedded SmolLM2-135M-Instruct",
+            check=_given_once,
         ),
     ] = None
     revision: Annotated[str | None, opt("Branch, tag or commit of a model on the hub.", "NAME")] = None
     served_model_name: Annotated[
         str | None, opt("The model's name for clients and metrics.", "NAME", shown="as in --model")
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        opt(
+            "The tokenizer, if it is not that of --model: a directory, a GGUF file, or a name on the hub.",
+            "PATH_OR_HUB_ID",
+            shown="as in --model",
+        ),
+    ] = None
+    download_dir: Annotated[
+        Path | None, directory("Keep models of the hub here.", shown="HF_HUB_CACHE, or the hub's default")
     ] = None
 
 
@@ -48,9 +70,21 @@ class RouterModelOptions(ModelOptions):
     ] = None
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The model as an argument of `baton serve`."""
+
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(
+            help="The same as --model.", metavar="MODEL", show_default=False, callback=_given_once
+        ),
+    ] = None
+
+
 KVCacheDtype = Annotated[
     Literal["auto", "fp8"],
-    opt("Type of the KV cache: auto (as --dtype), or fp8, which takes about half the bytes.", "TYPE"),
+    opt("Type of the KV cache: auto (as --dtype), or fp8, which takes about half the bytes."),
 ]
 
 
@@ -67,18 +101,17 @@ class EngineOptions:
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        opt("Type of weights and activations: auto (the model's), float32, bfloat16 or float16.", "TYPE"),
+        opt("Type of weights and activations; auto is the model's."),
     ] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
     load_format: Annotated[
-        Literal["auto", "dummy"], opt("auto, or dummy for random weights (benchmarks).", "FORMAT")
+        Literal["auto", "dummy"], opt("dummy: random weights, for benchmarks.")
     ] = "auto"  # fmt: skip
     quantization: Annotated[
-        str,
+        Literal["auto", "fp8", "none", "gguf"],
         opt(
             "Format of the matrices: auto (the checkpoint's own), fp8 (quantized on load); for GGUF files "
-            "also none and gguf.",
-            "NAME",
+            "also none and gguf."
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[int, opt("GPUs of one worker.", "N", check=between(1))] = 1
@@ -89,8 +122,7 @@ class EngineOptions:
         Optimize,
         opt(
             "latency (shorter gaps between tokens), balanced, or throughput (more tokens per second). It "
-            "sets the defaults of --ttit-target and --max-num-seqs.",
-            "PROFILE",
+            "sets the defaults of --ttit-target and --max-num-seqs."
         ),
     ] = "balanced"
     max_model_len: Annotated[
@@ -134,7 +166,13 @@ class EngineOptions:
     ] = None
     num_blocks: Annotated[
         int | None,
-        opt("KV blocks in the pool.", "N", shown="as many as fit in memory", check=between(2)),
+        opt(
+            "KV blocks in the pool.",
+            "N",
+            shown="as many as fit in memory",
+            check=between(2),
+            also="--num-gpu-blocks-override",
+        ),
     ] = None
     gpu_memory_utilization: Annotated[
         float,

@@ -40,11 +40,11 @@ class FrontOptions:
     chat_template: Annotated[Path | None, opt("A Jinja file.", shown="the model's own", **OLD_FILE)] = None
     tool_call_parser: Annotated[
         Literal["hermes", "llama3_json", "mistral"] | None,
-        opt("How the model writes tool calls.", "FORMAT", shown="as in the chat template"),
+        opt("How the model writes tool calls.", shown="as in the chat template"),
     ] = None
     reasoning_parser: Annotated[
         Literal["deepseek_r1", "qwen3", "none"] | None,
-        opt("How the model writes its reasoning.", "FORMAT", shown="as in the chat template"),
+        opt("How the model writes its reasoning.", shown="as in the chat template"),
     ] = None
     generation_config: Annotated[
         str,
@@ -97,7 +97,7 @@ class FrontOptions:
         bool, opt("Workers compute what only another worker has in its prefix cache.")
     ] = False
     routing_policy: Annotated[
-        Literal["sticky", "round-robin"], opt("How the router chooses a prefill worker.", "POLICY")
+        Literal["sticky", "round-robin"], opt("How the router chooses a prefill worker.")
     ] = "sticky"
 
     def tls(self) -> TlsFiles | None:

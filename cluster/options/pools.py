@@ -75,11 +75,11 @@ class PoolOptions:
     ] = None
     prefill_kv_cache_dtype: Annotated[
         Literal["auto", "fp8"] | None,
-        opt("KV cache of prefill workers; KV is converted on its way.", "TYPE", shown="as --kv-cache-dtype"),
+        opt("KV cache of prefill workers; KV is converted on its way.", shown="as --kv-cache-dtype"),
     ] = None
     decode_kv_cache_dtype: Annotated[
         Literal["auto", "fp8"] | None,
-        opt("KV cache of decode workers; KV is converted on its way.", "TYPE", shown="as --kv-cache-dtype"),
+        opt("KV cache of decode workers; KV is converted on its way.", shown="as --kv-cache-dtype"),
     ] = None
     ttft_target: Annotated[
         float, opt("Target time to first token, for which prefill grows.", "MS", check=between(1))

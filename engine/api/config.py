@@ -15,6 +15,8 @@ class EngineConfig:
     """Directory in Hugging Face format, GGUF file, or name of a repository on the Hugging Face hub."""
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, in the forms of `model`. None: it is that of `model`."""
     dtype: str = "auto"
     """Type of weights and activations. `auto`: the checkpoint's; for GGUF, bfloat16 on CUDA and on a CPU that
     reads packed weights, else float32."""

@@ -29,7 +29,8 @@ __all__ = ["check_model", "choose_format", "load_model", "open_checkpoint"]
 def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
     """Finds the checkpoint and reads its configuration, but no weights. Raises `ValueError` naming the file
     and what is wrong with it."""
-    path = _locate(config)
+    patterns = ["*.json"] if config.load_format == "dummy" else ["*.json", "*.safetensors"]
+    path = _located("--model", config.model, config.revision, patterns)
     if path.is_file():
         checkpoint = GGUFCheckpoint(path)
         if config.load_format == "auto":
@@ -90,19 +91,25 @@ def load_model(
     return model, hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
-def _locate(config: EngineConfig) -> Path:
-    path = Path(config.model).expanduser()
+def tokenizer_source(config: EngineConfig, checkpoint: str) -> str:
+    """The directory or file with the tokenizer. `checkpoint`: that of the model."""
+    if config.tokenizer is None:
+        return checkpoint
+    return str(_located("--tokenizer", config.tokenizer, None, ["tokenizer.json"]))
+
+
+def _located(flag: str, name: str, revision: str | None, patterns: list[str]) -> Path:
+    path = Path(name).expanduser()
     if path.exists():
         return path
-    if path.suffix == ".gguf" or config.model.startswith(("/", ".", "~")):
-        raise ValueError(f"--model {config.model}: no such file or directory")
-    patterns = ["*.json"] if config.load_format == "dummy" else ["*.json", "*.safetensors"]
+    if path.suffix == ".gguf" or name.startswith(("/", ".", "~")):
+        raise ValueError(f"{flag} {name}: no such file or directory")
     from huggingface_hub import snapshot_download  # late, since a local model does not need this slow import
 
     try:
-        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--model {config.model}: not a file or directory here, and not available from the "
+            f"{flag} {name}: not a file or directory here, and not available from the "
             f"Hugging Face hub: {error}"
         ) from error

@@ -213,13 +213,13 @@ class Admission:
         window: takes the length of a prompt that waits. Returns the prompt tokens of one key that workers may
             have without a first token.
         free_capacity: returns the free capacity of all decode workers.
-        shared: there are several keys. Each key has half of the window, and its prompts must fit into that.
 
     Attributes:
         waiting_tokens: prompt tokens of generations without a first token, in the router and at workers. Only
             a single request that is larger than the bound exceeds it.
         queue: generations that wait for their turn.
         parked: generations that wait outside the queue.
+        shared: there are several keys. Each key has half of the window, and its prompts must fit into that.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Admission:
         self._max = max_waiting_tokens
         self._window = window
         self._free_capacity = free_capacity
-        self._shared = shared
+        self.shared = shared
         self._rate = DrainRate(clock)
         self._dispatching = False
         self._window_full = False  # a generation waits for its key's window, as of the last dispatch
@@ -283,7 +283,7 @@ class Admission:
 
     def _check(self, account: Account, tokens: int) -> None:
         left = self._max - self.waiting_tokens
-        if self._shared and account.waiting_tokens and account.waiting_tokens + tokens > KEY_SHARE * left:
+        if self.shared and account.waiting_tokens and account.waiting_tokens + tokens > KEY_SHARE * left:
             raise RateLimited(
                 f"key {account.key.name!r} has {account.waiting_tokens} prompt tokens waiting; the rest of "
                 f"{self._max} is kept for other keys",
@@ -314,7 +314,7 @@ class Admission:
             self._dispatching = False
 
     def _next(self, full: set[Account]) -> Turn | None:
-        free = self._free_capacity() if self._shared else _unlimited()
+        free = self._free_capacity() if self.shared else _unlimited()
         self._window_full = False
 
         def may_start(account: Account, turn: Turn) -> bool:
@@ -324,8 +324,8 @@ class Admission:
             # Workers give keys equal shares of their steps, so each key has a window of its own.
             if turn.is_new and account.sent_tokens:
                 window = self._window(turn.tokens)
-                window /= 2 if self._shared else 1
-                ahead = account.sent_tokens + (turn.tokens if self._shared else 1)
+                window /= 2 if self.shared else 1
+                ahead = account.sent_tokens + (turn.tokens if self.shared else 1)
                 if ahead > window:
                     self._window_full = True
                     return False

@@ -12,7 +12,7 @@ from functools import partial
 
 from router.active_request import ActiveRequest, Services
 from router.admission.account import Account
-from router.admission.keys import ANY_CLIENT, KeyRing
+from router.admission.keys import ANY_CLIENT, ApiKey, KeyRing
 from router.admission.queue import Entry
 from router.api.bodies import ChatOptions, CompletionOptions
 from router.api.chat_names import named_as_in
@@ -56,8 +56,24 @@ class Frontend:
         self._checker = GrammarChecker(f"{config.title}: router {config.index} grammars")
         self._preparer = Preparer(services.tokenizer, f"{config.title}: router {config.index} bodies")
         self._starting: asyncio.Task[None] | None = None
-        self._keys = KeyRing(config.api_keys)
-        self._accounts = {key: Account(key, 1 / config.processes) for key in (ANY_CLIENT, *config.api_keys)}
+        self._share = 1 / config.processes
+        self._accounts: dict[ApiKey, Account] = {}
+        self.use_keys(config.api_keys)
+
+    def use_keys(self, keys: tuple[ApiKey, ...]) -> None:
+        """Accepts these keys from now on. Requests of other keys go on to their end.
+
+        A key that stays the same keeps its account.
+        """
+        self._keys = KeyRing(keys)
+        before = self._accounts
+        self._accounts = {key: before.get(key) or Account(key, self._share) for key in (ANY_CLIENT, *keys)}
+        self._services.admission.shared = len(keys) > 1
+
+    @property
+    def key_names(self) -> set[str]:
+        """The names of the keys; that of any client without keys."""
+        return {key.name for key in self._accounts}
 
     def authorize(self, authorization: str) -> Account:
         """Returns the account for the value of the authorization header. Raises Unauthorized."""

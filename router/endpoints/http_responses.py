@@ -68,7 +68,7 @@ class HttpResponses:
         self._services = services
         self._frontend = frontend
         self._generation = generation
-        self._stored = StoredResponses(len(config.api_keys))
+        self._stored = StoredResponses(lambda: frontend.key_names)
         self._running: dict[tuple[str, str], tuple[asyncio.Task[None], ResponsesBuilder]] = {}
 
     async def create(self, request: web.Request) -> web.StreamResponse:

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +23,7 @@ from router.endpoints.http_responses import HttpResponses
 from router.preparation.prepare import Converted
 from router.status import router_status, scrape_targets
 from rpc.ports import url_host
+from rpc.version import version
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class HttpEndpoints:
         tokenizer = self._services.tokenizer
         tools, reasoning = tokenizer.tool_format, tokenizer.reasoning_parser
         info = {
-            "version": _version(),
+            "version": version(),
             "model": self._config.model_name,
             "max_model_len": self._frontend.capacity,
             "tool_call_parser": None if tools is None else tools.name,
@@ -181,11 +181,11 @@ class HttpEndpoints:
         return _json(self._services.tokenizer.info)
 
     async def _version(self, request: web.Request) -> web.Response:
-        return _json({"version": _version()})
+        return _json({"version": version()})
 
     async def _openapi(self, request: web.Request) -> web.Response:
         keys, admin = bool(self._config.api_keys), not self._config.supervised
-        return _json(description(_version(), keys=keys, admin=admin))
+        return _json(description(version(), keys=keys, admin=admin))
 
     async def _status(self, request: web.Request) -> web.Response:
         return _json(await router_status(self._config, self._services, self._frontend.draining))
@@ -194,13 +194,6 @@ class HttpEndpoints:
         return _json(
             scrape_targets(await router_status(self._config, self._services, self._frontend.draining))
         )
-
-
-def _version() -> str:
-    try:
-        return version("baton-llm")
-    except PackageNotFoundError:
-        return "unknown"  # runs from a checkout, without installation
 
 
 def _json(payload: Any) -> web.Response:

@@ -2,9 +2,10 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
+from router.admission.keys import ANY_CLIENT
 from router.errors import NotFound
 
 MAX_RESPONSES = 1000
@@ -30,17 +31,23 @@ class StoredResponse:
 class StoredResponses:
     """Keeps the newest responses of each API key. A key never sees those of another."""
 
-    def __init__(self, keys: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`keys`: the number of API keys."""
-        self._max_bytes = MAX_BYTES // max(1, keys)
+    def __init__(self, keys: Callable[[], Set[str]], clock: Callable[[], float] = time.monotonic) -> None:
+        """`keys`: returns the names of the API keys."""
+        self._keys = keys
         self._clock = clock
         self._of_key: dict[str, _Shelf] = {}
 
     def put(self, key: str, id: str, response: StoredResponse) -> None:
         """Keeps a response. Drops the oldest ones as far as a bound demands it."""
+        for gone in self._of_key.keys() - self._keys():
+            del self._of_key[gone]
         self._of_key.setdefault(key, _Shelf()).put(id, response, self._clock() + MAX_SECONDS)
         for shelf in self._of_key.values():
             shelf.shrink(self._max_bytes, self._clock())
+
+    @property
+    def _max_bytes(self) -> int:
+        return MAX_BYTES // max(1, len(self._keys() - {ANY_CLIENT.name}))
 
     def get(self, key: str, id: str, param: str | None = None) -> StoredResponse:
         """Raises NotFound, which names `param`."""

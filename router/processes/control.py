@@ -1,9 +1,9 @@
 """Commands from the supervisor to the processes of one router, over a socket pair for each process.
 
-A command is a line: `metrics`, `status`, `ping`, `drain` or `stop`. The reply is a length of four bytes and
-the payload. The supervisor sends one command at a time. `drain` and `stop` are commands, not signals, because
-a signal to the whole process group would arrive twice. When the supervisor ends, the socket closes and the
-processes end.
+A command is a line: `metrics`, `status`, `ping`, `reload`, `drain` or `stop`. The reply is a length of four
+bytes and the payload. The supervisor sends one command at a time. The last three are commands, not signals,
+because a signal to the whole process group would arrive twice. When the supervisor ends, the socket closes
+and the processes end.
 """
 
 import asyncio

@@ -158,6 +158,7 @@ class Supervisor:
         self._metrics = MergedMetrics()
         self._processes: dict[int, _Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
+        self._reloading = asyncio.Event()
         self._listens = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -167,6 +168,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
+        if config.read_api_keys is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._reloading.set)
         with contextlib.ExitStack() as reserved:
             ports: list[str] = []
             for flag, port in (("port", config.port), ("grpc-port", config.grpc_port)):
@@ -180,6 +183,7 @@ class Supervisor:
     async def _serve(self, ports: list[str], admin_url: str) -> int:
         lives = [asyncio.create_task(self._keep(n, ports)) for n in range(self._config.processes)]
         reporting = asyncio.create_task(self._report_ready(admin_url))
+        reloading = asyncio.create_task(self._reload_keys())
         stopped = asyncio.create_task(self._signals.get())
         try:
             await asyncio.wait({stopped, *lives}, return_when=asyncio.FIRST_COMPLETED)
@@ -194,7 +198,7 @@ class Supervisor:
             return 1
         finally:
             self._stopping.set()
-            for task in (reporting, stopped):
+            for task in (reporting, reloading, stopped):
                 task.cancel()
             for process in self._processes.values():
                 process.kill()
@@ -266,6 +270,13 @@ class Supervisor:
             await asyncio.sleep(PING_SECONDS)
             with contextlib.suppress(ConnectionError):
                 await process.send("ping")
+
+    async def _reload_keys(self) -> None:
+        """Passes SIGHUP on."""
+        while True:
+            await self._reloading.wait()
+            self._reloading.clear()
+            await asyncio.gather(*(p.send_or_kill("reload") for p in list(self._processes.values())))
 
     async def _report_ready(self, admin_url: str) -> None:
         while not (ready := self._all_ready()):

@@ -40,28 +40,26 @@ class ModelDirectory:
         return token.get("content") if isinstance(token, dict) else token
 
 
-def locate(model: str, revision: str | None) -> Path:
+def locate(model: str, revision: str | None, flag: str = "--model") -> Path:
     """Returns the path of a model. For a hub id, downloads the tokenizer files, but no weights.
 
-    Raises ValueError when there is no such model.
+    Raises ValueError, which names the flag, when there is no such model.
     """
     path = Path(model).expanduser()
     if path.exists():
         return path
     if model.endswith(".gguf") or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ValueError(f"--model {model}: there is no such file or directory")
+        raise ValueError(f"{flag} {model}: there is no such file or directory")
     try:
         return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=HUB_FILES))
     except HFValidationError as error:
-        raise ValueError(f"--model {model}: neither a path nor the id of a model on the hub") from error
+        raise ValueError(f"{flag} {model}: neither a path nor the id of a model on the hub") from error
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ValueError(f"--model {model}: not a path, and the hub does not provide it: {error}") from error
+        raise ValueError(f"{flag} {model}: not a path, and the hub does not provide it: {error}") from error
 
 
 def read_directory(path: Path) -> ModelDirectory:
-    """Reads the directory. Raises ValueError when a file is missing or malformed."""
-    if not (path / "tokenizer.json").is_file():
-        raise ValueError(f"{path} has no tokenizer.json (slow tokenizers are not supported)")
+    """Reads the directory. Raises ValueError when a file is malformed."""
     tokenizer_config = _read_json(path / "tokenizer_config.json")
     template_file = path / "chat_template.jinja"
     template = template_file.read_text() if template_file.is_file() else tokenizer_config.get("chat_template")

@@ -148,6 +148,7 @@ def load_tokenizer(
     model: str,
     *,
     revision: str | None = None,
+    tokenizer: str | None = None,
     chat_template: str | None = None,
     tool_call_parser: str | None = None,
     reasoning_parser: str | None = None,
@@ -155,29 +156,27 @@ def load_tokenizer(
     """Loads the tokenizer of a Hugging Face directory, a GGUF file or a hub id.
 
     Args:
+        tokenizer: another directory, file or hub id, which has tokenizer and chat template.
         chat_template: path of a Jinja file that replaces the model's own template.
         tool_call_parser: name of a tool format. None: found in the chat template.
         reasoning_parser: name of a reasoning parser, or "none". None: found in the chat template.
 
     Raises ValueError when a file is missing, unreadable or not supported.
     """
-    path = locate(model, revision)
+    of_model = locate(model, revision)
+    path = of_model if tokenizer is None else locate(tokenizer, None, "--tokenizer")
     if path.is_dir():
         directory = read_directory(path)
-        try:
-            tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"{path / 'tokenizer.json'} cannot be loaded: {error}") from error
-        source, max_model_len = directory.chat_template, directory.max_model_len
+        loaded = _from_directory(path)
+        source = directory.chat_template
         bos, eos = directory.special_token("bos_token"), directory.special_token("eos_token")
     else:
-        model_file = read_gguf(path)
-        tokenizer, source, max_model_len = (
-            model_file.tokenizer,
-            model_file.chat_template,
-            model_file.max_model_len,
-        )
-        bos, eos = model_file.bos_token, model_file.eos_token
+        directory = read_gguf(path)
+        loaded, source = directory.tokenizer, directory.chat_template
+        bos, eos = directory.bos_token, directory.eos_token
+    if path != of_model:
+        directory = read_directory(of_model) if of_model.is_dir() else read_gguf(of_model)
+    max_model_len = directory.max_model_len
     if chat_template is not None:
         try:
             source = Path(chat_template).read_text()
@@ -186,11 +185,21 @@ def load_tokenizer(
     template = None if source is None else ChatTemplate(source, bos_token=bos, eos_token=eos)
     tool_format = FORMATS[tool_call_parser] if tool_call_parser else format_of(source or "")
     reasoning = REASONING.get(reasoning_parser) if reasoning_parser else reasoning_of(source or "")
-    if reasoning is not None and tokenizer.token_to_id(END) is None:
+    if reasoning is not None and loaded.token_to_id(END) is None:
         if reasoning_parser:
             raise ValueError(f"--reasoning-parser {reasoning_parser}: this model has no token {END}")
         reasoning = None
-    return ModelTokenizer(tokenizer, template, max_model_len, tool_format, reasoning)
+    return ModelTokenizer(loaded, template, max_model_len, tool_format, reasoning)
+
+
+def _from_directory(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"{path} has no tokenizer.json (slow tokenizers are not supported)")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"{file} cannot be loaded: {error}") from error
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:

@@ -70,7 +70,7 @@ def test_an_unusable_model_is_refused_before_the_start(
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert "architecture NewForCausalLM is not supported" in result.output
-    checked = check_model._faults(str(tmp_path), "auto", "auto", 1, False, False)
+    checked = check_model._faults(str(tmp_path), "auto", "auto", 1, False, False, None)
     monkeypatch.setattr(check_model, "faults", lambda found, **_: checked)
     found = list(the_model(DoctorOptions(model=str(tmp_path))))
     assert [(f.check, f.level) for f in found] == [("model", "bad"), ("tokenizer", "bad")]
@@ -112,14 +112,18 @@ def test_an_unknown_format_of_weights_is_refused_before_the_start(monkeypatch: p
     flags = ["--device", "cpu", "--quantization", "bitnet"]
     result = CliRunner().invoke(app, ["serve", "--port", "0", *flags])
     assert result.exit_code == 2
-    assert "--quantization 'bitnet': choose one of auto" in " ".join(result.output.replace("│", " ").split())
+    assert "'bitnet' is not one of 'auto', 'fp8', 'none', 'gguf'" in " ".join(
+        result.output.replace("│", " ").split()
+    )
 
 
 def test_pools_with_different_kv_dtypes_need_one_check_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each check imports torch in a process of its own."""
     checked: list[EngineOptions] = []
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    monkeypatch.setattr(serve, "check_files", lambda found, engine, hands_over: checked.append(engine))
+    monkeypatch.setattr(
+        serve, "check_files", lambda found, engine, tokenizer, hands_over: checked.append(engine)
+    )
     CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", "--decode-kv-cache-dtype", "fp8"])
     assert len(checked) == 1
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from typer.testing import CliRunner, Result
 import bench.load.cli
 import cluster.roles
 import cluster.serve
+from cluster import options
 from cluster.cli import app
 from cluster.gpus import visible_gpus
 from cluster.options import RouterRole
+from cluster.parameters import option_of
 from cluster.plan import Plan
 from cluster.python_path import PACKAGES
 
@@ -65,7 +68,8 @@ def options_of(command: Any, parent: click.Context | None, name: str) -> Iterato
         yield from options_of(found, context, below)
     for parameter in command.get_params(context):
         shown = parameter.get_help_record(context)
-        if shown is not None and parameter.opts[0].startswith("--") and parameter.name != "help":
+        of_typer = parameter.name in ("help", "version", "install_completion", "show_completion")
+        if shown is not None and parameter.opts[0].startswith("--") and not of_typer:
             yield f"{context.command_path} {parameter.opts[0]}", shown[1]
 
 
@@ -74,6 +78,59 @@ def test_help_shows_the_default_of_every_option(commands: typer.Typer) -> None:
     shown = dict(options_of(typer.main.get_command(commands), None, "baton"))
     assert len(shown) > 50
     assert [option for option, text in shown.items() if "default: " not in text] == []
+
+
+def test_help_shows_the_values_of_every_choice() -> None:
+    """A metavar would hide them."""
+    names = set(options.__all__) - {"RouterRole", "WorkerRole"}  # groups of groups
+    groups = [group for name in names if is_dataclass(group := getattr(options, name))]
+    every = [(field.name, *option_of(group, field)) for group in groups for field in fields(group)]
+    choices = {name: info for name, kind, info in every if "Literal" in str(kind)}
+    assert len(choices) > 15
+    assert [name for name, info in choices.items() if info.metavar] == []
+
+
+def test_the_version_and_the_completion_of_a_shell() -> None:
+    assert baton("--version").output.startswith("baton ")
+    asked = {"_BATON_COMPLETE": "complete_bash", "COMP_WORDS": "baton serve --dtype fl", "COMP_CWORD": "3"}
+    assert baton(**asked).output.split() == ["float32", "float16"]
+
+
+def test_the_model_is_an_argument_or_an_option(served: list[Plan]) -> None:
+    for args, environment in (
+        (("serve", "a/b"), {}),
+        (("serve", "a/b", "--port", "1"), {"BATON_MODEL": "c/d"}),
+    ):
+        assert baton(*args, **environment).exit_code == 0
+        assert served.pop().model.model == "a/b"
+    twice = baton("serve", "a/b", "--model", "a/b")
+    assert twice.exit_code == 2
+    assert "leave one out" in twice.output
+
+
+def test_the_same_option_may_have_the_name_of_vllm(served: list[Plan]) -> None:
+    assert baton("serve", "--num-gpu-blocks-override", "77").exit_code == 0
+    assert served[0].engine.num_blocks == 77
+    assert "--num-blocks 77" in " ".join(served[0].roles()[0].args)
+
+
+def test_tokenizer_and_download_dir_reach_every_role(
+    served: list[Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
+    monkeypatch.chdir(tmp_path)
+    Path("tok").mkdir()
+    assert baton("serve", "--tokenizer", "tok", "--download-dir", "hub").exit_code == 0
+    started: list[Any] = []
+    monkeypatch.setattr("worker.service.run", lambda config: started.append(config.engine) or 0)
+    monkeypatch.setattr("router.main", lambda config: started.append(config) or 0)
+    for role in served[0].roles():
+        more = ("--worker", "127.0.0.1:1") if role.role == "router" else ()
+        result = baton(role.role, *role.args, *more)
+        assert result.exit_code == 0, result.output
+        assert os.environ.pop("HF_HUB_CACHE") == str(tmp_path / "hub")
+    assert [each.tokenizer for each in started] == [str(tmp_path / "tok")] * 3
 
 
 @pytest.mark.parametrize(

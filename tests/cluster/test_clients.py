@@ -118,6 +118,8 @@ def test_one_question(url: str) -> None:
     assert [m["role"] for m in request["messages"]] == ["system", "user"]
     assert (request["max_tokens"], request["stream"]) == (9, True)
     assert "temperature" not in request, "the server's default"
+    assert baton("chat", "--url", url, "--model", "other", "hi").exit_code == 0
+    assert Router.requests[-1]["model"] == "other"
 
 
 def test_a_chat_remembers_its_turns(url: str) -> None:

@@ -49,7 +49,7 @@ def json_schema(schema: dict[str, Any]) -> StructuredOutput:
 
 @pytest.fixture
 def spelled_engine(tiny_engine: Callable[..., Engine], spelled_path: Path) -> Callable[..., Engine]:
-    return lambda **config: tiny_engine(model=str(spelled_path), **{"num_blocks": 256, **config})
+    return lambda **config: tiny_engine(tokenizer=str(spelled_path), **{"num_blocks": 256, **config})
 
 
 @pytest.fixture(scope="session")

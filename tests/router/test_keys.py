@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from router.admission.keys import ANY_CLIENT, ApiKey, KeyRing, api_keys, read_key_file
-from router.errors import Unauthorized
+from router.errors import RateLimited, Unauthorized
+
+from .conftest import Cluster
 
 FILE = f"""
 [alice]
@@ -40,6 +42,25 @@ def test_a_key_file_is_read(tmp_path: Path):
     assert ring.authorize("bearer  sk-bob ") is bob
     assert ring.authorize("Bearer sk-carol") is carol
     assert "sk-" not in repr(ring._keys)
+
+
+async def test_keys_change_while_requests_run(cluster: Cluster):
+    """A key that stays keeps its account; the requests of one that goes end as usual."""
+    alice, bob = (ApiKey.of(name, f"sk-{name}", max_requests=1) for name in ("alice", "bob"))
+    frontend = cluster.router.frontend
+    frontend.use_keys((alice, bob))
+    accounts = {name: frontend.authorize(f"Bearer sk-{name}") for name in ("alice", "bob")}
+    for account in accounts.values():
+        account.enter()
+    assert cluster.router.services.admission.shared
+    frontend.use_keys((alice,))
+    assert not cluster.router.services.admission.shared
+    with pytest.raises(Unauthorized):
+        frontend.authorize("Bearer sk-bob")
+    with pytest.raises(RateLimited):
+        frontend.authorize("Bearer sk-alice").enter()
+    for account in accounts.values():
+        account.leave()
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ from .conftest import TEXT
 
 LAUNCH = """
 import json, sys
-from router import RouterConfig, main
+from router import RouterConfig, api_keys, main
 given = json.loads(sys.argv[1])
+if keys := given.pop("keys", None):
+    given["read_api_keys"] = lambda: api_keys([], keys)
 secret, workers = given.pop("secret").encode(), tuple(given.pop("workers"))
 sys.exit(main(RouterConfig(secret=secret, workers=workers, **given)))
 """
@@ -92,8 +94,10 @@ async def ask(router: Router, **body: Any) -> tuple[int, bytes]:
         return response.status, await response.read()
 
 
-async def test_a_router_starts_serves_and_drains(start: Callable):
-    router = await start()
+async def test_a_router_starts_serves_and_drains(start: Callable, tmp_path: Path):
+    """SIGHUP changes the keys meanwhile. The running request goes on."""
+    keys = tmp_path / "keys.toml"
+    router = await start(keys=str(keys))
     assert router.reports[-1]["ready"]["pid"] == router.process.pid
     assert psutil.Process(router.process.pid).cmdline()[0] == "baton: router 3"
     status, body = await ask(router)
@@ -103,6 +107,11 @@ async def test_a_router_starts_serves_and_drains(start: Callable):
     router.decode.steps = asyncio.Semaphore(0)
     running = asyncio.create_task(ask(router, stream=True))
     await router.decode.until(lambda w: len(w.submitted) == 2)
+    keys.write_text('[a]\nkey = "b"')
+    router.process.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(10):
+        while (await ask(router))[0] != 401:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
     router.process.send_signal(signal.SIGTERM)
     await stops_listening(router)
     for _ in range(99):

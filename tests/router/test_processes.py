@@ -194,6 +194,23 @@ async def test_processes_share_ports_and_one_admin_port(start: Callable[..., Any
     assert after[0] != before[0]
     assert counters(await routers.get(routers.admin + "/metrics"))[SUCCESS] == 10
 
+    # SIGHUP: all read the keys again. A file with a mistake changes nothing.
+    Path(key_file).write_text("[one]")
+    routers.popen.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(10):
+        while routers.log.read_text().count("the API keys stay as they are") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert (await routers.ask())["choices"][0]["text"] == TEXT
+    Path(key_file).write_text(f'[one]\nkey = "{KEY}"\n[two]\nkey = "another-key"\n')
+    routers.popen.send_signal(signal.SIGHUP)
+    async with asyncio.timeout(10):
+        while routers.log.read_text().count("SIGHUP: 2 API keys") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    async with routers.http.get(
+        routers.url + "/v1/models", headers={"Authorization": "Bearer another-key"}
+    ) as response:
+        assert response.status == 200
+
     # All drain together.
     seen = len(routers.decode.submitted)
     routers.decode.steps = asyncio.Semaphore(0)

@@ -252,7 +252,8 @@ def test_stored_responses_are_bounded(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
     monkeypatch.setattr(stored_responses, "MAX_RESPONSES", 3)
     monkeypatch.setattr(stored_responses, "MAX_BYTES", 200)
-    stored = StoredResponses(2, lambda: now)
+    keys = {"", "a", "b"}
+    stored = StoredResponses(lambda: keys, lambda: now)
 
     def put(key: str, id: str, size: int) -> None:
         stored.put(key, id, StoredResponse(b"r" * size, (), False))
@@ -275,5 +276,10 @@ def test_stored_responses_are_bounded(monkeypatch: pytest.MonkeyPatch):
     put("b", "b", 100)
     put("a", "new", 100)
     assert has("b", "b")
+    keys.remove("a")
+    put("b", "more", 90)
+    keys.add("a")
+    assert not has("a", "new"), "the key was gone meanwhile"
+    assert has("b", "more")
     now = stored_responses.MAX_SECONDS
-    assert not has("b", "b"), "the time"
+    assert not has("b", "more"), "the time"

@@ -177,6 +177,19 @@ def test_the_context_of_a_model_that_also_sees_images_is_that_of_its_text_model(
         load_tokenizer(str(copy))
 
 
+def test_a_tokenizer_from_elsewhere(directory: Path, tmp_path: Path, tokenizer: ModelTokenizer):
+    """The context stays that of the model, which needs no tokenizer of its own."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 77}')
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    loaded = load_tokenizer(str(tmp_path), tokenizer=str(directory))
+    assert loaded.max_model_len == 77
+    assert loaded.vocabulary_fingerprint == tokenizer.vocabulary_fingerprint
+    assert encode_chat(loaded, MESSAGES[1]) == encode_chat(tokenizer, MESSAGES[1])
+    with pytest.raises(ValueError, match=r"--tokenizer \./none: there is no such file"):
+        load_tokenizer(str(tmp_path), tokenizer="./none")
+
+
 def test_the_chat_template_of_each_possible_file(directory: Path, tmp_path: Path):
     model = tmp_path / "model"
     shutil.copytree(directory, model)
