@@ -3,8 +3,8 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine fp8 fp8_kv int4 moe kv overlap disagg flip reuse ranks (default: all, in this order; the last four where there are two GPUs),
-# overlap_8000, sweep, fp8_sweep, int4_sweep, groups (three GPUs or more), disagg_70b (four). DIR of --wheels holds the Python packages that the
+# STEP: tests kernels engine fp8 fp8_kv int4 moe hybrid kv overlap disagg flip reuse ranks (default: all, in this order; the last four where there are two GPUs),
+# overlap_8000, sweep, fp8_sweep, int4_sweep, hybrid_sweep, groups (three GPUs or more), disagg_70b (four). DIR of --wheels holds the Python packages that the
 # machine lacks. One GPU or two: with two, prefill has the first and decode the second. A step that fails does not stop the others; the
 # exit status says how many did.
 set -uo pipefail
@@ -19,7 +19,7 @@ while (($#)); do
     esac
 done
 if ! ((${#steps[@]})); then
-    steps=(tests kernels engine fp8 fp8_kv int4 moe kv overlap)
+    steps=(tests kernels engine fp8 fp8_kv int4 moe hybrid kv overlap)
     (($(nvidia-smi --list-gpus | wc -l) < 2)) || steps+=(disagg flip reuse ranks)
 fi
 mkdir -p "$out"
@@ -52,7 +52,16 @@ fp8() {
     python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --quantization fp8 --json "$out/fp8_moe.json"
     python3 -m bench.kernels --device cuda --quantization fp8 --json "$out/fp8_kernels.json"
 }
-fp8_kv() {
+fp8_hybrid() {
+    for shape in bamba-9b granite-4.0-h-tiny; do
+        python3 -m bench.engine --device cuda --model-shape $shape --json "$out/$shape.json"
+    done
+    python3 -m bench.kernels --device cuda --model-shape bamba-9b --json "$out/bamba_kernels.json"
+}
+hybrid_sweep() {
+    python3 -m bench.kernels --device cuda --model-shape bamba-9b --sweep --json "$out/hybrid_sweep.json"
+}
+kv() {
     python3 -m bench.kernels --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv_kernels.json"
     python3 -m bench.engine --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv.json"
     python3 -m bench.engine --device cuda --quantization fp8 --kv-cache-dtype fp8 --json "$out/fp8_fp8_kv.json"

@@ -17,6 +17,21 @@ from cluster.sizing.models import MODELS
 DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"
 """What benches of one GPU measure by default, and what they measure of mixtures of experts."""
 
+BAMBA, GRANITE = "bamba-9b", "granite-4.0-h-tiny"
+HYBRIDS = BAMBA, GRANITE
+"""Models with state layers."""
+
+_MAMBA = {
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+
 SHAPES: dict[str, dict[str, Any]] = MODELS | {
     "llama-3.1-70b": MODELS["llama-3.1-8b"]
     | {
@@ -26,6 +41,42 @@ SHAPES: dict[str, dict[str, Any]] = MODELS | {
         "num_attention_heads": 64,
     },
     "llama-3.1-8b-two-layers": MODELS["llama-3.1-8b"] | {"num_hidden_layers": 2},
+    BAMBA: {
+        **_MAMBA,
+        "architectures": ["BambaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "attn_layer_indices": [9, 18, 27],
+        "mamba_n_heads": 128,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "eos_token_id": 128001,
+    },
+    GRANITE: {
+        **_MAMBA,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 1024,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+        "mamba_n_heads": 48,
+        "position_embedding_type": "nope",
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0078125,
+        "logits_scaling": 6,
+        "vocab_size": 100352,
+        "tie_word_embeddings": True,
+        "eos_token_id": 100257,
+    },
     "one-small-layer": {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 16,

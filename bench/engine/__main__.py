@@ -7,20 +7,22 @@ import sys
 
 import bench.contract as contract
 from bench.contract import Report
-from bench.shapes import DENSE, MOE
+from bench.shapes import DENSE, HYBRIDS, MOE
 
 
 def main() -> int:
     p = contract.parser("One engine: against transformers on a CPU, against the floor of the card on a GPU.")
     p.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N",
                    help="compare an engine over N devices with the same on one")  # fmt: skip
-    p.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE,
+    p.add_argument("--model-shape", choices=(DENSE, MOE, *HYBRIDS), default=DENSE,
                    help="what runs on GPUs (default: %(default)s)")  # fmt: skip
     p.add_argument("--quantization", choices=("fp8", "int4"), help="quantize the weights on load, on one GPU")
     p.add_argument("--kv-cache-dtype", choices=("fp8",), help="of the dense shape on one GPU")
     args = p.parse_args()
     if (args.model_shape, args.quantization) == (MOE, "int4"):
         p.error("--quantization int4: experts have no such weights")
+    if args.model_shape in HYBRIDS and (args.quantization or args.tensor_parallel_size > 1):
+        p.error(f"--model-shape {args.model_shape}: measured in bfloat16, on one GPU")
     if args.kv_cache_dtype and (args.model_shape, args.quantization) not in ((DENSE, None), (DENSE, "fp8")):
         p.error("--kv-cache-dtype fp8: measured with the dense shape, alone or with --quantization fp8")
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
@@ -29,6 +31,8 @@ def main() -> int:
         from bench.engine.on_ranks import measure
     elif args.device == "cuda" and args.model_shape == MOE:
         from bench.engine.on_moe import measure
+    elif args.device == "cuda" and args.model_shape in HYBRIDS:
+        from bench.engine.on_hybrid import measure
     elif args.device == "cuda" and (args.quantization or args.kv_cache_dtype):
         from bench.engine.on_quantized import measure
     elif args.device == "cuda":

@@ -10,6 +10,7 @@ from bench.kernels.cases import Cases, Shape
 from bench.kernels.fp8 import Fp8Cases
 from bench.kernels.fp8_kv import Fp8KVCases
 from bench.kernels.int4 import Int4Cases
+from bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
 from bench.kernels.measure import (
     choices,
     fp8_choices,
@@ -17,19 +18,22 @@ from bench.kernels.measure import (
     graph_seconds,
     int4_choices,
     limits,
+    mamba2_choices,
     measure,
     moe_choices,
     sweep,
 )
 from bench.kernels.moe import MoeCases, MoeShape
-from bench.shapes import DENSE, MOE
+from bench.shapes import BAMBA, DENSE, MOE
 from engine.kernels import kernels_for
 
 
 def main() -> int:
     arguments = parser(kernels.__doc__ or "", devices=("cuda",))
     arguments.add_argument("--sweep", action="store_true", help="time some kernels by their constants")
-    arguments.add_argument("--model-shape", choices=(DENSE, MOE), default=DENSE, help="default: %(default)s")
+    arguments.add_argument(
+        "--model-shape", choices=(DENSE, MOE, BAMBA), default=DENSE, help="default: %(default)s"
+    )
     arguments.add_argument("--quantization", choices=("fp8", "int4"), help="the kernels of quantized weights")
     arguments.add_argument("--kv-cache-dtype", choices=("fp8",), help="the kernels of a KV cache in FP8")
     args = arguments.parse_args()
@@ -38,6 +42,10 @@ def main() -> int:
     if args.model_shape == MOE:
         cases = MoeCases(MoeShape(tokens=(1, 64, 2000)) if args.short else MoeShape(), device)
         swept = moe_choices(cases)
+    elif args.model_shape == BAMBA:
+        of_layer = Mamba2Shape(batches=(1, 64), prompts=((1, 2000),)) if args.short else Mamba2Shape()
+        cases = Mamba2Cases(of_layer, kernels_for(device, of_layer.head_dim), device)
+        swept = mamba2_choices(cases)
     else:
         shape = Shape(batches=(1, 64), prompts=(2000,)) if args.short else Shape()
         parameters["block_size"] = shape.block_size

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from bench.kernels.fp8 import Fp8Cases
     from bench.kernels.fp8_kv import Fp8KVCases
     from bench.kernels.int4 import Int4Cases
-    from bench.kernels.moe import MoeCases  # imports kernels
+    from bench.kernels.mamba2 import Mamba2Cases  # imports kernels, as the next one
+    from bench.kernels.moe import MoeCases
 
 BEYOND_CACHE = 256 << 20  # least bytes of all input sets of a case together
 MAX_SETS = 32
@@ -173,6 +174,21 @@ def moe_choices(cases: MoeCases) -> Choices:
         plain = choices(tokens, few, many, suffix="")
         found.append((grouped_linear, plain, partial(cases.down, tokens, loop=False)))
     return found
+
+
+def mamba2_choices(cases: Mamba2Cases) -> Choices:
+    from engine.kernels import causal_conv, ssd, state_update
+
+    batch, (requests, tokens) = cases.shape.batches[-1], cases.shape.prompts[len(cases.shape.prompts) // 2]
+    return [
+        *(
+            (ssd, {"TOKENS": [32, 64, 128], "WARPS": [4, 8]}, partial(cases.scan, *prompt))
+            for prompt in cases.shape.prompts[1:4]
+        ),
+        (causal_conv, {"BLOCK_CHUNK": [32, 64, 128]}, partial(cases.prompts, requests, tokens)),
+        (state_update, {"WARPS": [2, 4, 8]}, partial(cases.decode, batch)),
+        (causal_conv, {"BLOCK_DECODE": [128, 256, 512]}, partial(cases.decode, batch)),
+    ]
 
 
 def fp8_choices(cases: Fp8Cases) -> Choices:

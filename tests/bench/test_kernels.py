@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,45 @@ def test_every_case_of_a_mixture_runs(kernel_device: str, monkeypatch: pytest.Mo
     assert rows["kernels.moe_gate_up.t1"].value == pytest.approx(one_token / 1e9)
     tried = [(module, name) for module, values, _ in bench.moe_choices(cases) for name in values]
     assert all(hasattr(module, name) for module, name in tried)
+
+
+def test_every_case_of_state_layers_runs(cases: Cases) -> None:
+    from bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
+
+    shape = Mamba2Shape(
+        heads=4, head_dim=16, state_size=16, groups=2, dtype=torch.float16, batches=(2,), prompts=((2, 140),)
+    )
+    mamba2_cases = Mamba2Cases(shape, cases.kernels, cases.device)
+    rows = {row.name: row for make in mamba2_cases for row in bench.measure(make, one_second_each, PLAIN)}
+    assert rows["kernels.ssd.2x140"].ratio == 1.0
+    # projected and y of two rows, and the inputs and states of two requests, both ways
+    moved = 2 * 2 * (128 + 4 + 64) + 2 * 2 * (2 * 3 * 128 + 4 * 4 * 16 * 16)
+    assert rows["kernels.mamba2.decode.b2"].value == pytest.approx(moved / 1e9)
+    tried = [(module, name) for module, values, _ in bench.mamba2_choices(mamba2_cases) for name in values]
+    assert all(hasattr(module, name) for module, name in tried)
+
+
+@pytest.mark.parametrize("spans", [[(0, 40), (3, 9)], [(8, 9), (5, 300), (0, 128)]])
+def test_the_chain_of_kernels_equals_the_fused_scan(
+    cases: Cases, kernel_device: str, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench.kernels import ssd_chain
+    from engine.kernels import ssd
+    from engine.kernels.tiles import scan_work
+    from tests.engine.test_mamba2 import F16, Step, layer_of
+
+    step = Step(spans, layer_of(2, F16), F16)
+    y, state = step.run(cases.kernels, kernel_device)
+    scans = torch.from_numpy(scan_work(spans[step.decodes :], step.decodes, 128)).to(kernel_device)
+
+    def chain(rows: Any, dt: Any, layer: Any, ssm: Any, slots: Any, _: Any, progress: Any, y: Any) -> None:
+        ssd_chain.scan(rows, dt, layer, ssm, slots, scans, y, 128)
+
+    monkeypatch.setattr(ssd, "scan", chain)
+    of_chain, after = step.run(cases.kernels, kernel_device)
+    torch.testing.assert_close(of_chain, y, rtol=2e-2, atol=2e-2)
+    used = step.slots.long()
+    torch.testing.assert_close(after.ssm[used], state.ssm[used], rtol=2e-2, atol=2e-2)
 
 
 def test_every_case_of_fp8_runs(cases: Cases) -> None:

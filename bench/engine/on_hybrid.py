@@ -1,0 +1,76 @@
+"""A model with state layers and random weights on a GPU: the shape of Bamba-9B or Granite-4.0-H-Tiny, in
+bfloat16.
+
+A decode step is bound by the bytes that it reads and writes: weights, KV, and the states of each request,
+both ways. `.floor` is their time at the bandwidth of the datasheet. Of experts it counts as many as random
+routes are expected to choose. A prefill row is the time from arrival to the first token, in chunks of 16,384
+tokens, compared with the 8B Llama shape in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bench.contract as contract
+from bench.contract import Report, Row
+from bench.engine.drive import decode_step_seconds, median_ms, prefill_seconds, prompt
+from bench.engine.on_cuda import CONTEXT, HBM_BYTES_PER_S, dummy_engine
+from bench.shapes import DENSE
+from engine.models import cache_bytes_per_token, state_bytes_per_request
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+PREFILLS = (2000, 8000, 32000, 128000)
+OVER_FLOOR = 1.15
+"""Goal of a decode step, in times of its floor."""
+BUDGET, LONGEST = 16384, 131072
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    tokens = PREFILLS[:2] if args.short else PREFILLS
+    rounds = 3 if args.short else 5
+    with tempfile.TemporaryDirectory() as directory:
+        engine = dummy_engine(DENSE, Path(directory), 8, BUDGET, max_model_len=LONGEST)
+        dense = {length: _prefill(engine, length, rounds) for length in tokens}
+        engine.close()
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        engine = dummy_engine(args.model_shape, Path(directory), BATCHES[-1], BUDGET, max_model_len=LONGEST)
+        for length, of_dense in dense.items():
+            took = _prefill(engine, length, rounds)
+            name = f"engine.hybrid.prefill.1x{length}"
+            report.add(Row(name, took, "ms", ratio=took / of_dense, ratio_to=f"{DENSE}, same run"))
+            report.add(Row(f"{name}.dense", of_dense, "ms"))
+        for batch in BATCHES:
+            _decode(engine, report, batch, 32 if args.short else 128)
+
+
+def _prefill(engine: Any, tokens: int, rounds: int) -> float:
+    """The median time of a prompt, in ms."""
+    return median_ms([prefill_seconds(engine, [prompt(tokens, tokens + r)]) for r in range(rounds + 1)][1:])
+
+
+def _decode(engine: Any, report: Report, batch: int, steps: int) -> None:
+    times = decode_step_seconds(engine, batch, CONTEXT, steps)
+    took, name = median_ms(times), f"engine.hybrid.decode.b{batch}"
+    moved = bytes_moved(engine, batch, CONTEXT)
+    floor = moved / HBM_BYTES_PER_S * 1e3
+    p99 = contract.percentile(times, 0.99) * 1e3
+    report.add(Row(name, took, "ms", p99=p99, goal=OVER_FLOOR * floor, better="lower"))
+    report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="4.8 TB/s"))
+    rate = moved / (took / 1e3)
+    report.add(Row(f"{name}.bytes", rate / 1e9, "GB/s", ratio=rate / HBM_BYTES_PER_S, ratio_to="4.8 TB/s"))
+
+
+def bytes_moved(engine: Any, batch: int, context: int) -> float:
+    """Bytes that a decode step reads and writes."""
+    config, cache = engine.model_config, engine.cache_spec
+    input_embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    of_request = context * cache_bytes_per_token(cache) + 2 * state_bytes_per_request(cache)
+    return 2 * (config.parameters_read(batch) - input_embedding) + batch * of_request

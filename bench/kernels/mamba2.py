@@ -1,0 +1,157 @@
+"""The cases of Mamba-2: the scan of prompts in one kernel against the chain of five (`ssd_chain`), and the
+step of decodes against the bytes of the states.
+
+Where `mamba_ssm` is installed, cases named `mamba_ssm` compare the scan with its chain, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.kernels import ssd_chain
+from bench.kernels.cases import Case, Make, nbytes
+from engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2, ssd
+from engine.kernels.tiles import scan_work
+
+CHAIN_TOKENS = 128
+"""Of a chunk of the chain."""
+MAMBA_SSM_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape:
+    """The sizes of one layer. The defaults are those of Bamba-9B."""
+
+    heads: int = 128
+    head_dim: int = 64
+    state_size: int = 128
+    groups: int = 1
+    width: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    prompts: tuple[tuple[int, int], ...] = (
+        (1, 256),
+        (1, 2000),
+        (1, 8000),
+        (1, 32000),
+        (4, 2000),
+        (16, 2000),
+    )
+    """(requests, tokens of each) of a step."""
+
+    @property
+    def channels(self) -> int:
+        return self.heads * self.head_dim + 2 * self.groups * self.state_size
+
+
+class Mamba2Cases:
+    """All cases of a shape on a device."""
+
+    def __init__(self, shape: Mamba2Shape, kernels: Kernels, device: torch.device) -> None:
+        self.shape, self.kernels, self.device = shape, kernels, device
+
+    def __iter__(self) -> Iterator[Make]:
+        for requests, tokens in self.shape.prompts:
+            yield partial(self.scan, requests, tokens)
+            if find_spec("mamba_ssm"):
+                yield partial(self.scan, requests, tokens, mamba_ssm=True)
+            yield partial(self.prompts, requests, tokens)
+        for batch in self.shape.batches:
+            yield partial(self.decode, batch)
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device, dtype=self.shape.dtype)
+
+    def layer(self) -> Mamba2:
+        shape, device = self.shape, self.device
+        ones = torch.ones(shape.heads, device=device)
+        weight = self.normal(shape.width, shape.channels) / 2
+        return Mamba2(weight, weight[0], ones, -ones, ones, shape.groups, (0.0, float("inf")))
+
+    def state(self, slots: int) -> LayerState:
+        shape, device = self.shape, self.device
+        ssm = torch.zeros(slots, shape.heads, shape.head_dim, shape.state_size, device=device)
+        return LayerState(self.normal(slots, shape.width - 1, shape.channels), ssm)
+
+    def metadata(self, stop: int, decodes: int, prefills: list[tuple[int, int]]) -> AttentionMetadata:
+        requests = decodes + len(prefills)
+        contexts = torch.full((requests,), stop, dtype=torch.int32, device=self.device)
+        slots = torch.arange(requests, dtype=torch.int32, device=self.device)
+        return AttentionMetadata(1, slots, slots, contexts, decodes, prefills, state_slots=slots)
+
+    def scan(self, requests: int, tokens: int, *, mamba_ssm: bool = False) -> Case:
+        """The scan alone, after the convolution."""
+        shape, layer, (_, state) = self.shape, self.layer(), self.state(requests)
+        rows = self.normal(requests * tokens, shape.channels)
+        dt, y = self.normal(len(rows), shape.heads), self.normal(len(rows), shape.heads * shape.head_dim)
+        slots = torch.arange(requests, dtype=torch.int32, device=self.device)
+
+        def chunks(length: int) -> Tensor:
+            return torch.from_numpy(scan_work([(0, tokens)] * requests, 0, length)).to(self.device)
+
+        scans, of_chain = chunks(ssd.chunk_tokens(shape.dtype)), chunks(CHAIN_TOKENS)
+        progress = ssd.progress_of(requests, shape.heads, self.device)
+
+        def chain() -> None:
+            ssd_chain.scan(rows, dt, layer, state, slots, of_chain, y, CHAIN_TOKENS)
+
+        # The products with the state, and those within chunks of the length that needs fewest.
+        inner = shape.state_size * shape.head_dim
+        each = 4 * inner + ssd.TOKENS * (shape.state_size + shape.head_dim)
+        name, theirs, theirs_is = f"ssd.{requests}x{tokens}", chain, "chain of five kernels"
+        if mamba_ssm:
+            name, theirs_is = f"{name}.mamba_ssm", "mamba_ssm"
+            theirs = self._mamba_ssm(rows, dt, layer, requests)
+        return Case(
+            name,
+            nbytes(rows) + nbytes(dt) + nbytes(y) + 2 * nbytes(state),
+            len(rows) * shape.heads * each,
+            lambda: ssd.scan(rows, dt, layer, state, slots, scans, progress, y),
+            theirs,
+            theirs_is,
+        )
+
+    def _mamba_ssm(self, rows: Tensor, dt: Tensor, layer: Mamba2, requests: int) -> Callable[[], Any]:
+        from mamba_ssm.ops.triton.ssd_combined import (  # pyrefly: ignore[missing-import]
+            mamba_chunk_scan_combined,
+        )
+
+        shape = self.shape
+        sizes = (shape.heads * shape.head_dim, *[shape.groups * shape.state_size] * 2)
+        x, b, c = (part.unflatten(0, (requests, -1)) for part in rows.split(sizes, dim=1))
+        x = x.unflatten(2, (shape.heads, shape.head_dim))
+        b, c = (part.unflatten(2, (shape.groups, shape.state_size)) for part in (b, c))
+        return lambda: mamba_chunk_scan_combined(
+            x, dt.unflatten(0, (requests, -1)), layer.a, b, c, MAMBA_SSM_TOKENS, D=layer.d,
+            dt_bias=layer.dt_bias, dt_softplus=True, return_final_states=True,
+        )  # fmt: skip
+
+    def prompts(self, requests: int, tokens: int) -> Case:
+        """Convolution and scan."""
+        return self._mamba2(f"mamba2.prefill.{requests}x{tokens}", tokens, 0, [(0, tokens)] * requests)
+
+    def decode(self, batch: int) -> Case:
+        """Convolution and step."""
+        return self._mamba2(f"mamba2.decode.b{batch}", 1000, batch, [])
+
+    def _mamba2(self, name: str, stop: int, decodes: int, prefills: list[tuple[int, int]]) -> Case:
+        shape, layer = self.shape, self.layer()
+        metadata = self.metadata(stop, decodes, prefills)
+        state = self.state(len(metadata.contexts))
+        tokens = decodes + sum(stop - start for start, stop in prefills)
+        projected = self.normal(tokens, shape.channels + shape.heads)
+        plan = self.kernels.plan_states(metadata, shape.heads, shape.dtype)
+        y = tokens * shape.heads * shape.head_dim * projected.itemsize
+        return Case(
+            name,
+            nbytes(projected) + y + 2 * sum(map(nbytes, state)),
+            0,
+            lambda: self.kernels.mamba2(projected, layer, state, plan),
+        )
