@@ -18,7 +18,6 @@ _NAMES = {
     "count_tokens": _ANTHROPIC,
     "responses": {
         r"messages(\[\d+\])?": "input",
-        r"max_tokens": "max_output_tokens",
         r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1]\2",
         r"response_format(\.json_schema\.schema)?": "text.format",
         r"reasoning_effort": "reasoning.effort",

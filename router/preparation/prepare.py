@@ -84,9 +84,10 @@ def prepare(
             case ChatBody():
                 prepared = _chat(body, tokenizer, served)
             case ResponsesBody():
-                prepared = replace(_chat(body.chat(history), tokenizer, served), repeated=body.repeated)
+                prepared = _chat(body.chat(history), tokenizer, served)
+                prepared = replace(_bounded(prepared, served), repeated=body.repeated)
             case MessagesBody():
-                prepared = _chat(body.chat(), tokenizer, served)
+                prepared = _bounded(_chat(body.chat(), tokenizer, served), served)
             case CompletionBody():
                 prepared = _completion(body, tokenizer, served)
             case TokenizeBody():
@@ -115,6 +116,17 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served) -> Prepared
         elif continues_reasoning(body.messages[-1].content):
             beginning = "reasoning"
     return Prepared(body, [prompt], [], beginning)
+
+
+def _bounded(prepared: Prepared, served: Served) -> Prepared:
+    """Lowers the limit for output tokens to what fits into the context.
+
+    Both APIs call it an upper bound, and clients send the largest one that some model has.
+    """
+    room = served.context - len(prepared.prompts[0])
+    if (prepared.options.max_tokens_wanted or 0) <= room:
+        return prepared
+    return replace(prepared, options=prepared.options.model_copy(update={"max_tokens": room}))
 
 
 def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:

@@ -104,6 +104,7 @@ async def test_thinking_may_be_omitted_or_off(thinking: Cluster):
 async def test_why_a_message_stops(cluster: Cluster):
     for more, reason, sequence, text in (
         ({}, "end_turn", None, TEXT),
+        ({"max_tokens": 99_999}, "end_turn", None, TEXT),
         ({"stop_sequences": [" Par", "xx"]}, "stop_sequence", " Par", "The capital of France is"),
         ({"max_tokens": 2}, "max_tokens", None, "The capital"),
     ):
@@ -149,7 +150,7 @@ async def test_errors_have_anthropics_form(tokenizer: ModelTokenizer, tmp_path: 
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"max_tokens": 99_999}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["x"]}, "stop: this endpoint has no such field"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
         ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management"),

@@ -114,6 +114,9 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
 
 
 async def test_a_limit_makes_a_response_incomplete(cluster: Cluster):
+    status, result = await cluster.post(PATH, input="Hi", max_output_tokens=99_999)
+    assert (status, result["status"], result["max_output_tokens"]) == (200, "completed", 99_999)
+    assert sent(cluster).sampling.max_tokens == 8192 - len(sent(cluster).prompt_ids), "it is an upper bound"
     status, result = await cluster.post(PATH, input="Hi", max_output_tokens=3)
     assert (status, result["status"]) == (200, "incomplete")
     assert result["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -160,7 +163,6 @@ async def test_structured_output_reaches_the_workers(cluster: Cluster):
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"budget": 3}}, "reasoning.budget"),
-        ({"max_output_tokens": 99_999}, "max_output_tokens"),
         ({"background": True, "store": False}, "background"),
         ({"background": True, "stream": True}, "background"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input"),
