@@ -1,15 +1,21 @@
 """Moves blocks between the engine's KV cache and the host tier, as the engine says, between two steps."""
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine import Engine
 from engine.core.host_tier import BlockCopy, HostTier
-from kv_transfer.host_store import HostStore, open_host_store
+from kv_transfer.host_store import HostStore, Pair, open_host_store
 from worker.paged_kv import paged_kv
 
 POLL = 0.0005
 """Seconds between two calls while copies are under way."""
+
+
+SHARE = 0.2
+"""Of the time between two calls, how long a CPU may copy blocks to the host. It makes one batch in any
+case."""
 
 
 class HostTierPump:
@@ -19,18 +25,30 @@ class HostTierPump:
         self._tier = tier
         self._store = store
         self._under_way: deque[BlockCopy] = deque()  # in the order of the store
+        self._busy = False  # the last call started copies, so more may wait
+        self._pumped = time.monotonic()
 
     def pump(self) -> None:
         """Ends the copies that are over, and starts the next ones. Copies that requests wait for go first."""
+        began = time.monotonic()
+        until = began + SHARE * (began - self._pumped)
         self._end()
+        self._busy = False
         if loads := self._tier.next_loads(self._store.room):
-            self._under_way += loads
-            self._store.load([(copy.block, copy.place) for copy in loads])
-        # One batch at a time: a request that must be loaded waits for it.
-        elif not self._under_way and (saves := self._tier.next_saves(self._store.batch)):
-            self._under_way += saves
-            self._store.save([(copy.block, copy.place) for copy in saves])
-        self._end()  # a CPU has made them
+            self._start(self._store.load, loads)
+        # A GPU makes one batch at a time, since a request that must be loaded waits for it. A CPU makes a
+        # batch at once.
+        while not self._under_way and (saves := self._tier.next_saves(self._store.batch)):
+            self._start(self._store.save, saves)
+            if time.monotonic() > until:
+                break
+        self._pumped = time.monotonic()
+
+    def _start(self, start: Callable[[Sequence[Pair]], None], copies: Sequence[BlockCopy]) -> None:
+        self._busy = True
+        self._under_way += copies
+        start([(copy.block, copy.place) for copy in copies])
+        self._end()
 
     def _end(self) -> None:
         for whole in self._store.ended():
@@ -39,7 +57,7 @@ class HostTierPump:
     @property
     def copies(self) -> bool:
         """Whether copies are under way or wait, so that `pump` must be called soon."""
-        return bool(self._under_way) or self._tier.loading
+        return self._busy or bool(self._under_way) or self._tier.loading
 
     def close(self) -> None:
         self._store.close()

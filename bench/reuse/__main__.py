@@ -1,8 +1,10 @@
 """How much sooner the second turn of a chat begins if KV is reused, and how many bytes travel for it.
 
-    python -m bench.reuse [--json PATH] [--device cpu|cuda] [--short] [--trace FILE|default]
+    python -m bench.reuse [--json PATH] [--device cpu|cuda] [--short]
+                          [--trace FILE|default | --tiers]
 
-With `--trace` it replays chats through a cluster (`bench.reuse.replay`).
+With `--trace` it replays chats through a cluster (`bench.reuse.replay`). With `--tiers` it measures the host
+tier (`bench.reuse.tiers`).
 
 A prefill and a decode worker run as real processes. The bench submits to both as a router does. Rounds of
 three second turns alternate; each has a history, an answer, and a few new tokens:
@@ -35,10 +37,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import bench.contract as contract
 from bench.contract import Report, Row
 from bench.overlap.streams import prompt_of
-from bench.reuse import replay
+from bench.reuse import replay, tiers, workers
 from bench.roles import Driver, Roles, request
-from bench.shapes import DENSE, write_shape
-from cluster.gpus import visible_gpus
+from bench.shapes import DENSE
 from rpc import worker_pb2 as pb
 
 ROUNDS = 9
@@ -150,45 +151,22 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
     runs.computed.append(seconds)
 
 
-def require_gpus(args: argparse.Namespace) -> list[str]:
-    """The GPUs of this machine. Exits if the bench needs more."""
-    gpus = visible_gpus()
-    if args.device == "cuda" and len(gpus) < 2:
-        print(f"bench.reuse needs 2 GPUs, and there are {len(gpus)}", file=sys.stderr)
-        sys.exit(contract.EXIT_CANNOT_MEASURE)
-    return gpus
-
-
-def flags(args: argparse.Namespace, directory: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The flags of both workers, and the environment of each. Exits if there are too few GPUs."""
-    if args.device == "cpu":
-        # One thread each: otherwise two engines would compete for the cores of a small machine.
-        model = ["--model", args.model] if args.model else []
-        return ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", *model], [{}, {}]
-    gpus = require_gpus(args)
-    model = args.model or str(write_shape(DENSE, directory))
-    common = ["--device", "cuda", "--model", model, "--load-format", "dummy", "--max-model-len", "16384"]
-    return [*common, "--kv-lanes", "8", "--kv-slots", "256"], [
-        {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:2]
-    ]
-
-
 async def measure(args: argparse.Namespace, turns: Turns) -> Runs:
     runs = Runs()
     with tempfile.TemporaryDirectory() as name, Roles() as roles:
-        common, environments = flags(args, Path(name))
-        workers = []
+        common, environments = workers.flags(args, Path(name), gpus=2)
+        started = []
         for role, environment in zip(("prefill", "decode"), environments, strict=True):
             told = roles.start(role, *common, environment=environment)
-            workers.append(Worker(Driver(told["address"], roles.secret), told))
-        for worker in workers:
+            started.append(Worker(Driver(told["address"], roles.secret), told))
+        for worker in started:
             await worker.driver.attach()
-        pair = Pair(*workers)
+        pair = Pair(*started)
         described = await pair.decode.driver.stub.Describe(pb.DescribeRequest())
         for number in range(args.rounds + 1):  # the first one warms up: lanes, page faults
             measured = runs if number else Runs()
             await one_round(pair, turns, number, described.block_size, measured)
-        for worker in workers:
+        for worker in started:
             await worker.driver.close()
     return runs
 
@@ -219,6 +197,7 @@ def main() -> int:
         "--answer", type=int, help=f"tokens (default: {ON_CPU.answer} on a CPU, {ON_CUDA.answer} on a GPU)"
     )
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
+    p.add_argument("--tiers", action="store_true", help="the host tier instead")
     trace = p.add_argument_group("a trace of chats")
     trace.add_argument("--trace", metavar=f"FILE|{replay.DEFAULT}", help="in Mooncake's format, or made up")
     trace.add_argument("--requests", type=int, metavar="N", help="the first of the trace")
@@ -226,7 +205,7 @@ def main() -> int:
     trace.add_argument("--time-scale", type=float, metavar="X", help="2: twice as fast as the trace says")
     args = p.parse_args()
     if args.trace is not None:
-        require_gpus(args)
+        workers.require_gpus(args, 2)
         try:
             replay.measure(args).finish()
         except ValueError as error:
@@ -238,6 +217,9 @@ def main() -> int:
         args.rounds = contract.MIN_PAIRS
     if args.rounds < contract.MIN_PAIRS:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
+    if args.tiers:
+        tiers.report(args, turns.history).finish()
+        return 0
     runs = asyncio.run(measure(args, turns))
     parameters = {k: v for k, v in vars(args).items() if k != "json"} | turns._asdict()
     report = Report("reuse", parameters, args.json)

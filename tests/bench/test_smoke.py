@@ -332,6 +332,8 @@ def test_runs_reuse(
     rows = run("reuse", "--short", "--history", "150", "--answer", "20", "--model", str(checkpoint))
     assert {"reuse.cpu.second_turn", "reuse.cpu.from_decode", "reuse.cpu.computed"} <= {*rows}
     assert rows["reuse.cpu.bytes_over_missing"] == 1
+    rows = run("reuse", "--short", "--tiers", "--history", "150", "--model", str(checkpoint))
+    assert {*rows} == {"reuse.cpu.host_tier", "reuse.cpu.host_tier.computed", "reuse.cpu.host_tier.step"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""What the host tier gains and costs: `python -m bench.reuse --tiers`.
+
+host_tier   time to first token of a prompt that the pool evicted and the host tier has, to computing it
+step        time of a decode step beside copies to the host, to one without
+
+A real worker with a small pool gets new prompts and old ones in turn. The steps run in this process: windows
+with copies and without alternate. The copies move as much as a decode worker evicts under load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import bench.contract as contract
+from bench.contract import Report, Row
+from bench.overlap.streams import prompt_of
+from bench.reuse import workers
+from bench.roles import Driver, Roles, request
+from bench.shapes import DENSE, write_shape
+from cluster import model
+from rpc import worker_pb2 as pb
+
+NEW_TOKENS = 32
+POOL_PROMPTS = 5  # that fit into the pool
+BEFORE = 4  # an old prompt is so many rounds old: each round brings two prompts into the pool
+HOST = {"cpu": "4GiB", "cuda": "24GiB"}
+GOALS = {"cpu": 0.5, "cuda": 0.25}
+BATCH = {"cpu": 4, "cuda": 32}
+CONTEXT = {"cpu": 200, "cuda": 2000}  # tokens of a request that decodes
+STEPS = {"cpu": 8, "cuda": 40}  # of one window
+BYTES_PER_S = {"cpu": 25e6, "cuda": 5e9}
+STEP_GOALS = {"cpu": 1.1, "cuda": 1.02}
+PLACES = 64
+
+
+async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[float], list[float]]:
+    """Times to first token in seconds, from the host tier and computed."""
+    loaded: list[float] = []
+    computed: list[float] = []
+    block = 128 if args.device == "cuda" else 16
+    blocks = POOL_PROMPTS * -(-(history + 2 * NEW_TOKENS) // block)
+    with tempfile.TemporaryDirectory() as name, Roles() as roles:
+        flags, [environment] = workers.flags(args, Path(name), gpus=1)
+        flags += ["--block-size", str(block), "--num-blocks", str(blocks)]
+        flags += ["--host-cache-size", HOST[args.device]]
+        told = roles.start("prefill", *flags, environment=environment)
+        driver = Driver(told["address"], roles.secret)
+        await driver.attach()
+
+        async def ask(number: int, tail: int) -> tuple[float, int]:
+            """Returns the time to first token, and how many tokens were cached."""
+            prompt, prefill_id = [*prompt_of(history, number), *prompt_of(NEW_TOKENS, tail)], os.urandom(16)
+            submit = pb.SubmitPrefill(prefill_id=prefill_id, request=request(prompt, 1))
+            began = time.perf_counter()
+            await driver.send(pb.RouterMessage(prefill=submit))
+            [(at, event)] = await driver.tokens(prefill_id, 1)
+            return at - began, event.cached_tokens
+
+        for number in range(BEFORE + 1 + args.rounds):  # the first old prompt warms up
+            seconds, cached = await ask(number, 10_000 + number)
+            assert cached < block, "a new prompt"
+            if number < BEFORE:
+                continue
+            computed.append(seconds)
+            seconds, cached = await ask(number - BEFORE, 20_000 + number)
+            if cached < 0.9 * history:
+                raise RuntimeError(f"the host tier had {cached} of {history} tokens")
+            loaded.append(seconds)
+        await driver.close()
+    return loaded[1:], computed[1:]
+
+
+def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[float]]:
+    """Median step times in seconds of windows with copies and without."""
+    from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
+    from kv_transfer.host_store import open_host_store
+    from worker.paged_kv import paged_kv
+
+    device = args.device
+    batch, context, count = BATCH[device], CONTEXT[device], STEPS[device]
+    on_gpu = device == "cuda"
+    engine = build_engine(
+        EngineConfig(
+            args.model or str(write_shape(DENSE, directory)), "bfloat16", device="cuda", load_format="dummy",
+            max_model_len=16384, max_num_seqs=batch,
+        )
+        if on_gpu
+        else EngineConfig(model.resolve(args.model).location, dtype="float32", num_threads=1)
+    )  # fmt: skip
+    sampling = SamplingParams(max_tokens=(2 * args.rounds + 3) * count, ignore_eos=True)
+    for number in range(batch):
+        engine.add(EngineRequest(bytes([number]), prompt_of(context, number), sampling=sampling))
+    store = open_host_store(paged_kv(engine), PLACES, lambda: None)
+    copied = 0
+
+    def window(*, copies: bool) -> float:
+        nonlocal copied
+        times: list[float] = []
+        last, owed = time.perf_counter(), 0.0
+        while len(times) < count:
+            if not engine.step().outputs:
+                continue
+            now = time.perf_counter()
+            times.append(now - last)
+            owed += copies * (now - last) * BYTES_PER_S[device] / engine.block_bytes
+            last = now
+            store.ended()
+            wanted = min(int(owed), store.room, PLACES)
+            owed -= wanted
+            places = range(copied, copied + wanted)
+            store.save([(place % engine.num_blocks, place % PLACES) for place in places])
+            copied += wanted
+        return statistics.median(times)
+
+    while len(engine.step().outputs) < batch:
+        pass
+    window(copies=True)
+    found = [(window(copies=True), window(copies=False)) for _ in range(args.rounds)]
+    store.close()
+    engine.close()
+    with_copies, without = zip(*found, strict=True)
+    return list(with_copies), list(without)
+
+
+def report(args: argparse.Namespace, history: int) -> Report:
+    given = {key: value for key, value in vars(args).items() if key != "json"}
+    made = Report("reuse", given | {"history": history}, args.json)
+    name = f"reuse.{args.device}.host_tier"
+    loaded, computed = asyncio.run(first_tokens(args, history))
+    ratio, spread = contract.paired_ratio(loaded, computed)
+    made.add(
+        Row(
+            name, statistics.median(loaded) * 1e3, "ms", p99=max(loaded) * 1e3, ratio=ratio,
+            ratio_to="computing it", spread=spread, goal=GOALS[args.device], better="lower",
+        )
+    )  # fmt: skip
+    made.add(Row(f"{name}.computed", statistics.median(computed) * 1e3, "ms"))
+    with tempfile.TemporaryDirectory() as directory:
+        busy, quiet = steps(args, Path(directory))
+    ratio, spread = contract.paired_ratio(busy, quiet)
+    made.add(
+        Row(
+            f"{name}.step", statistics.median(busy) * 1e3, "ms", ratio=ratio, ratio_to="no copies",
+            spread=spread, goal=STEP_GOALS[args.device], better="lower",
+        )
+    )  # fmt: skip
+    return made
