@@ -23,6 +23,7 @@
 `….default_slots`      with the slots that workers have by default: smaller copies, less memory
 
 `--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: in turns with these engines, each installed for that Python.
+`kv.nixl.256MiB`: --kv-connector nixl against NIXL alone, if NIXL is also installed for this Python.
 `kv.vs.nixl_read.256MiB` is Baton's GB/s and the ratio to the engine (`peer_driver`; settings in PEERS).
 """
 
@@ -39,13 +40,15 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from bench.contract import Report, Row, interleaved, paired_ratio, parser
 from bench.kv import exported
-from bench.kv.pair import BLOCK, Pair, Settings, cpu_seconds
+from bench.kv.pair import BLOCK, Pair, Settings, children, cpu_seconds
 from bench.kv.raw_sockets import MIB, RawPair
+from kv_transfer.config import nixl_installed
 
 SIZES = (64, 256)  # MiB
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # default of the machine
@@ -60,6 +63,9 @@ PEERS: dict[str, tuple[str, float, int, dict[str, str]]] = {
     }),
     "mooncake": ("mooncake", 1.0, 16, {}),
 }  # fmt: skip
+# What UCX may use for `kv.nixl`: by default the shared memory of one host.
+NIXL_OVER: dict[str, dict[str, str]] = {"": {}, ".tcp": PEERS["nixl_read"][3]}
+NIXL_SIZES = (4, 64, 256)  # MiB
 
 
 @dataclass
@@ -135,6 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
         encrypted(report, settings, pairs)
         peers(report, settings, pythons, pairs)
+    if "nixl" in pythons and nixl_installed():
+        nixl_connector(report, settings, pythons["nixl"], pairs)
     if args.only != "tcp":
         without_sockets(report, args.device, pairs)
     report.finish()
@@ -144,8 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Peer:
     """Another engine in child processes. They poll, so they run only during their turn. Close it."""
 
-    def __init__(self, name: str, python: str, most_bytes: int) -> None:
-        _, _, pieces, environment = PEERS[name]
+    def __init__(
+        self, name: str, python: str, most_bytes: int, pieces: int, environment: dict[str, str]
+    ) -> None:
         driver = Path(__file__).with_name("peer_driver.py")
         self._process = subprocess.Popen(
             [python, str(driver), name.replace("_", "-"), str(most_bytes), str(pieces)],
@@ -164,6 +173,9 @@ class Peer:
                 os.killpg(self._process.pid, signal.SIGSTOP)
                 return json.loads(line)["seconds"]
         raise RuntimeError(f"{self._process.args} ended")
+
+    def cpu_seconds(self) -> float:
+        return sum(map(cpu_seconds, (self._process.pid, *children(self._process.pid))))
 
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
@@ -199,7 +211,7 @@ def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: in
         print(f"{name}: {pieces} pieces, {environment}")
         with (
             closing(Pair(settings)) as pair,
-            closing(Peer(name, pythons[engine], settings.most_bytes)) as peer,
+            closing(Peer(name, pythons[engine], settings.most_bytes, pieces, environment)) as peer,
         ):
             for mib in SIZES:
                 size = mib * MIB
@@ -217,6 +229,22 @@ def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: in
                     )
                 )  # fmt: skip
                 report.add(Row(f"kv.{name}.{mib}MiB", statistics.median(theirs), "GB/s"))
+
+
+def nixl_connector(report: Report, settings: Settings, python: str, pairs: int) -> None:
+    """Beside NIXL alone, which reads the same bytes in pieces of a slot, all at once."""
+    most, slot = settings.most_bytes, settings.slot_bytes
+    for over, environment in NIXL_OVER.items():
+        with patch.dict(os.environ, environment), closing(Pair(replace(settings, nixl=True))) as pair:
+            for mib in NIXL_SIZES:
+                size = mib * MIB
+                name = f"kv.nixl{over}.{mib}MiB"
+                pair.seconds(size)  # over TCP, until the test read is over
+                with closing(Peer("nixl_read", python, most, size // slot, environment)) as peer:
+                    compare(
+                        report, name, ours(pair), Way(peer.seconds, peer.cpu_seconds), size, pairs, 0.9,
+                        f"{name}.alone", "NIXL alone",
+                    )  # fmt: skip
 
 
 def rows(report: Report, settings: Settings, device: str, raw: Way, cubic: Way, pairs: int) -> None:

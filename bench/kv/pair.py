@@ -51,6 +51,7 @@ class Settings:
     checksums: bool = True
     exports: bool = False  # the receiver reads slots itself
     encrypt: bool = False
+    nixl: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -81,6 +82,7 @@ class Side:
             name=f"{role} 0", incarnation=_INCARNATIONS[role],
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
             slot_bytes=settings.slot_bytes, lanes=settings.lanes, encrypt=settings.encrypt,
+            nixl=settings.nixl,
         )  # fmt: skip
         with _checksums(settings.checksums):
             self.process = kv.spawn_transfer(
@@ -166,7 +168,7 @@ class Pair:
         self._address = f"127.0.0.1:{port}"
         assert self._child.pid is not None
         transfers = (self._side.process.pid, pid)
-        self._pids = (os.getpid(), self._child.pid, *transfers, *(c for p in transfers for c in _children(p)))
+        self._pids = (os.getpid(), self._child.pid, *transfers, *(c for p in transfers for c in children(p)))
 
     def seconds(self, size: int) -> float:
         """Seconds of one transfer of `size` bytes, from fetch() to Injected.
@@ -228,7 +230,7 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
