@@ -4,7 +4,10 @@ One node runs `baton doctor --listen PORT`, the other `baton doctor --peer HOST:
 `--kv-lanes` TCP connections. On each, both ends prove with an HMAC of the other's nonce that they know the
 cluster secret. Then the peer sends for `SECONDS`.
 
-The result is the bandwidth of plain sockets. KV lanes add checksums and copies: see docs/lab/kv-transfer.md.
+If both nodes have NIXL, the listener first reads memory of the peer with it.
+
+The result of the lanes is the bandwidth of plain sockets. KV lanes add checksums and copies: see
+docs/lab/kv-transfer.md.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from cluster.doctor import nixl
 from cluster.doctor.finding import Finding, bad, good, warning
 from cluster.options import DoctorOptions
 
@@ -45,6 +50,7 @@ def listen(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
     try:
         for lane in lanes:
             _prove(lane, secret, b"listener", b"peer")
+        yield from nixl.measure(lanes[0], partial(_exactly, lanes[0]), reads=True)
         began = time.perf_counter()
         _in_threads(receive, len(lanes))
         took = time.perf_counter() - began
@@ -70,6 +76,7 @@ def send(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
             lanes.append(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
         for lane in lanes:
             _prove(lane, secret, b"peer", b"listener")
+        yield from nixl.measure(lanes[0], partial(_exactly, lanes[0]), reads=False)
         began = time.perf_counter()
 
         def push(number: int) -> None:

@@ -17,10 +17,11 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.doctor import network, node
+from cluster.doctor import network, nixl, node
 from cluster.doctor.finding import Finding, bad, exit_code, good, warning
 from cluster.doctor.running import running, workers
 from cluster.options import DoctorOptions, EndpointOptions
+from kv_transfer.config import nixl_installed
 from rpc import TlsFiles
 from tests.conftest import Certificates
 
@@ -143,6 +144,26 @@ def test_both_ends_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.check == there.check == "lanes"
     assert "over 2 lanes" in here.found
     assert here.level in ("good", "warning")
+
+
+@pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")
+def test_both_ends_measure_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "SECONDS", 0.1)
+    monkeypatch.setattr(nixl, "SECONDS", 0.2)
+    thread, heard, port = listening(SECRET)
+    there = sent(port, SECRET)
+    thread.join(10)
+    assert [finding.check for finding in heard] == ["nixl", "lanes"]
+    assert (heard[0].level, heard[0]) == ("good", there[0])
+
+
+def test_one_node_has_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.config.NIXL_WHEELS", ())
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall((3).to_bytes(4, "little") + b"abc")
+        [found] = nixl.measure(here, here.recv, reads=True)
+    assert (found.level, found.found) == ("note", "not installed here")
 
 
 def test_both_ends_refuse_a_peer_with_another_secret() -> None:
