@@ -4,6 +4,7 @@
                            [--seconds S] [--only NAME,NAME] [--html PATH] [--json PATH] [--short]
 
 The sides are each endpoint of --against, Baton colocated (decode workers only), and Baton with the layout.
+--only can also name "split": the layout with --no-overflow, so that every request is handed over.
 All get the same prompts at the same times from `baton bench`. Several URLs of an endpoint take turns.
 Start endpoints without a prefix cache, or give another --seed each time. Baton's workers start here, with
 --tensor-parallel-size GPUs each, default flags, and random weights of --model-shape. The rates of the loads
@@ -27,7 +28,7 @@ from bench.contract import Report
 from bench.disagg.loads import LOADS, MIN_SECONDS, SHORT, Load, Pace, command, warm_up
 from bench.disagg.page import page
 from bench.disagg.results import Point, line, point, rows, run
-from bench.disagg.sides import COLOCATED, LAYOUTS, Side, against, baton, pools
+from bench.disagg.sides import COLOCATED, LAYOUTS, SPLIT, Side, against, baton, pools
 from bench.shapes import DENSE, SHAPES
 
 REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate; with --short
@@ -100,12 +101,16 @@ def chosen_sides(args: argparse.Namespace, earlier: Sequence[str], directory: Pa
         names = [side.name for side in sides]
         if unknown := set(args.only) - set(names):
             raise ValueError(f"--only {','.join(sorted(unknown))}: there are {', '.join(names)}")
-        sides = [side for side in sides if side.name in args.only]
+    sides = [side for side in sides if (side.name in args.only if args.only else side.name != SPLIT)]
     names = [*(side.name for side in sides), *earlier]
     if len(set(names)) < len(names):
         raise ValueError(f"two sides have the same name: {', '.join(names)}")
     needed, present = sum(pools(args.layout)) * args.tensor_parallel_size, len(contract.gpus())
-    if args.device == "cuda" and {COLOCATED, args.layout} & set(names) - set(earlier) and present < needed:
+    if (
+        args.device == "cuda"
+        and {COLOCATED, SPLIT, args.layout} & set(names) - set(earlier)
+        and present < needed
+    ):
         told = f"--layout {args.layout} --tensor-parallel-size {args.tensor_parallel_size}"
         raise ValueError(f"{told} needs {needed} GPUs, and there are {present}")
     return sides

@@ -13,6 +13,7 @@ from bench.chaos.cluster import LocalCluster
 from bench.shapes import DENSE, write_shape
 
 COLOCATED = "colocated"
+SPLIT = "split"
 LAYOUTS = ("1p1d", "2p2d", "3p1d", "1p3d")
 ON_CPU = ("--device", "cpu", "--dtype", "float32", "--num-threads", "1")
 ON_CUDA = ("--load-format", "dummy", "--max-model-len", "33000")
@@ -52,8 +53,10 @@ def pools(layout: str) -> tuple[int, int]:
 
 def baton(
     layout: str, device: str, worker_flags: str, directory: Path, *, shape: str = DENSE, ranks: int = 1
-) -> tuple[Side, Side]:
-    """Baton colocated, and with the layout, on as many devices. Workers get `worker_flags` besides.
+) -> tuple[Side, Side, Side]:
+    """Baton colocated, with the layout as a fixed split, and with the layout, on as many devices.
+
+    Workers get `worker_flags` besides.
 
     `shape`: of the model on GPUs. `ranks`: of each worker.
     """
@@ -67,7 +70,7 @@ def baton(
         devices = [f"cuda:{i * ranks}" for i in range(count)]
     worker += ["--tensor-parallel-size", str(ranks), *shlex.split(worker_flags)]
 
-    def side(name: str, prefill: int, decode: int) -> Side:
+    def side(name: str, prefill: int, decode: int, router: Sequence[str]) -> Side:
         @contextmanager
         def serve() -> Iterator[str]:
             logs = directory / name
@@ -84,7 +87,11 @@ def baton(
 
         return Side(name, _flags(prefill, decode, worker, router), serve)
 
-    return side(COLOCATED, 0, count), side(layout, prefill, decode)
+    return (
+        side(COLOCATED, 0, count, router),
+        side(SPLIT, prefill, decode, [*router, "--no-overflow"]),
+        side(layout, prefill, decode, router),
+    )
 
 
 def _flags(prefill: int, decode: int, worker: Sequence[str], router: Sequence[str]) -> dict[str, str]:
