@@ -16,7 +16,7 @@ import kv_transfer as kv
 from kv_transfer.wait import wait
 from tests.kv_transfer.conftest import Pair, until
 
-from .conftest import KINDS, TCP, TCP_WITH_MOVERS
+from .conftest import KINDS, TCP, TCP_WITH_MOVERS, Kind
 
 GROUPS = pytest.mark.parametrize("ranks", [(1, 1), (2, 4)], ids=["one rank", "2 to 4 ranks"])
 """Ranks of the prefill worker and of the decode worker. 4 ranks share 2 KV heads."""
@@ -355,3 +355,18 @@ def test_drain_lets_what_runs_end(make_pair: Any) -> None:
 
     pair.until(drained, "Drained")
     pair.assert_whole()
+
+
+def test_a_byte_that_changes_between_gather_and_scatter(make_pair: Any, transport: Kind) -> None:
+    """It is found, and the KV is fetched again by itself."""
+    pair = make_pair()
+    with transport.bent(pair.prefill) as address:
+        prefill_id = pair.prefill.hold(64)
+        blocks = pair.prefill.held[prefill_id]
+        decode_id = pair.decode.fetch(pair.prefill, prefill_id, 64, kv_address=address)
+        assert isinstance(pair.event(decode_id), kv.Injected)
+        pair.assert_same(blocks, decode_id, 0, 64)
+        pair.assert_whole()
+    counter, reason = transport.found
+    assert pair.decode.stats().checksum_failures == {counter: 1}
+    assert pair.decode.stats().transfers[reason] == 1
