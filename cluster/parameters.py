@@ -19,6 +19,7 @@ import inspect
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -42,9 +43,15 @@ def env_name(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
+@cache
+def _hints(group: type) -> dict[str, Any]:
+    """The annotations of all fields. Evaluating them takes milliseconds, at each start of a role."""
+    return get_type_hints(group, include_extras=True)
+
+
 def option_of(group: type, field: Field[Any]) -> tuple[Any, OptionInfo | ArgumentInfo]:
     """The type and the typer metadata of an option field."""
-    annotation = get_type_hints(group, include_extras=True)[field.name]
+    annotation = _hints(group)[field.name]
     assert get_origin(annotation) is Annotated, f"{group.__name__}.{field.name} has no typer.Option"
     type_, *metadata = get_args(annotation)
     [info] = [m for m in metadata if isinstance(m, OptionInfo | ArgumentInfo)]
@@ -60,7 +67,7 @@ def default_of(field: Field[Any]) -> Any:
 
 def _build(group: type, values: Mapping[str, Any]) -> Any:
     """An instance of `group`. `values` maps the names of its options, and of its inner groups' options."""
-    hints = get_type_hints(group)
+    hints = _hints(group)
     return group(
         **{
             field.name: _build(hints[field.name], values)
@@ -74,15 +81,15 @@ def _build(group: type, values: Mapping[str, Any]) -> Any:
 def _group_parameters(group: type) -> list[inspect.Parameter]:
     parameters: list[inspect.Parameter] = []
     for field in fields(group):
-        if is_dataclass(inner := get_type_hints(group)[field.name]):
+        if is_dataclass(inner := _hints(group)[field.name]):
             assert isinstance(inner, type)
             parameters += _group_parameters(inner)
             continue
         type_, declared = option_of(group, field)
-        if isinstance(declared, ArgumentInfo):
-            parameters.append(_parameter(field.name, default_of(field), type_, declared))
-            continue
         info = copy.copy(declared)
+        if isinstance(info, ArgumentInfo):
+            parameters.append(_parameter(field.name, default_of(field), type_, info))
+            continue
         # typer takes the first name of an Annotated option from `default`.
         # A flag that may be None needs an opposite: None means that the user gave neither.
         opposite = f"/{flag('no_' + field.name)}" if type_ == bool | None else ""

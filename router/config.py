@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.admission.keys import ApiKey
-from router.policy import PREFILL_POLICIES
 from router.tools import FORMATS, REASONING
 from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
 from rpc import TlsFiles, logs
@@ -147,6 +146,8 @@ class RouterConfig:
             f"one of {parsers}, none",
             self.reasoning_parser,
         )
+        from router.policy import PREFILL_POLICIES  # numpy: the children that prepare bodies load none
+
         names = ", ".join(PREFILL_POLICIES)
         require(
             "routing-policy", self.routing_policy in PREFILL_POLICIES, f"one of {names}", self.routing_policy

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 HUB_FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,6 +47,10 @@ def locate(model: str, revision: str | None, flag: str = "--model") -> Path:
         return path
     if model.endswith(".gguf") or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ValueError(f"{flag} {model}: there is no such file or directory")
+    # Late, since a local model does not need these slow imports.
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=HUB_FILES))
     except HFValidationError as error:

@@ -64,7 +64,7 @@ def test_colocated_has_as_many_workers(tmp_path: Path) -> None:
     assert set(colocated.flags) == {"4 × baton decode", "1 × baton router"}
     assert set(layout.flags) == {"3 × baton prefill", "1 × baton decode", "1 × baton router"}
     assert layout.flags["3 × baton prefill"].endswith("--ttit-target 20")
-    assert split.flags == layout.flags | {"1 × baton router": "--no-overflow"}
+    assert split.flags == {**layout.flags, "1 × baton router": "--no-overflow"}
 
 
 def test_prompts_differ_for_the_tokenizer_of_a_shape(tmp_path: Path) -> None:
