@@ -213,6 +213,11 @@ TRANSFER = [
         all_of("sessions", "baton:kv_sessions", "decode") | all_of("lanes", "baton:kv_lanes", "decode"),
     ),
     Panel(
+        "Peers by transport", "short",
+        {"{{transport}}": 'sum by (transport) (baton:kv_readers{model_name=~"$model_name"})'},
+        "Workers that fetch KV from others. `baton status` shows why some use TCP.",
+    ),
+    Panel(
         "Arena slots free", "short",
         {"{{role}} {{instance}} {{direction}}": 'baton:kv_arena_slots_free{model_name=~"$model_name"}'},
     ),
