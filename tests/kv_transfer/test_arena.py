@@ -39,12 +39,13 @@ def test_a_child_process_shares_the_arena_and_the_heartbeat() -> None:
 
 def test_what_a_worker_exports_is_planned() -> None:
     """The size of its slots, of their marks and of the token. Groups export nothing."""
-    ends = [kv.ArenaEnd.pair(4, 8192)[0] for _ in range(2)]
-    trace = kv.TraceWriter(None, "")
-    assert kv.ArenaTransport(*ends, trace, exports=True).exported_bytes == 4 * 8192 + 4096
-    assert kv.ArenaTransport(*ends, trace, exports=False).exported_bytes == 0
-    group, _ = ends[0].of_ranks(2)
-    assert kv.ArenaTransport(group, ends[1], trace, exports=True).exported_bytes == 0
+    one, _ = kv.ArenaEnd.pair(4, 8192)
+    group, _ = one.of_ranks(2)
+    planned = [
+        kv.ArenaTransport(sending, one, kv.TraceWriter(None, ""), exports).exported_bytes
+        for sending, exports in ((one, True), (one, False), (group, True))
+    ]
+    assert planned == [4 * 8192 + 4096, 0, 0]
 
 
 def test_every_request_of_a_large_step_is_named() -> None:
