@@ -94,7 +94,17 @@ async def tokens_despite(
         else:
             source = pair.source(prefill_id)
             source.attempt = 1
-            tokens = await _collect(third, await _submit(third, asked, source))
+            again = await _submit(third, asked, source)
+            message = (await third.next(again)).message
+            if isinstance(message, pb.TokenEvent):
+                tokens = [message.token_id, *await _collect(third, again, ended=bool(message.finish_reason))]
+            else:  # the rank stopped late, when decode had all KV: so there is a first token
+                assert isinstance(message, pb.AttemptFailed)
+                assert message.code == pb.FAILURE_CODE_KV_FAILED, message
+                emitted = [(await pair.decode.token(decode_id))[0].token_id]
+                emitted += _rest(pair.decode, decode_id)
+                asked.output_ids[:] = emitted
+                tokens = await _collect(third, await _submit(third, asked, None))
         if failure.how == signal.SIGSTOP:  # an idle worker notices a rank that hangs with its next step
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 stream = pair.prefill if failure.side == "prefill" else pair.decode
