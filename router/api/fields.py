@@ -8,6 +8,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     Discriminator,
     Field,
     GetCoreSchemaHandler,
@@ -74,6 +75,18 @@ def _given(value: Any) -> Any:
 
 T = TypeVar("T")
 Nullable = Annotated[T, _NullIsDefault()]
+
+
+class Part(BaseModel):
+    """A part of a body. Members that it does not have are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class ClosedPart(Part):
+    """A part of a body. Members that it does not have are refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class TextPart(BaseModel):

@@ -3,17 +3,15 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
-from router.api.fields import TextPart, invalid, text
+from router.api.fields import Part, TextPart, invalid, text
 from router.api.unsupported import refuse
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 
 
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
+class CalledFunction(Part):
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     arguments: str
     """The text of a JSON object."""
@@ -33,19 +31,15 @@ class CalledFunction(BaseModel):
         return parsed
 
 
-class ToolCall(BaseModel):
+class ToolCall(Part):
     """A tool call in an earlier message of the assistant."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
+class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)] = ""
     name: str | None = None

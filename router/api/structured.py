@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from router.api.fields import invalid, one_of
+from router.api.fields import Part, invalid, one_of
 from router.api.tools import WHITESPACE
 from router.api.unsupported import refuse
 from rpc import worker_pb2 as pb
@@ -45,10 +45,8 @@ def calls_or_answer(calls: str, answer: Structure) -> str:
     return f"start: calls | answer\n{calls.replace('start:', 'calls:', 1)}\nanswer: %json {rule}"
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Part):
     """Workers always enforce the schema. `strict` has no effect."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     name: str | None = None
     description: str | None = None
@@ -58,10 +56,8 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """OpenAI's field `response_format`."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -89,10 +85,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Part):
     """vLLM's field `structured_outputs`: exactly one of its members is set."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     json_: Annotated[
         Schema | str | None, Field(alias="json"), one_of(dict | str | None, "a JSON schema, or its text")

@@ -3,22 +3,20 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
-from router.api.fields import invalid
+from router.api.fields import Part, invalid
 from router.api.messages import FUNCTION_NAME
 
 WHITESPACE = r"[ \n\r\t]{1,32}"
 """Between the parts of a tool's arguments. Workers allow the same in other JSON."""
 
 
-class Function(BaseModel):
+class Function(Part):
     """A function that the model may call.
 
     `strict` has no effect: workers enforce `parameters` when `tool_choice` demands a call.
     """
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     description: str | None = None
@@ -33,9 +31,7 @@ class Function(BaseModel):
         return self
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
+class Tool(Part):
     type: Literal["function"]
     function: Function
 
@@ -50,16 +46,12 @@ class Tool(BaseModel):
         return json.dumps({**spaced, **(self.function.parameters or nothing)})
 
 
-class NamedFunction(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
+class NamedFunction(Part):
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(Part):
     """A `tool_choice` that names the tool to call."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     type: Literal["function"]
     function: NamedFunction

@@ -39,6 +39,8 @@ THINKING_TEMPLATE = """
 
 {% endif %}{% endif %}"""
 THOUGHT, ANSWER = "\nIt is a tag, a < b.\n", "\n\nA mark."
+ARGUMENTS = '{"city": "Paris"}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
 @pytest.fixture(scope="session")
@@ -134,6 +136,16 @@ class Cluster:
             )
         )
 
+    @property
+    def sent(self) -> pb.Request:
+        """The last request that a prefill worker got."""
+        return self.prefills[0].submitted[-1].prefill.request
+
+    @property
+    def prompt(self) -> str:
+        """The text of its prompt."""
+        return self.tokenizer.decode(list(self.sent.prompt_ids), skip_special_tokens=False)
+
     async def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
         async with self.http.post(self.url + path, json=body) as response:
             return response.status, await response.json()
@@ -224,5 +236,14 @@ async def cluster(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
 async def pair(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
     """Two workers of each role."""
     async with make_cluster(tokenizer, tmp_path, prefill=2, decode=2) as made:
+        yield made
+        await made.idle()
+
+
+@pytest.fixture
+async def thinking(thinking_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A model that thinks, writes some text, and calls a tool."""
+    text = f"<think>{THOUGHT}</think>{ANSWER}{CALL}"
+    async with make_cluster(thinking_tokenizer, tmp_path, text=text) as made:
         yield made
         await made.idle()

@@ -16,7 +16,7 @@ from aiohttp import web
 from router.admission.keys import api_keys
 from router.text.tokenizer import ModelTokenizer
 
-from .conftest import TEXT, Cluster, make_cluster
+from .conftest import TEXT, make_cluster
 
 PAGE = Path(__file__).parents[2] / "examples/chat.html"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -56,15 +56,10 @@ async def test_the_page_chats_in_a_browser(tokenizer: ModelTokenizer, tmp_path: 
         shown = await page.run("[...chat.children].map(each => `${each.className}: ${each.textContent}`)")
         answer = f"assistant: {TEXT}"
         assert shown == ["user: Where is Paris?", answer, "user: And Rome?", answer]
-        assert prompt(cluster).count(TEXT) == 1, "the second request has the first answer"
+        assert cluster.prompt.count(TEXT) == 1, "the second request has the first answer"
         await page.run("key.value = 'wrong'; text.value = 'x'; form.requestSubmit()")
         await page.until("!send.disabled")
         assert "valid API key" in await page.run("chat.querySelector('.error').textContent")
-
-
-def prompt(cluster: Cluster) -> str:
-    sent = cluster.prefills[0].submitted[-1].prefill.request
-    return cluster.tokenizer.decode(list(sent.prompt_ids), skip_special_tokens=False)
 
 
 @contextlib.asynccontextmanager

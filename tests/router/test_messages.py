@@ -1,6 +1,5 @@
 """/v1/messages, with the official Anthropic client and without."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +8,18 @@ import pytest
 from router.admission.keys import api_keys
 from router.api.anthropic.reply import AnthropicMessage, MessageEvent
 from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
 
-from .conftest import ANSWER, TEXT, THOUGHT, Cluster, make_cluster
+from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
 
 anthropic: Any = pytest.importorskip("anthropic")
 PATH = "/v1/messages"
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL: Any = {"name": "get_weather", "description": "Now.", "input_schema": {"type": "object"}}
 HELLO: Any = [{"role": "user", "content": "Hi"}]
 BODY = {"max_tokens": 200, "messages": HELLO}
 
 
-@pytest.fixture
-async def thinking(thinking_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
-    """A model that thinks, writes some text, and calls a tool."""
-    text = f"<think>{THOUGHT}</think>{ANSWER}\n{CALL}"
-    async with make_cluster(thinking_tokenizer, tmp_path, text=text) as made:
-        yield made
-        await made.idle()
-
-
 def client(cluster: Cluster, key: str = "any") -> Any:
     return anthropic.AsyncAnthropic(base_url=cluster.url, api_key=key, max_retries=0)
-
-
-def sent(cluster: Cluster) -> pb.Request:
-    return cluster.prefills[0].submitted[-1].prefill.request
-
-
-def prompt(cluster: Cluster) -> str:
-    return cluster.tokenizer.decode(list(sent(cluster).prompt_ids), skip_special_tokens=False)
 
 
 async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cluster):
@@ -58,10 +38,10 @@ async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cl
         assert (call.name, call.input) == ("get_weather", {"city": "Paris"})
         assert first.stop_reason == "tool_use"
         assert first.usage.cache_read_input_tokens == 3
-        assert first.usage.input_tokens + 3 == len(sent(thinking).prompt_ids)
-        assert sent(thinking).sampling.reasoning.budget == 1024
+        assert first.usage.input_tokens + 3 == len(thinking.sent.prompt_ids)
+        assert thinking.sent.sampling.reasoning.budget == 1024
         counted = await api.messages.count_tokens(model="fake", system=system, tools=[TOOL], messages=HELLO)
-        assert counted.input_tokens == len(sent(thinking).prompt_ids)
+        assert counted.input_tokens == len(thinking.sent.prompt_ids)
 
         result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "Snow", "is_error": True}
         question: Any = {"type": "text", "text": "So?"}
@@ -70,7 +50,7 @@ async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cl
             final = await stream.get_final_message()
         assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
         expected = ["Be brief.", "Hi", f"<think>{THOUGHT}</think>{ANSWER}<tool_call>", "Error: Snow", "So?"]
-        places = [prompt(thinking).index(each) for each in expected]
+        places = [thinking.prompt.index(each) for each in expected]
         assert places == sorted(places)
 
 
@@ -82,9 +62,7 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert list(dict.fromkeys(kinds)) == ["message_start", *block, "message_delta", "message_stop"]
     assert [kinds.count(kind) for kind in (block[0], block[2])] == [3, 3]
-    for i, (name, whole) in enumerate(
-        (("thinking", THOUGHT), ("text", ANSWER), ("partial_json", '{"city": "Paris"}'))
-    ):
+    for i, (name, whole) in enumerate((("thinking", THOUGHT), ("text", ANSWER), ("partial_json", ARGUMENTS))):
         of_block = [event for event in events if event.get("index") == i]
         assert [of_block[0]["type"], of_block[-1]["type"]] == [block[0], block[2]]
         assert "".join(event["delta"][name] for event in of_block[1:-1]) == whole
@@ -98,7 +76,7 @@ async def test_thinking_may_be_omitted_or_off(thinking: Cluster):
         status, result = await thinking.post(PATH, **BODY, thinking=thought, tools=[TOOL])
         assert status == 200
         assert [block["type"] for block in result["content"]] == ["text", "tool_use"]
-    assert "<think>\n\n</think>" in prompt(thinking)
+    assert "<think>\n\n</think>" in thinking.prompt
 
 
 async def test_why_a_message_stops(cluster: Cluster):
@@ -122,11 +100,11 @@ async def test_fields_reach_the_workers_and_the_prompt(cluster: Cluster):
         PATH, messages=beginning, max_tokens=9, temperature=0.5, top_k=3, output_config=config
     )
     assert status == 200
-    sampling = sent(cluster).sampling
+    sampling = cluster.sent.sampling
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.5, 3, 9)
     assert '"integer"' in sampling.structured_output.json_schema
-    assert "Hi\nYou" in prompt(cluster), "messages of one role become one"
-    assert prompt(cluster).endswith("I am"), "the answer continues the last message"
+    assert "Hi\nYou" in cluster.prompt, "messages of one role become one"
+    assert cluster.prompt.endswith("I am"), "the answer continues the last message"
 
 
 async def test_errors_have_anthropics_form(tokenizer: ModelTokenizer, tmp_path: Path):

@@ -1,7 +1,6 @@
 """Reasoning beside content: the parsers, responses and streams, and what workers get to enforce."""
 
 import itertools
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from router.tools import REASONING, Beginning, continues_reasoning, reasoning_of
 from rpc import worker_pb2 as pb
 
-from .conftest import ANSWER, THINKING_TEMPLATE, THOUGHT, Cluster, make_cluster
-from .test_tools import ONE, TOOLS
+from .conftest import ANSWER, CALL, THINKING_TEMPLATE, THOUGHT, Cluster
+from .test_tools import TOOLS
 
 CHAT = [{"role": "user", "content": "What does <think> mean?"}]
 SCHEMA = {"type": "object"}
@@ -63,23 +62,15 @@ def test_the_parser_follows_from_the_chat_template():
     assert reasoning_of("{{ messages }}") is None
 
 
-@pytest.fixture
-async def thinking(thinking_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
-    text = f"<think>{THOUGHT}</think>{ANSWER}{ONE}"
-    async with make_cluster(thinking_tokenizer, tmp_path, text=text) as made:
-        yield made
-        await made.idle()
-
-
 async def test_reasoning_of_responses_and_streams(thinking: Cluster):
     for more, expected in (
-        ({}, {"content": ANSWER + ONE, "reasoning": THOUGHT}),
+        ({}, {"content": ANSWER + CALL, "reasoning": THOUGHT}),
         ({"tools": TOOLS}, {"content": ANSWER.rstrip(), "reasoning": THOUGHT}),
-        ({"include_reasoning": False}, {"content": ANSWER + ONE, "reasoning": None}),
+        ({"include_reasoning": False}, {"content": ANSWER + CALL, "reasoning": None}),
         ({"max_tokens": 5}, {"content": None, "reasoning": THOUGHT[:8]}),
         (
             {"chat_template_kwargs": {"enable_thinking": False}},
-            {"content": f"<think>{THOUGHT}</think>{ANSWER}{ONE}", "reasoning": None},
+            {"content": f"<think>{THOUGHT}</think>{ANSWER}{CALL}", "reasoning": None},
         ),
     ):
         body = {"messages": CHAT, **more}

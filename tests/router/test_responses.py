@@ -1,7 +1,6 @@
 """/v1/responses, with the official OpenAI client and without."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,15 @@ from router.endpoints.stored_responses import StoredResponse, StoredResponses
 from router.errors import NotFound
 from router.preparation import preparer
 from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
 
-from .conftest import ANSWER, TEXT, THOUGHT, Cluster, make_cluster
+from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
 
 PATH = "/v1/responses"
-ARGUMENTS = '{"city": "Paris"}'
-CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 WEATHER: Any = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": True}
-
-
-@pytest.fixture
-async def thinking(thinking_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
-    """A model that thinks, writes some text, and calls a tool."""
-    text = f"<think>{THOUGHT}</think>{ANSWER}\n{CALL}"
-    async with make_cluster(thinking_tokenizer, tmp_path, text=text) as made:
-        yield made
-        await made.idle()
 
 
 def client(cluster: Cluster, key: str = "any") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0)
-
-
-def sent(cluster: Cluster) -> pb.Request:
-    return cluster.prefills[0].submitted[-1].prefill.request
-
-
-def prompt(cluster: Cluster) -> str:
-    return cluster.tokenizer.decode(list(sent(cluster).prompt_ids), skip_special_tokens=False)
 
 
 async def test_the_openai_client_gets_items_and_continues_the_conversation(thinking: Cluster):
@@ -63,20 +42,20 @@ async def test_the_openai_client_gets_items_and_continues_the_conversation(think
         assert (first.status, first.metadata, first.temperature) == ("completed", {"a": "b"}, 1.0)
         assert first.usage is not None
         assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
-        assert first.usage.input_tokens == len(sent(thinking).prompt_ids)
-        assert "Be brief." in prompt(thinking)
+        assert first.usage.input_tokens == len(thinking.sent.prompt_ids)
+        assert "Be brief." in thinking.prompt
 
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
         second = await api.responses.create(input=[result], previous_response_id=first.id)  # pyrefly: ignore
-        continued = prompt(thinking)
+        continued = thinking.prompt
         turns = ["Weather?", f"<think>{THOUGHT}</think>{ANSWER}<tool_call>", "Paris", "Rain"]
         assert [continued.index(turn) for turn in turns] == sorted(continued.index(turn) for turn in turns)
         assert "Be brief." not in continued, "instructions are not carried over"
         again = [{"role": "user", "content": "Weather?"}, *first.to_dict()["output"], result]  # pyrefly: ignore
         await api.responses.create(input=again, store=False)  # pyrefly: ignore
-        assert prompt(thinking) == continued, "as if the client had sent the items again"
+        assert thinking.prompt == continued, "as if the client had sent the items again"
         third = await api.responses.create(input="Why?", previous_response_id=second.id)
-        assert "Rain" in prompt(thinking)
+        assert "Rain" in thinking.prompt
         assert third.previous_response_id == second.id
 
 
@@ -116,7 +95,7 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
 async def test_a_limit_makes_a_response_incomplete(cluster: Cluster):
     status, result = await cluster.post(PATH, input="Hi", max_output_tokens=99_999)
     assert (status, result["status"], result["max_output_tokens"]) == (200, "completed", 99_999)
-    assert sent(cluster).sampling.max_tokens == 8192 - len(sent(cluster).prompt_ids), "it is an upper bound"
+    assert cluster.sent.sampling.max_tokens == 8192 - len(cluster.sent.prompt_ids), "it is an upper bound"
     status, result = await cluster.post(PATH, input="Hi", max_output_tokens=3)
     assert (status, result["status"]) == (200, "incomplete")
     assert result["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -131,11 +110,21 @@ async def test_logprobs_of_a_message(thinking: Cluster):
     _, result = await thinking.post(PATH, input="Hi", tools=[WEATHER], **include)
     ResponseObject.model_validate(result)
     entries = result["output"][1]["content"][0]["logprobs"]
-    assert "".join(entry["token"] for entry in entries).strip() == ANSWER.strip()
+    assert "".join(entry["token"] for entry in entries).strip() == ANSWER.strip() + "<", "of the tool call"
     assert result["output"][0]["content"][0].keys() == {"type", "text"}
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
     status, result = await thinking.post(PATH, input="Hi", top_logprobs=2)
     assert (status, result["error"]["param"]) == (400, "top_logprobs")
+
+
+async def test_logprobs_of_characters_of_several_tokens(cluster: Cluster):
+    events = await cluster.typed_events(PATH, input="Hi", include=["message.output_text.logprobs"])
+    (part,) = [event["part"] for event in events if event["type"] == "response.content_part.done"]
+    assert (
+        bytes(byte for entry in part["logprobs"] for byte in entry["bytes"]).decode() == part["text"] == TEXT
+    )
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert [entry for entries in deltas for entry in entries] == part["logprobs"]
 
 
 async def test_structured_output_reaches_the_workers(cluster: Cluster):
@@ -143,7 +132,7 @@ async def test_structured_output_reaches_the_workers(cluster: Cluster):
     text = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
     status, result = await cluster.post(PATH, input="Hi", text=text, max_output_tokens=9)
     assert (status, result["text"]["format"]["schema"]) == (200, schema)
-    assert '"integer"' in sent(cluster).sampling.structured_output.json_schema
+    assert '"integer"' in cluster.sent.sampling.structured_output.json_schema
     text["format"]["schema"] = {"type": "wrong"}
     status, result = await cluster.post(PATH, input="Hi", text=text)
     assert (status, result["error"]["param"]) == (400, "text.format")
@@ -224,8 +213,8 @@ async def test_a_child_process_gets_the_conversation(cluster: Cluster, monkeypat
         PATH, input="The second.", previous_response_id=first["id"], instructions="Brief."
     )
     assert (status, second["instructions"]) == (200, "Brief.")
-    assert prompt(cluster).index("The first question.") < prompt(cluster).index("The second.")
-    assert TEXT in prompt(cluster)
+    assert cluster.prompt.index("The first question.") < cluster.prompt.index("The second.")
+    assert TEXT in cluster.prompt
 
 
 async def test_a_conversation_is_as_long_as_a_body_may_be(tokenizer: ModelTokenizer, tmp_path: Path):

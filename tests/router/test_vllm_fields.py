@@ -2,15 +2,9 @@
 
 from typing import Any
 
-from rpc import worker_pb2 as pb
-
 from .conftest import TEXT, Cluster
 
 CHAT = [{"role": "user", "content": "Hi"}]
-
-
-def sent(cluster: Cluster) -> pb.Request:
-    return cluster.prefills[0].submitted[-1].prefill.request
 
 
 async def test_a_prompt_is_truncated(cluster: Cluster):
@@ -25,12 +19,12 @@ async def test_a_prompt_is_truncated(cluster: Cluster):
         (long, {"truncate_prompt_tokens": -1}, cluster.tokenizer.encode(long)[-(8192 - 4) :]),
     ):
         result = await cluster.complete(prompt=prompt, max_tokens=4, **more)
-        assert list(sent(cluster).prompt_ids) == expected, more
+        assert list(cluster.sent.prompt_ids) == expected, more
         assert result["usage"]["prompt_tokens"] == len(expected)
     body: dict[str, Any] = {"messages": CHAT, "max_tokens": 4, "truncate_prompt_tokens": 2}
     status, _ = await cluster.post("/v1/chat/completions", **body)
     assert status == 200
-    assert len(sent(cluster).prompt_ids) == 2
+    assert len(cluster.sent.prompt_ids) == 2
 
 
 async def test_a_stop_string_is_part_of_the_output_if_asked(cluster: Cluster):
@@ -62,7 +56,7 @@ async def test_a_cache_salt_separates_prefixes(cluster: Cluster):
     salts = []
     for more in ({}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}):
         await cluster.complete(max_tokens=2, **more)
-        salts.append(sent(cluster).cache_salt)
+        salts.append(cluster.sent.cache_salt)
     assert salts[0] == b""
     assert salts[1] == salts[2] != salts[3]
     assert {len(salt) for salt in salts[1:]} == {64}
@@ -70,7 +64,7 @@ async def test_a_cache_salt_separates_prefixes(cluster: Cluster):
 
 async def test_workers_get_allowed_tokens_and_bad_words(cluster: Cluster):
     await cluster.complete(max_tokens=2, allowed_token_ids=[5, 6], bad_words=["Paris", " New York"])
-    sampling = sent(cluster).sampling
+    sampling = cluster.sent.sampling
     assert list(sampling.allowed_token_ids) == [5, 6]
     words = [cluster.tokenizer.decode(list(word.token_ids)) for word in sampling.bad_words]
     assert words == ["Paris", " Paris", "New York", " New York"]
@@ -80,7 +74,7 @@ async def test_workers_get_allowed_tokens_and_bad_words(cluster: Cluster):
 
 async def test_tokens_are_named_for_logprobs(cluster: Cluster):
     await cluster.complete(max_tokens=2, logprobs=1, logprob_token_ids=[6, 5])
-    assert list(sent(cluster).sampling.logprob_token_ids) == [6, 5]
+    assert list(cluster.sent.sampling.logprob_token_ids) == [6, 5]
     body: dict[str, Any] = {"messages": CHAT, "logprob_token_ids": [6]}
     status, _ = await cluster.post("/v1/chat/completions", **body, max_tokens=2, logprobs=True)
     assert status == 200

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from router.api.anthropic.content import InputMessage, Text, chat_messages
 from router.api.bodies import MAX_TOOLS, ChatBody
-from router.api.fields import MAX_STOPS, Nullable, Stop, invalid, unsupported
+from router.api.fields import MAX_STOPS, ClosedPart, Nullable, Part, Stop, invalid, unsupported
 from router.api.messages import FUNCTION_NAME
 from router.api.sampling import Body, SamplingBody
 from router.api.structured import JsonSchema, ResponseFormat
@@ -19,16 +19,8 @@ _TOOL_FIELDS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class Part(BaseModel):
-    """A part of a body. Members that are not served are refused."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class AnthropicTool(BaseModel):
+class AnthropicTool(Part):
     """`strict`, `cache_control` and `eager_input_streaming` have no effect."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     input_schema: dict[str, Any]
@@ -48,7 +40,7 @@ class AnthropicTool(BaseModel):
         return {"type": "function", "function": function}
 
 
-class AnthropicToolChoice(Part):
+class AnthropicToolChoice(ClosedPart):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
@@ -66,7 +58,7 @@ class AnthropicToolChoice(Part):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(Part):
+class Thinking(ClosedPart):
     """`display`: "summarized" shows the whole reasoning, because there is no model that sums it up."""
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -74,17 +66,17 @@ class Thinking(Part):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(Part):
+class OutputFormat(ClosedPart):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(Part):
+class OutputConfig(ClosedPart):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
-class Metadata(Part):
+class Metadata(ClosedPart):
     user_id: str | None = None
 
 

@@ -4,19 +4,17 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from router.api.fields import Nullable, TextPart, tag, text, union_of
+from router.api.fields import Nullable, Part, TextPart, tag, text, union_of
 from router.api.messages import FUNCTION_NAME
 
 Text = Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart])]
 """A string or text blocks. Members such as `cache_control` have no effect."""
 
 
-class Block(BaseModel):
+class Block(Part):
     """A block of content. Unknown members have no effect."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
 
 class TextBlock(Block):
@@ -58,9 +56,7 @@ def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class InputMessage(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
+class InputMessage(Part):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[AnyBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[AnyBlock])]
 

@@ -3,10 +3,10 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, TypeAdapter, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, model_validator
 
 from router.api.bodies import MAX_LOGPROBS, MAX_TOOLS, ChatBody
-from router.api.fields import Nullable, TemplateSettings, invalid, unsupported
+from router.api.fields import ClosedPart, Nullable, TemplateSettings, invalid, unsupported
 from router.api.openai_responses.items import Input, chat_messages
 from router.api.sampling import OpenAIBody
 from router.api.structured import JsonSchema, ResponseFormat
@@ -18,20 +18,14 @@ _LOGPROBS = "message.output_text.logprobs"
 _HISTORY = TypeAdapter(list[Input])
 
 
-class Part(BaseModel):
-    """A part of a body. Members that are not served are refused."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class Reasoning(Part):
+class Reasoning(ClosedPart):
     """`summary`: "auto" gives no summary, because the response has the reasoning itself."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
 
 
-class TextFormat(Part):
+class TextFormat(ClosedPart):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -50,7 +44,7 @@ class TextFormat(Part):
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
-class TextConfig(Part):
+class TextConfig(ClosedPart):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
@@ -71,7 +65,7 @@ class FunctionTool(Function):
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_unset=True)}
 
 
-class NamedFunctionTool(Part):
+class NamedFunctionTool(ClosedPart):
     type: Literal["function"]
     name: str
 
@@ -89,7 +83,7 @@ def _choice(value: Any) -> Choice:
     return NamedFunctionTool(type="function", name=value["name"])
 
 
-class ResponsesStreamOptions(Part):
+class ResponsesStreamOptions(ClosedPart):
     include_obfuscation: Literal[False] | None = None
 
 

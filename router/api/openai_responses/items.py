@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from router.api.fields import TextPart, tag, text, union_of
+from router.api.fields import Part, TextPart, tag, text, union_of
 from router.api.messages import FUNCTION_NAME
 
 _TEXT = ("input_text", "output_text", "text")
@@ -31,10 +31,8 @@ ReasoningText = Annotated[
 ]
 
 
-class Item(BaseModel):
+class Item(Part):
     """An item of an input. Members that only responses have, such as `id` and `status`, have no effect."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
 
 
 class MessageItem(Item):
