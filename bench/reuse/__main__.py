@@ -203,6 +203,9 @@ def main() -> int:
     trace.add_argument("--requests", type=int, metavar="N", help="the first of the trace")
     trace.add_argument("--length-scale", type=float, metavar="X", help="of prompts, answers and blocks")
     trace.add_argument("--time-scale", type=float, metavar="X", help="2: twice as fast as the trace says")
+    trace.add_argument(
+        "--working-set", type=float, metavar="X", help="distinct tokens of the trace, in pools: the host tier"
+    )
     args = p.parse_args()
     if args.trace is not None:
         workers.require_gpus(args, 2)

@@ -109,6 +109,19 @@ def asked_of(lines: Sequence[TraceLine], *, length_scale: float, time_scale: flo
     return asked
 
 
+def distinct_tokens(asked: Sequence[Asked], *, length_scale: float) -> int:
+    """About how many tokens the prompts and answers have, without the beginnings that came before."""
+    block, seen, total = max(1, round(MOONCAKE_BLOCK * length_scale)), set[int](), 0
+    for one in asked:
+        if one.before is not None:
+            before = asked[one.before].length + asked[one.before].answer
+        else:
+            before = block * sum(1 for _ in itertools.takewhile(seen.__contains__, one.blocks))
+        total += max(0, one.length - before) + one.answer
+        seen.update(one.blocks)
+    return total
+
+
 def _continues(line: TraceLine, before: TraceLine, followers: dict[int, set[int]]) -> bool:
     """Not if prompts differ after the last full block of the one before: many chats may begin with it."""
     whole = _whole(before)

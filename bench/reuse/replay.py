@@ -6,6 +6,9 @@ decode_cache    decode workers, too: they ask only for the KV that they lack
 fetches         workers fetch by content what other workers have, such as the answers of decode workers
 all             the router may also let one worker compute and decode a request: the default flags
 
+With `--working-set X` the pool of each worker is so small that the trace has X times as many distinct tokens.
+All mechanisms are on then, first without a host tier, then with one.
+
 `hits` is the share of the prompt tokens that were cached, as the API reports it, and its ratio to a cache
 that keeps everything. `ttft` counts from the time of the trace, or from the end of the answer before, if that
 is later. `goodput` counts the requests that meet the objective, and `moved` the KV that went from one worker
@@ -31,7 +34,7 @@ from bench.chaos.streams import Case, Stream, new_session, read
 from bench.contract import Report, Row, percentile
 from bench.load.measurement.slo import Slo
 from bench.load.traffic.datasets import read_trace
-from bench.reuse.chats import Asked, InfiniteCache, Prompts, asked_of, synthetic
+from bench.reuse.chats import Asked, InfiniteCache, Prompts, asked_of, distinct_tokens, synthetic
 from bench.shapes import DENSE, write_shape
 
 DEFAULT = "default"
@@ -48,6 +51,8 @@ class Size(NamedTuple):
 
 
 SIZES = {"cpu": Size(40, 1 / 8, 0.1), "cuda": Size(160, 1.0, 1.0)}
+HOST = {"cpu": "4GiB", "cuda": "32GiB"}
+BLOCK = {"cpu": 16, "cuda": 128}
 SHORT = {"cpu": Size(8, 1 / 16, 1.0), "cuda": Size(60, 1.0, 1.0)}
 
 
@@ -56,6 +61,7 @@ class Mechanism(NamedTuple):
     decode_cache: bool
     router_flags: tuple[str, ...]
     known: bool = True  # prompts have beginnings that came before
+    worker_flags: tuple[str, ...] = ()
 
 
 _ALONE = ("--no-overflow", "--no-prefix-fetches")
@@ -164,7 +170,21 @@ def rows(report: Report, device: str, mechanism: Mechanism, run: Run, moved: flo
     report.add(Row(f"{name}.moved", moved / 1e6, "MB"))
 
 
-def cluster_of(args: argparse.Namespace, directory: Path, *, decode_cache: bool) -> LocalCluster:
+def with_small_pools(
+    device: str, asked: Sequence[Asked], working_set: float, scale: float
+) -> list[Mechanism]:
+    """All mechanisms, without a host tier and with one. A pool holds any one request, if no more."""
+    longest = max(one.length + one.answer for one in asked)
+    tokens = max(distinct_tokens(asked, length_scale=scale) / working_set, 1.1 * longest)
+    flags = ("--block-size", str(BLOCK[device]), "--num-blocks", str(round(tokens / BLOCK[device]) + 2))
+    host = ("--host-cache-size", HOST[device])
+    return [
+        Mechanism(f"working_set_{working_set:g}.{name}", True, (), worker_flags=(*flags, *more))
+        for name, more in (("no_host_tier", ()), ("host_tier", host))
+    ]
+
+
+def cluster_of(args: argparse.Namespace, directory: Path, mechanism: Mechanism) -> LocalCluster:
     if args.device == "cpu":
         model = ["--model", args.model] if args.model else []
         worker, devices = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1"], []
@@ -173,9 +193,14 @@ def cluster_of(args: argparse.Namespace, directory: Path, *, decode_cache: bool)
         worker = ["--load-format", "dummy", "--max-model-len", str(CONTEXT["cuda"])]
         worker, devices = [*worker, "--kv-lanes", "8", "--kv-slots", "256"], ["cuda:0", "cuda:1"]
     return LocalCluster(
-        directory, prefill=1, decode=1, worker_flags=[*worker, *model], devices=devices,
-        decode_flags=() if decode_cache else ("--no-enable-prefix-caching",), router_flags=model,
-    )  # fmt: skip
+        directory,
+        prefill=1,
+        decode=1,
+        worker_flags=[*worker, *model, *mechanism.worker_flags],
+        devices=devices,
+        decode_flags=() if mechanism.decode_cache else ("--no-enable-prefix-caching",),
+        router_flags=model,
+    )
 
 
 def moved(cluster: LocalCluster) -> float:
@@ -203,10 +228,14 @@ def measure(args: argparse.Namespace) -> Report:
         prompts = Prompts(asked, length_scale=scale, seed=next(seeds))
         return asyncio.run(replay(url, asked, prompts, known=known))
 
-    for decode_cache, mechanisms in itertools.groupby(MECHANISMS, key=lambda one: one.decode_cache):
+    tried: Sequence[Mechanism] = MECHANISMS
+    if args.working_set is not None:
+        tried = with_small_pools(args.device, asked, args.working_set, scale)
+    for _, alike in itertools.groupby(tried, key=lambda one: (one.decode_cache, one.worker_flags)):
+        mechanisms = list(alike)
         with (
             tempfile.TemporaryDirectory(prefix="baton-reuse-") as directory,
-            cluster_of(args, Path(directory), decode_cache=decode_cache) as cluster,
+            cluster_of(args, Path(directory), mechanisms[0]) as cluster,
         ):
             for mechanism in mechanisms:
                 cluster.restart_router(*mechanism.router_flags)

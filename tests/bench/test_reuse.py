@@ -13,7 +13,7 @@ from bench.chaos.streams import Case, Stream
 from bench.contract import Report
 from bench.load.traffic.datasets import MOONCAKE_BLOCK, SAMPLE_TRACE, TraceLine, read_trace
 from bench.reuse import replay as bench
-from bench.reuse.chats import CACHE_BLOCK, Asked, InfiniteCache, Prompts, asked_of, synthetic
+from bench.reuse.chats import CACHE_BLOCK, Asked, InfiniteCache, Prompts, asked_of, distinct_tokens, synthetic
 
 
 def line(at: float, length: int, ids: list[int], answer: int = 10) -> TraceLine:
@@ -43,6 +43,15 @@ def test_times_and_lengths_are_scaled() -> None:
         Asked(0.0, 256, 25, (1, 2), None),
         Asked(4.0, 258, 1, (1, 2, 3), None),
     ]
+
+
+def test_tokens_that_came_before_are_not_distinct() -> None:
+    first, second = line(0, 600, [1, 2], answer=50), line(1, 1100, [1, 3, 4], answer=20)
+    asked = asked_of([first, second], length_scale=1, time_scale=1)
+    assert distinct_tokens(asked, length_scale=1) == 650 + (1100 - 650) + 20
+    other = line(2, 700, [1, 9], answer=10)  # begins with the block, but continues no chat
+    asked = asked_of([first, second, other], length_scale=1, time_scale=1)
+    assert distinct_tokens(asked, length_scale=1) == 650 + 470 + (700 - 512) + 10
 
 
 def test_the_made_up_trace_is_one_of_chats() -> None:
@@ -175,7 +184,7 @@ def test_each_mechanism_has_its_rows(server: Server, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench, "REPORT_S", 0.0)
     args: Any = SimpleNamespace(
         device="cpu", short=True, trace="default", requests=6, length_scale=None, time_scale=1000.0,
-        model=None, json=tmp_path / "report.json",
+        model=None, json=tmp_path / "report.json", working_set=None,
     )  # fmt: skip
     values = {row.name: row for row in bench.measure(args).rows}
     names = [mechanism.name for mechanism in bench.MECHANISMS]

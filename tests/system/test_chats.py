@@ -29,12 +29,12 @@ def text(length: int, seed: int) -> list[int]:
 
 @pytest.fixture
 def reusing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]) -> Iterator[Make]:
-    """Makes a cluster with so many KV blocks for each worker, and these flags of its router."""
+    """Makes a cluster with so many KV blocks for each worker, a host tier, and these flags of its router."""
     made: list[LocalCluster] = []
 
     def make(blocks: int, router_flags: tuple[str, ...]) -> LocalCluster:
         directory: Path = tmp_path_factory.mktemp("reusing")
-        flags = [*FLAGS, *shallow_model, "--enable-prefix-caching", "--num-blocks", str(blocks)]
+        flags = [*FLAGS, *shallow_model, "--num-blocks", str(blocks), "--host-cache-size", "64MiB"]
         made.append(LocalCluster(directory, worker_flags=flags, router_flags=router_flags).__enter__())
         return made[-1]
 
