@@ -121,7 +121,10 @@ def _activated(total: Tensor, layer: Mamba2) -> Tensor:
 def update(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TorchStatePlan) -> Tensor:
     """The step of each request that decodes. rows [requests, channels] after the convolution, dt [requests,
     heads]. Returns y [requests, heads, head_dim] float32."""
-    x, b, c = _by_head(rows, layer, state)
+    x, b, c = _parts(rows, layer, state)
+    x = x.flatten(1, 2)
+    shared = state.shape[1] // layer.groups
+    b, c = (of_groups.repeat_interleave(shared, dim=1) for of_groups in (b, c))
     step = _time_steps(dt, layer)
     before = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
     decayed = before.mul_((step * layer.a).exp()[:, :, None, None])
@@ -133,36 +136,39 @@ def update(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TorchSt
 def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt) -> Tensor:
     """The tokens of a prompt, chunk by chunk. rows [tokens, channels] after the convolution, dt [tokens,
     heads]. Returns y [tokens, heads · head_dim] float32."""
-    x, b, c = (tensor.transpose(0, 1) for tensor in _by_head(rows, layer, state))  # [heads, tokens, …]
-    step = _time_steps(dt, layer).T
-    decay = step * layer.a[:, None]
-    before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
+    x, b, c = (part.transpose(0, 1) for part in _parts(rows, layer, state))  # [groups, tokens, …]
+    step = _time_steps(dt, layer).unflatten(1, (layer.groups, -1)).transpose(0, 1)  # [groups, tokens, shared]
+    decay = step * layer.a.view(layer.groups, 1, -1)
+    kept = state[prompt.slot].view(
+        layer.groups, -1, state.shape[3]
+    )  # [groups, shared · head_dim, state_size]
+    before = torch.zeros_like(kept) if prompt.fresh else kept.clone()
     y = torch.empty_like(x)
-    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril_()
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
     for start in range(0, x.shape[1], CHUNK):
         at = slice(start, start + CHUNK)
         total = decay[:, at].cumsum(dim=1)
         size = total.shape[1]
-        moved = x[:, at] * step[:, at, None]
-        between = (total[:, :, None] - total[:, None]).masked_fill_(~causal[:size, :size], float("-inf"))
-        y[:, at] = (c[:, at] @ b[:, at].mT).mul_(between.exp_()) @ moved
-        y[:, at] += (c[:, at] @ before.mT).mul_(total.exp()[..., None])
+        moved = x[:, at] * step[:, at, :, None]
+        sums = total.mT  # [groups, shared, tokens]
+        between = (sums[..., None] - sums[:, :, None]).masked_fill_(later[:size, :size], float("-inf"))
+        scores = between.exp_().mul_((c[:, at] @ b[:, at].mT)[:, None])
+        y[:, at] = (scores @ moved.transpose(1, 2)).transpose(1, 2)
+        y[:, at] += (c[:, at] @ before.mT).unflatten(2, moved.shape[2:]).mul_(total.exp()[..., None])
         left = (total[:, -1:] - total).exp_()
-        before.mul_(total[:, -1].exp()[:, None, None])
-        before += moved.mul_(left[..., None]).mT @ b[:, at]
-    state[prompt.slot] = before
-    return y.addcmul_(x, layer.d[:, None, None]).transpose(0, 1).flatten(1)
+        before.unflatten(1, moved.shape[2:]).mul_(total[:, -1].exp()[..., None, None])
+        before += moved.mul_(left[..., None]).flatten(2).mT @ b[:, at]
+    kept.copy_(before)
+    return y.addcmul_(x, layer.d.view(layer.groups, 1, -1, 1)).transpose(0, 1).flatten(1)
 
 
-def _by_head(rows: Tensor, layer: Mamba2, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, heads, head_dim], B and C [rows, heads, state_size], in float32."""
+def _parts(rows: Tensor, layer: Mamba2, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, groups, heads of a group, head_dim], B and C [rows, groups, state_size], in float32."""
     _, heads, head_dim, size = state.shape
-    x, b, c = rows.float().split((heads * head_dim, layer.groups * size, layer.groups * size), dim=1)
-
-    def spread(of_groups: Tensor) -> Tensor:
-        return of_groups.unflatten(1, (layer.groups, size)).repeat_interleave(heads // layer.groups, dim=1)
-
-    return x.unflatten(1, (heads, head_dim)), spread(b), spread(c)
+    groups = layer.groups
+    x, b, c = rows.float().split((heads * head_dim, groups * size, groups * size), dim=1)
+    of_group = (groups, size)
+    return x.unflatten(1, (groups, -1, head_dim)), b.unflatten(1, of_group), c.unflatten(1, of_group)
 
 
 def _time_steps(dt: Tensor, layer: Mamba2) -> Tensor:

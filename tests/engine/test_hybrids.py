@@ -73,6 +73,23 @@ def test_tokens_do_not_depend_on_other_requests(
     engine.assert_whole()
 
 
+@pytest.mark.gpu
+def test_graphs_change_no_tokens(
+    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    """Graphs of decodes, of chunks, and of both are padded with rows and chunks that have no state."""
+    requests = [
+        request_of(i, prompt, max_tokens=20 + i, ignore_eos=True) for i, prompt in enumerate(PROMPTS * 3)
+    ]
+    settings = {"model": str(path), "num_blocks": 256, "max_num_batched_tokens": 64, "max_num_seqs": 12}
+    expected = tokens(run(tiny_engine(**settings), requests))
+    for overlap in (False, True):
+        engine = tiny_engine(**settings, cuda_graphs=True, overlap=overlap)
+        for _ in range(2):
+            assert tokens(run(engine, requests)) == expected
+        engine.assert_whole()
+
+
 def test_a_request_goes_on_from_its_output(
     path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
 ) -> None:
