@@ -125,25 +125,25 @@ async def test_errors_have_anthropics_form(tokenizer: ModelTokenizer, tmp_path: 
         await cluster.idle()
 
 
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": ["x"]}, "stop: this endpoint has no such field"),
-        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
-        ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]: tools of type 'web_search"),
-        ({"tools": [TOOL]}, "tools is not supported"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config"),
-    ],
-)
-async def test_what_is_not_served_is_refused_by_name(cluster: Cluster, body: dict[str, Any], named: str):
-    status, result = await cluster.post(PATH, **{**BODY, **body})
-    assert (status, result["error"]["type"]) == (400, "invalid_request_error")
-    assert named in result["error"]["message"]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"stop": ["x"]}, "stop: this endpoint has no such field"),
+    ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+    ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management"),
+    ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]: tools of type 'web_search"),
+    ({"tools": [TOOL]}, "tools is not supported"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "output_config"),
+]
+
+
+async def test_what_is_not_served_is_refused_by_name(cluster: Cluster):
+    for body, named in REFUSED:
+        status, result = await cluster.post(PATH, **{**BODY, **body})
+        assert (status, result["error"]["type"]) == (400, "invalid_request_error")
+        assert named in result["error"]["message"]
 
 
 async def test_harmless_fields_are_accepted(cluster: Cluster):

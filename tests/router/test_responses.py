@@ -139,29 +139,29 @@ async def test_structured_output_reaches_the_workers(cluster: Cluster):
     assert result["error"]["message"].startswith("text.format: ")
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"max_tokens": 3}, "max_tokens"),
-        ({"conversation": "c"}, "conversation"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
-        ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"reasoning": {"budget": 3}}, "reasoning.budget"),
-        ({"background": True, "store": False}, "background"),
-        ({"background": True, "stream": True}, "background"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input"),
-        ({"tools": [WEATHER]}, "tools"),
-    ],
-)
-async def test_what_is_not_served_is_refused_by_name(cluster: Cluster, body: dict[str, Any], param: str):
-    status, result = await cluster.post(PATH, **{"input": "Hi", **body})
-    assert (status, result["error"]["param"]) == (400, param), result
-    assert param.partition("[")[0] in result["error"]["message"]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 3}, "max_tokens"),
+    ({"conversation": "c"}, "conversation"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+    ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"reasoning": {"budget": 3}}, "reasoning.budget"),
+    ({"background": True, "store": False}, "background"),
+    ({"background": True, "stream": True}, "background"),
+    ({"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]}, "input"),
+    ({"tools": [WEATHER]}, "tools"),
+]
+
+
+async def test_what_is_not_served_is_refused_by_name(cluster: Cluster):
+    for body, param in REFUSED:
+        status, result = await cluster.post(PATH, **{"input": "Hi", **body})
+        assert (status, result["error"]["param"]) == (400, param), result
+        assert param.partition("[")[0] in result["error"]["message"]
 
 
 async def test_stored_responses_belong_to_one_key(tokenizer: ModelTokenizer, tmp_path: Path):
