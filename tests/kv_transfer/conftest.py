@@ -16,7 +16,9 @@ from kv_transfer.wait import wait
 from tests.device import DEVICE
 
 from .ranks import Ranks, as_bytes, positions
+from .second_wire import FakePrefill, Lane
 from .transfer_process import TransferProcess
+from .wire_transfers import asked
 
 LAYOUT = kv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")  # 256 B a position and layer
 NO_TRACE = kv.TraceWriter(None, "")
@@ -311,5 +313,32 @@ def bare_decode(workers: list[Any]) -> Callable[[dict[str, Any]], BareDecode]:
     def make(config: dict[str, Any]) -> BareDecode:
         workers.append(BareDecode(config))
         return workers[-1]
+
+    return make
+
+
+@pytest.fixture
+def fetching(make_decode: Any) -> Any:
+    """A decode worker (one lane) that has asked a fake prefill worker for 10 positions."""
+
+    def make(
+        ranks: int = 1, about: dict[str, Any] | None = None, **deadlines: float
+    ) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
+        fake = FakePrefill(**(about or {}))
+        limits = kv.TransferDeadlines(**deadlines)
+        decode = make_decode(lanes=1, ranks=ranks, deadlines=limits, exports=True)
+        blocks = decode.reserved[b"d"] = decode.allocate(10)
+        decode.receiver.fetch(
+            b"d",
+            prefill_id=b"p" * 16,
+            kv_address=fake.address,
+            incarnation=5,
+            attempt=0,
+            block_ids=blocks,
+            num_tokens=10,
+        )
+        lane = fake.accept()
+        transfer = asked(lane)
+        return decode, fake, lane, transfer, blocks
 
     return make

@@ -1,0 +1,221 @@
+"""A peer of a decode worker breaks the protocol.
+
+The transfer or the session ends with a reason and a counter, nothing leaks, and the next transfer works.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+from typing import Any
+
+import pytest
+
+import kv_transfer as kv
+
+from .second_wire import (
+    ABORT,
+    ACK,
+    COMMIT,
+    CREDIT,
+    FETCH,
+    HAVE,
+    KV,
+    PING,
+    FakePrefill,
+    Lane,
+    frame,
+    unpack,
+)
+from .wire_transfers import asked, assert_pool, ended, refused, serve, slices
+
+
+def test_a_fetch_is_not_answered_with_have(fetching: Any, until: Any) -> None:
+    decode, _, lane, transfer, _ = fetching()
+    lane.say(HAVE, [1], transfer)
+    assert lane.expect(ABORT) == (transfer, ["integrity"])
+    assert decode.stats().refused == {"have": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "counter"),
+    [
+        ({"checksum": 1}, "payload"),
+        ({"layer": 3}, "frame_fields"),
+        ({"kind": 1}, "state"),
+        ({"token_count": 9}, "frame_length"),
+        ({"token_start": 1}, "frame_range"),
+        ({"head_start": 1}, "frame_range"),
+        ({"seq": 1 << 31}, "sequence"),
+        ({"seq": 1}, "sequence"),  # twice
+        ({"layer": 1}, "frame_range"),  # twice
+    ],
+)
+def test_a_bad_frame_ends_the_transfer_not_the_lane(
+    fetching: Any, until: Any, change: dict[str, int], counter: str
+) -> None:
+    """Decode asks again under a new transfer id, over the same lane, and no bad byte is left."""
+    decode, _, lane, transfer, blocks = fetching()
+    (head, body), second, _ = slices(10)
+    lane.send(KV, second[1], transfer, **second[0])
+    lane.send(KV, body, transfer, **(head | change))
+    assert lane.expect(ABORT) == (transfer, ["integrity"])
+    refused(decode, until, counter)
+    assert decode.stats().checksum_failures == ({"payload": 1} if counter == "payload" else {})
+    fetch = decode.receiver._fetches[b"d"]
+    until(lambda: decode.poll() or fetch.refetches, "the engine to ask again", decode.receiver)
+    again, _ = lane.expect(FETCH)
+    assert again != transfer
+    while lane.sent == lane.granted:
+        lane.read()
+    lane.send(KV, body, transfer, **head)  # stale: its transfer has ended
+    frames = serve(lane, again)
+    assert isinstance(ended(decode, until), kv.Injected)
+    assert_pool(decode, blocks, frames)
+    assert decode.stats().late_frames == 1
+
+
+def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: Any) -> None:
+    decode, _, lane, transfer, _ = fetching()
+    for attempt in range(3):
+        (head, body), *_ = slices(10)
+        lane.send(KV, body, transfer, **head, checksum=1)
+        lane.expect(ABORT)
+        until(lambda: select.select([decode.receiver], [], [], 0)[0], "the engine to be told")
+        decode.poll()
+        if attempt < 2:
+            transfer, _ = lane.expect(FETCH)
+            while lane.sent == lane.granted:
+                lane.read()
+    assert ended(decode, until) == kv.FetchFailed(b"d", "integrity")
+    assert decode.stats().checksum_failures == {"payload": 3}
+    until(lambda: decode.stats().receiver_slots_free == 16 and decode.receiver.idle, "the slots to come home")
+
+
+def test_a_frame_of_no_transfer(fetching: Any, until: Any) -> None:
+    decode, _, lane, transfer, _ = fetching()
+    (head, body), *_ = slices(10)
+    lane.send(KV, body, os.urandom(16), **head)
+    refused(decode, until, "transfer_id")
+    serve(lane, transfer)
+    assert isinstance(ended(decode, until), kv.Injected), "the frame took a credit, and that came back"
+
+
+@pytest.mark.parametrize("how", ["credit", "recall", "length", "header", "eof"])
+def test_what_ends_the_session(fetching: Any, until: Any, how: str) -> None:
+    """Decode reopens its lanes under a new session, and FETCHes again."""
+    decode, fake, lane, transfer, blocks = fetching()
+    frames = slices(10)
+    lane.send(KV, frames[0][1], transfer, **frames[0][0])
+    if how == "credit":
+        for _ in range(4):
+            lane.send(KV, frames[1][1], os.urandom(16), **frames[1][0])
+    elif how == "recall":
+        lane.say(CREDIT, [4, 0])
+    elif how == "length":
+        lane.send(KV, bytes(8192), transfer)
+    elif how == "header":
+        lane.send(KV, frames[1][1], transfer, **frames[1][0], check=1)
+    else:
+        lane.sock.sendall(frame(KV, frames[1][1], transfer, **frames[1][0])[:999])  # in mid-frame
+        lane.sock.close()
+    session = kv_refetched(decode, fake)
+    if how in ("length", "credit"):
+        refused(decode, until, how)
+    elif how == "recall":
+        refused(decode, until, "credit")
+    elif how == "header":
+        assert decode.stats().checksum_failures == {"header": 1}
+    frames = serve(session, asked(session))
+    assert isinstance(ended(decode, until), kv.Injected)
+    assert_pool(decode, blocks, frames)
+
+
+def kv_refetched(decode: Any, fake: FakePrefill) -> Lane:
+    """The lane of decode's next session; its engine must poll to ask for it."""
+    while not select.select([fake.listener], [], [], 0.05)[0]:
+        decode.poll()
+    return fake.accept()
+
+
+def test_a_session_lost_once_all_has_come_costs_nothing(fetching: Any, until: Any) -> None:
+    """Nothing is asked for again, and prefill learns over the next session that it may let go."""
+    decode, fake, lane, transfer, blocks = fetching()
+    frames = serve(lane, transfer)
+    kind, _, _, payload = lane.read()
+    assert (kind, unpack(payload)) == (CREDIT, [4, True]), "decode misses nothing any more"
+    lane.sock.close()
+    until(lambda: decode.stats().sessions == 0, "decode to notice")
+    assert isinstance(ended(decode, until), kv.Injected)
+    assert_pool(decode, blocks, frames)
+    assert fake.accept().expect(ACK) == (transfer, [])
+
+
+def test_a_commit_whose_frames_never_come(fetching: Any, until: Any) -> None:
+    """Nor any other: the frames are lost, and their credits with them. Only a new session has any."""
+    decode, fake, lane, transfer, _ = fetching(progress=0.5)
+    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
+    assert lane.read()[0] == 0, "the session ends"
+    assert decode.stats().deadlines == {"progress": 1}
+    asked(kv_refetched(decode, fake))
+
+
+def test_a_transfer_that_stalls_beside_one_that_does_not(fetching: Any, until: Any) -> None:
+    decode, fake, lane, transfer, _ = fetching(progress=0.5)
+    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
+    decode.receiver.fetch(
+        b"e", prefill_id=b"q" * 16, kv_address=fake.address, incarnation=5, attempt=0,
+        block_ids=decode.allocate(10),
+        num_tokens=10,
+    )  # fmt: skip
+    other, _ = lane.expect(FETCH)
+    head, body = slices(10)[0]
+    lane.send(KV, body, other, **head)
+    assert lane.expect(ABORT) == (transfer, ["deadline"])
+    assert decode.stats().sessions == 1
+
+
+def test_a_peer_that_falls_silent(fetching: Any, until: Any) -> None:
+    """The lane stays open, as over a network that is gone; no PING comes."""
+    decode, fake, silent, _, _ = fetching(peer_dead=1.0)
+    session = kv_refetched(decode, fake)
+    assert decode.stats().deadlines == {"peer_dead": 1}
+    assert silent.sock.fileno() >= 0
+    serve(session, asked(session))
+    assert isinstance(ended(decode, until), kv.Injected)
+
+
+def test_a_peer_whose_engine_hangs(fetching: Any) -> None:
+    decode, fake, lane, _, _ = fetching()
+    lane.say(PING, [5, 11_000])
+    kv_refetched(decode, fake)
+    assert decode.stats().deadlines == {"engine_dead": 1}
+
+
+def test_mutated_frames(fetching: Any, until: Any) -> None:
+    """Frames damaged at random, with a right header checksum: no crash, no wrong byte, and it still works."""
+    rng = random.Random(5)
+    decode, fake, lane, transfer, _ = fetching()
+    for _ in range(40):
+        while lane.sent < lane.granted:
+            head, body = rng.choice(slices(10))
+            field = rng.choice([*head, "kind", "head_start", "length", "checksum", "flags", "version"])
+            value = rng.choice([0, 1, 2, 3, 10, 255, 65535, rng.getrandbits(16)])
+            bad = head | {field: value if field != "version" else value % 256}
+            try:
+                lane.send(
+                    rng.choice([KV, KV, KV, COMMIT, CREDIT]), body, rng.choice([transfer, bytes(16)]), **bad
+                )
+            except OSError:
+                break
+        decode.poll()
+        if b"d" in decode.events:
+            break
+        lane.sock.setblocking(False)
+        if select.select([fake.listener], [], [], 0.1)[0]:
+            lane = fake.accept()
+            transfer = asked(lane)
+    decode.poll()
+    assert decode.process.poll() is None, "the transfer process died"
+    assert not isinstance(decode.events.get(b"d"), kv.Injected)
