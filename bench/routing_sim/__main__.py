@@ -52,11 +52,11 @@ LOADS = {
     (30_000, 100): (0.5, 0.8),
 }
 """(prompt, answer) → requests per second for each two workers."""
-PLACED = {2: 600, 4: 1_200, MAIN: 5_000, 1_000: 30_000}
-"""Workers → requests of a placement."""
+PLACED = {2: 600, 4: 1_200, MAIN: 26_000, 1_000: 60_000}
+"""Workers → requests of a placement: some seconds of load, since workers report once a second."""
 PLACED_SHORT = {2: 200, MAIN: 3_000}
 PLACED_AT_SCALE = ((2000, 150, 12), (200, 20, 80))
-"""Loads with more than 2 workers."""
+"""Loads with more than 2 workers. 1,000 get the first."""
 OPTIMIZED = {(2000, 150): (22, 80), (500, 500): (24, 80)}
 """As `LOADS`, for profiles. Two workers cannot serve 80 of these requests per second."""
 
@@ -120,7 +120,8 @@ def add_decode(report: Report, short: bool) -> None:
 def add_placement(report: Report, short: bool) -> None:
     for workers, requests in (PLACED_SHORT if short else PLACED).items():
         all_loads = ((*tokens, rate) for tokens, rates in LOADS.items() for rate in rates)
-        for prompt, answer, rate in all_loads if workers == 2 else PLACED_AT_SCALE:
+        at_scale = PLACED_AT_SCALE[: 1 if workers == 1_000 else None]
+        for prompt, answer, rate in all_loads if workers == 2 else at_scale:
             serve = partial(
                 placement.simulate,
                 placement.Load(prompt, answer, rate),

@@ -36,7 +36,6 @@ that has its token is named as the source, because the worker holds its KV alrea
 
 import logging
 import os
-import time
 from collections.abc import Collection
 
 from router import prompt_logprobs
@@ -104,8 +103,6 @@ class Generation:
         self._decode: DecodeAttempt | None = None
         self._failures = FailureCount()
         self._waits = Waits(parked, self, metrics, timeout=timeout, worker_wait=worker_wait)
-        self._began = time.monotonic()
-        self._submitted = False
         self._retried = False
         self._source_count = 0
         self._prompt: list[pb.PromptLogprobs] = []
@@ -144,13 +141,6 @@ class Generation:
             self._retarget(decode)
 
     def on_turn(self) -> TurnResult:
-        result = self._take_turn()
-        if result in (TurnResult.SENT, TurnResult.QUEUED) and not self._submitted:
-            self._submitted = True
-            self._metrics.queue.observe(time.monotonic() - self._began)
-        return result
-
-    def _take_turn(self) -> TurnResult:
         if self._prefill is None and self._next_token_alone and (target := self._choose_prefill()):
             return self._prefill_alone(target)
         return self._reserve()
