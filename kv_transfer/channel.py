@@ -298,6 +298,19 @@ class Copied(Local):
     count: int
 
 
+class CopyBlocks(Local):
+    """Rank 0 → another rank: copy blocks to their places in the memory of the host, or back."""
+
+    is_load: bool
+    pairs: Sequence[tuple[int, int]]  # (block, place)
+
+
+class BlocksCopied(Local):
+    """Another rank → rank 0: these copies are over, in their order. As `HostStore.ended`."""
+
+    whole: Sequence[bool]
+
+
 FromSender = Exported | Offer | SliceOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled
 ToSender = Reached | StartOut | PinOut | StopOut | Granted | SlotFree | SessionGone | FetchWaits | ReleasedOut
 FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn | Opened | PulledIn

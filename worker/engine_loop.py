@@ -146,7 +146,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     heartbeat.tick()
     try:
         engine, roles = build(parts)
-        host_tier = host_tier_pump(engine, heartbeat.tick)
+        host_tier = host_tier_pump(engine, heartbeat.tick, config.host_tier_fds)
         ready = _ready(engine)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))

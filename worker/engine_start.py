@@ -33,6 +33,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     address: str  # of the service's socket
     sending_fds: Sequence[int]  # inherited, as `ArenaEnd.fds` of the engine's ends
     receiving_fds: Sequence[int]
+    host_tier_fds: Sequence[int]  # inherited: to each other rank, if there is a host tier
     heartbeat_fd: int  # inherited
     kv_connector: str
     kv_slots: int

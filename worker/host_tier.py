@@ -1,12 +1,16 @@
 """Moves blocks between the engine's KV cache and the host tier, as the engine says, between two steps."""
 
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine import Engine
 from engine.core.host_tier import BlockCopy, HostTier
+from engine.execution.rank import Follower
+from engine.models import cache_bytes_per_token
 from kv_transfer.host_store import HostStore, Pair, open_host_store
+from kv_transfer.ranked_store import RankedStore, StoreServer
 from worker.paged_kv import paged_kv
 
 POLL = 0.0005
@@ -63,16 +67,28 @@ class HostTierPump:
         self._store.close()
 
 
-def host_tier_pump(engine: Engine, tick: Callable[[], None]) -> HostTierPump | None:
-    """None: the engine has no host tier. `tick`, a sign of life, is called while memory is pinned. Raises
-    `ValueError` if the host has too little memory."""
+def host_tier_pump(
+    engine: Engine, tick: Callable[[], None], rank_fds: Sequence[int] = ()
+) -> HostTierPump | None:
+    """None: the engine has no host tier. `tick`, a sign of life, is called while memory is pinned.
+    `rank_fds`: sockets to the other ranks. Raises `ValueError` if the host has too little memory."""
     tier = engine.host_tier
     if tier is None:
         return None
     try:
-        store = open_host_store(paged_kv(engine), tier.num_places, tick)
+        store: HostStore = open_host_store(paged_kv(engine), tier.num_places, tick)
     except MemoryError as error:
         raise ValueError(
             f"--host-cache-size: {tier.num_places * engine.block_bytes} bytes cannot be had: {error}"
         ) from error
+    if rank_fds:
+        store = RankedStore(store, [socket.socket(fileno=fd) for fd in rank_fds])
     return HostTierPump(tier, store)
+
+
+def serve_host_tier(host_cache_size: int, follower: Follower, fd: int) -> None:
+    """Makes the copies of this rank, in a thread. `fd`: a socket to rank 0."""
+    kv = paged_kv(follower)
+    block_bytes = kv.block_size * cache_bytes_per_token(follower.cache_spec) * kv.ranks
+    store = open_host_store(kv, host_cache_size // block_bytes, lambda: None)
+    StoreServer(store, socket.socket(fileno=fd))

@@ -42,6 +42,7 @@ class RankProcessConfig(msgspec.Struct, frozen=True):
     logging: dict[str, Any]  # for logging.config.dictConfig
     engine: EngineConfig
     arenas: RankArenas | None  # None: the engine hands over no KV
+    host_tier_fd: int | None = None  # inherited: to rank 0. None: there is no host tier
 
 
 def spawn_rank(config: RankProcessConfig) -> subprocess.Popen[bytes]:
@@ -49,6 +50,8 @@ def spawn_rank(config: RankProcessConfig) -> subprocess.Popen[bytes]:
     fds = tuple(config.files.fds)
     if config.arenas is not None:
         fds += (*config.arenas.sending_fds, *config.arenas.receiving_fds)
+    if config.host_tier_fd is not None:
+        fds += (config.host_tier_fd,)
     return spawn("worker.rank_process", msgspec.json.encode(config), pass_fds=fds)
 
 
@@ -65,6 +68,7 @@ def main() -> int:
     # These import torch.
     from engine.execution.rank import Follower
     from kv_transfer.ranks import RankCopier
+    from worker.host_tier import serve_host_tier
     from worker.paged_kv import paged_kv
 
     try:
@@ -79,6 +83,8 @@ def main() -> int:
             for fds in (arenas.sending_fds, arenas.receiving_fds)
         )
         layer_done = RankCopier(paged_kv(follower), sending, receiving).layer_done
+    if config.host_tier_fd is not None:
+        serve_host_tier(config.engine.host_cache_size, follower, config.host_tier_fd)
     gc.collect()
     gc.enable()
     gc.freeze()

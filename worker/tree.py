@@ -67,6 +67,8 @@ class WorkerTree:
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
         self._sending = _Ends.create(config)
         self._receiving = _Ends.create(config)
+        has_host_tier = config.engine.host_cache_size > 0
+        self._host_tier_ends = [channel_pair() for _ in range(ranks - 1) if has_host_tier]  # rank 0's first
         service_end, self._transfer_service_end = channel_pair()
         self.transfer_link = TransferLink(service_end)
 
@@ -88,6 +90,7 @@ class WorkerTree:
             address=self.engine_link.address,
             sending_fds=self._sending.engine.fds,
             receiving_fds=self._receiving.engine.fds,
+            host_tier_fds=[ours.fileno() for ours, _ in self._host_tier_ends],
             heartbeat_fd=self._heartbeat.fd,
             kv_connector=config.kv_connector,
             kv_slots=config.kv_slots,
@@ -97,13 +100,14 @@ class WorkerTree:
             engine=msgspec.Raw(msgspec.json.encode(config.engine)),
             ranks=self._rank_files,
         )
-        fds = (*start.sending_fds, *start.receiving_fds, start.heartbeat_fd)
+        fds = (*start.sending_fds, *start.receiving_fds, *start.host_tier_fds, start.heartbeat_fd)
         if self._rank_files is not None:
             self._start_ranks(self._rank_files)
             fds += tuple(self._rank_files.fds)
         self._engine = ChildProcess(name, spawn(ENGINE_MODULE, msgspec.json.encode(start), pass_fds=fds))
         self._sending.engine.close_channels()
         self._receiving.engine.close_channels()
+        self._close_host_tier_ends()
         dog = Watchdog(name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
@@ -127,6 +131,7 @@ class WorkerTree:
         for rank in range(1, config.engine.tensor_parallel_size):
             name = f"{config.name} rank {rank}"
             sending, receiving = self._sending.others[rank - 1], self._receiving.others[rank - 1]
+            host_tier = [theirs.fileno() for _, theirs in self._host_tier_ends[rank - 1 : rank]]
             start = RankProcessConfig(
                 name=name,
                 title=config.title,
@@ -136,11 +141,17 @@ class WorkerTree:
                 logging=config.logging(self._incarnation, f"rank {rank}"),
                 engine=config.engine,
                 arenas=RankArenas(sending.fds, receiving.fds, config.kv_slots, config.kv_slot_bytes),
+                host_tier_fd=host_tier[0] if host_tier else None,
             )
             self._ranks.append(ChildProcess(name, spawn_rank(start)))
             sending.close_channels()
             receiving.close_channels()
             self.watch(self._watch_exit(self._ranks[-1]))
+
+    def _close_host_tier_ends(self) -> None:
+        for ends in self._host_tier_ends:
+            for end in ends:
+                end.close()
 
     async def start_transfer(self, engine: EngineReady) -> str:
         """Starts the transfer process. Returns the address of the KV lanes."""
@@ -298,6 +309,7 @@ class WorkerTree:
         self._transfer_service_end.close()
         self._sending.close()
         self._receiving.close()
+        self._close_host_tier_ends()
         self._heartbeat.close()
         if self._rank_files is not None:
             self._rank_files.close()

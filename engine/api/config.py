@@ -113,8 +113,6 @@ class EngineConfig:
         require("host-cache-size", self.host_cache_size, self.host_cache_size >= 0, "must not be negative")
         if self.host_cache_size and not self.enable_prefix_caching:
             raise ValueError("--host-cache-size: needs --enable-prefix-caching")
-        if self.host_cache_size and self.tensor_parallel_size > 1:
-            raise ValueError("--host-cache-size: needs --tensor-parallel-size 1")
         require(
             "ttit-target",
             self.ttit_target,

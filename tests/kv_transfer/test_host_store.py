@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from kv_transfer.arena import channel_pair
 from kv_transfer.host_store import HostStore, open_host_store
 from kv_transfer.layout import FP8, KVLayout
+from kv_transfer.ranked_store import RankedStore, StoreServer
 from kv_transfer.transport import PagedKV
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -98,3 +100,21 @@ def test_the_kernels_move_whole_blocks_with_their_checksums(kernel_device: str, 
     dense[stride + 17] ^= 1
     again = copy([5, 6, 7], into_pool=True)
     assert [found == sum_ for found, sum_ in zip(again, saved, strict=True)] == [True, False, True]
+
+
+def test_a_block_is_whole_if_it_is_whole_on_all_ranks() -> None:
+    kvs = [paged("float32", "cpu") for _ in range(3)]
+    stores = [open_host_store(kv, 4, lambda: None) for kv in kvs]
+    pairs = [channel_pair() for _ in kvs[1:]]
+    for store, (_, theirs) in zip(stores[1:], pairs, strict=True):
+        StoreServer(store, theirs)
+    ranked = RankedStore(stores[0], [ours for ours, _ in pairs])
+    before = [[content(kv, block) for block in (3, 5)] for kv in kvs]
+    ranked.save([(3, 0), (5, 2)])
+    assert ended(ranked, 2) == [True, True]
+    stores[2]._memory[2, 7] ^= 1  # type: ignore[attr-defined]
+    ranked.load([(8, 0), (9, 2)])
+    assert ended(ranked, 2) == [True, False]
+    for kv, right in zip(kvs, before, strict=True):
+        assert all(map(torch.equal, content(kv, 8), right[0]))
+    ranked.close()

@@ -34,7 +34,8 @@ def reusing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]) 
 
     def make(blocks: int, router_flags: tuple[str, ...]) -> LocalCluster:
         directory: Path = tmp_path_factory.mktemp("reusing")
-        flags = [*FLAGS, *shallow_model, "--num-blocks", str(blocks), "--host-cache-size", "64MiB"]
+        flags = [*FLAGS, *shallow_model, "--enable-prefix-caching", "--num-blocks", str(blocks)]
+        flags += ["--host-cache-size", "64MiB"]
         made.append(LocalCluster(directory, worker_flags=flags, router_flags=router_flags).__enter__())
         return made[-1]
 

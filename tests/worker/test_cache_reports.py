@@ -68,7 +68,7 @@ async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_ask
         assert (snapshot.sequence, {*snapshot.added}) == (2, {*await late.hints(second)})
 
 
-@pytest.mark.parametrize("worker", [{"host_cache_size": 1 << 20}], indirect=True)
+@pytest.mark.parametrize("worker", [{"host_cache_size": 1 << 20, "tensor_parallel_size": 2}], indirect=True)
 async def test_what_the_host_tier_keeps_counts_as_cached(worker):
     prompts = [text(150, seed) for seed in range(8)]  # of 10 blocks each
     async with attached(worker) as stream:

@@ -1,0 +1,112 @@
+"""The host tier's copies when an engine has several ranks.
+
+    rank 0: `RankedStore` ── CopyBlocks(blocks, places) ─▶ other ranks: `StoreServer`
+                          ◀─ BlocksCopied(whole) ────────  each between its KV cache and its own memory
+
+Each rank keeps its heads of a block. A block is whole if it is whole on all ranks.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from kv_transfer.channel import BlocksCopied, Channel, ChannelClosed, CopyBlocks
+from kv_transfer.host_store import HostStore, Pair
+from kv_transfer.receiver_pacing import EVENT_POLL
+from kv_transfer.wait import wait
+
+SILENCE = 10.0
+"""Seconds without an answer, while one is due, after which a rank counts as hung."""
+
+
+class RankedStore:
+    """Implements `HostStore` on rank 0. Owns the channels to the other ranks."""
+
+    def __init__(self, own: HostStore, ranks: Sequence[socket.socket]) -> None:
+        self.batch = own.batch
+        self._most = own.room // own.batch
+        self._own = own
+        self._channels = [Channel(sock, BlocksCopied) for sock in ranks]
+        self._whole: list[deque[bool]] = [
+            deque() for _ in range(1 + len(ranks))
+        ]  # of each rank, not reported
+        self._batches: deque[int] = deque()  # blocks of each batch that is not over on all ranks
+        self._heard = 0.0
+
+    @property
+    def room(self) -> int:
+        return max(0, self._most - len(self._batches)) * self.batch
+
+    def save(self, pairs: Sequence[Pair]) -> None:
+        self._own.save(pairs)
+        self._order(pairs, is_load=False)
+
+    def load(self, pairs: Sequence[Pair]) -> None:
+        self._own.load(pairs)
+        self._order(pairs, is_load=True)
+
+    def _order(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+        if not self._batches:
+            self._heard = time.monotonic()
+        for first in range(0, len(pairs), self.batch):
+            some = pairs[first : first + self.batch]
+            self._batches.append(len(some))
+            for channel in self._channels:
+                channel.send(CopyBlocks(is_load, some))
+
+    def ended(self) -> list[bool]:
+        """Raises `ChannelClosed` if a rank is gone, and `RuntimeError` if one hangs."""
+        now = time.monotonic()
+        self._whole[0] += self._own.ended()
+        for channel, whole in zip(self._channels, self._whole[1:], strict=True):
+            channel.flush()
+            while messages := channel.receive():
+                self._heard = now
+                for message in messages:
+                    whole += message.whole
+        found: list[bool] = []
+        while self._batches and all(len(whole) >= self._batches[0] for whole in self._whole):
+            for _ in range(self._batches.popleft()):
+                of_ranks = [whole.popleft() for whole in self._whole]
+                found.append(all(of_ranks))
+        if self._batches and now - self._heard > SILENCE:
+            raise RuntimeError(f"a rank has not copied blocks for {SILENCE:g} s")
+        return found
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.sock.close()
+        self._own.close()
+
+
+class StoreServer:
+    """A rank from 1 on: makes the copies that rank 0 orders, in a thread of its own.
+
+    The thread ends when rank 0 closes its channel, and closes the store. If it dies, it closes its channel,
+    which rank 0 sees."""
+
+    def __init__(self, store: HostStore, sock: socket.socket) -> None:
+        self._store = store
+        self._channel = Channel(sock, CopyBlocks)
+        threading.Thread(target=self._serve, name="host tier", daemon=True).start()
+
+    def _serve(self) -> None:
+        channel, store, under_way = self._channel, self._store, 0
+        with channel.sock:
+            try:
+                while True:
+                    wait([channel.fileno()], EVENT_POLL if under_way else None)
+                    for order in channel.receive():
+                        (store.load if order.is_load else store.save)(order.pairs)
+                        under_way += len(order.pairs)
+                    if whole := store.ended():
+                        under_way -= len(whole)
+                        channel.send(BlocksCopied(whole))
+            except ChannelClosed:
+                pass
+            finally:
+                store.close()
