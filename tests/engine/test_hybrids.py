@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, build_engine
+from engine.execution.rehearsal import Rehearsal, warm_up
 from engine.loader import check_model
 from tests.engine.test_overlap import land_one
 
@@ -125,6 +126,15 @@ def test_no_step_changes_the_states_of_a_held_request(
     expected = run(engine, [request_of(3, PROMPTS[4], max_tokens=5, ignore_eos=True)])
     assert [first.token, *rest] == tokens(expected)[0]
     engine.assert_whole()
+
+
+def test_a_rehearsal_with_fewer_states_than_requests(path: Path, tiny_engine: Callable[..., Engine]) -> None:
+    """As before the pools are made, when the layers of a kind share memory."""
+    rehearsal = Rehearsal(seats=4, budget=16, max_model_len=32, block_size=4, num_slots=3)
+    runner = tiny_engine(model=str(path), max_num_seqs=4)._runner
+    runner.open(rehearsal.num_blocks, 3, shared=True)
+    assert len({state.ssm.data_ptr() for state in runner.states}) == 1 < len(runner.states)
+    warm_up(runner, rehearsal, lambda *_: None)
 
 
 def test_there_is_no_prefix_cache(
