@@ -241,8 +241,8 @@ class ModelConfig:
         """Raises `ValueError` if requests of this model cannot be handed over to another worker."""
         if self.mamba is not None:
             raise ValueError(
-                f"--prefill: {self.architecture} has layers with states, and prefill workers hand over KV "
-                "alone; use --prefill 0, so that decode workers compute the prompts"
+                f"{self.architecture} has layers with states, and prefill workers hand over KV alone; serve "
+                "it with --prefill 0, so that decode workers compute the prompts"
             )
 
     @property

@@ -35,6 +35,7 @@ def run(sizing: SizingOptions) -> int:
         sizing.gpu_memory_utilization,
     )
     model = shape(sizing.model)
+    model.check_handover()  # a plan has prefill workers
     weight_format = choose_format(EngineConfig(sizing.model), model, torch.device("cuda"))
     element = weight_format.bytes_per_parameter(torch.bfloat16)
     sizes = sizing.prefill_tensor_parallel_size, sizing.decode_tensor_parallel_size

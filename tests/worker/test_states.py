@@ -43,14 +43,16 @@ async def test_a_decode_worker_computes_prompts_and_no_worker_hands_them_over(tm
         assert "hand over KV alone; use --prefill 0" in workers["prefill"].told[-1]["error"]
 
 
-def test_prefill_workers_are_refused_before_the_start(
+def test_prefill_workers_are_refused_before_the_start_and_in_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
     monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
     model = str(hybrid_model(tmp_path / "hybrid"))
-    flags = ["--port", "0", "--device", "cpu", "--model", model, "--load-format", "dummy"]
-    result = CliRunner().invoke(app, ["serve", *flags])
-    assert result.exit_code == 2
-    said = " ".join(result.output.replace("│", " ").split())
-    assert "--prefill: BambaForCausalLM has layers with states" in said
+    flags = ["--port", "0", "--device", "cpu", "--load-format", "dummy"]
+    for command in (["serve", *flags], ["plan"]):
+        result = CliRunner().invoke(app, [*command, "--model", model])
+        assert result.exit_code != 0
+        said = " ".join(result.output.replace("│", " ").split())
+        assert "BambaForCausalLM has layers with states" in said
+        assert "serve it with --prefill 0" in said
