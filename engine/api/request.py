@@ -9,8 +9,8 @@ from engine.api.expert_stats import ExpertStats
 from engine.api.host_tier_stats import HostTierStats
 from engine.api.sampling_params import SamplingParams
 
-PROMPT_PIECE = 256
-"""Most tokens in a `PromptLogprobs`."""
+PROMPT_PIECE = 64
+"""Most tokens in a `PromptLogprobs`: a router writes them to a response in 9 ms, between two other tasks."""
 
 
 @dataclass(slots=True)
