@@ -111,6 +111,7 @@ class HostPool:
         self._layouts = of_each_dtype(kv.layout)
         self._heads = kv.heads
         self._arena = arena
+        self._exported = False
 
     def enter_thread(self) -> None:
         pass
@@ -127,8 +128,8 @@ class HostPool:
 
     def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         for item in batch:
-            if item.generation:
-                mark(self._arena, item.slot, item.generation, 0)  # a late reader sees that it was late
+            if self._exported:  # a late reader sees that it was late, also if these bytes go over TCP
+                mark(self._arena, item.slot, item.generation, 0)
             dense = Dense.of(self._arena.slot(item.slot), item.piece, self._layout)
             for pool, staged in self._rows_of(item, dense.values):
                 staged[:] = pool
@@ -145,6 +146,7 @@ class HostPool:
         return None, None
 
     def export(self) -> Export:
+        self._exported = True
         return export_arena(self._arena)
 
     def open(self, export: Export) -> PeerArena:

@@ -47,8 +47,11 @@ class PeerMemory(Protocol):
 
 @cache
 def host() -> str:
-    """Names this machine until it boots again."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Names this machine until it boots again. Raises Unreachable where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError as e:
+        raise Unreachable(str(e)) from None
 
 
 def check(export: Export, kind: str) -> None:

@@ -27,7 +27,7 @@ from kv_transfer.channel import (
     PulledIn,
     SlotsFree,
 )
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import MAX_SLOT_BYTES, PAGE, TransferConfig
 from kv_transfer.process.connector import Connect, ProtocolError, Session
 from kv_transfer.process.nixl_memory import KIND, NixlMemory
 from kv_transfer.process.peers import Peers
@@ -192,6 +192,8 @@ class DecodeSide:
             case Export():
                 if number in self._exports:
                     raise ProtocolError("order", "a second EXPORT")
+                if message.slot_bytes % PAGE or not PAGE <= message.slot_bytes <= MAX_SLOT_BYTES:
+                    raise ProtocolError("length", f"EXPORT of slots of {message.slot_bytes} bytes")
                 self._exports[number] = message
                 self._open(session, message)
             case SliceAt():
@@ -296,7 +298,7 @@ class DecodeSide:
         export = self._exports.get(session.number)
         if export is None or session.number not in self._reached:
             raise ProtocolError("order", "SLICE without REACH")
-        if m.slot >= export.num_slots or m.length > export.slot_bytes:
+        if m.slot >= export.num_slots or m.length > min(session.slot_bytes, export.slot_bytes):
             raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
         header = Header(
             FrameType.KV, transfer_id, m.layer, head_start=m.head_start, head_count=m.head_count,

@@ -11,12 +11,12 @@ import pytest
 import kv_transfer as kv
 from kv_transfer import channel as ch
 from kv_transfer.process import decode_side
-from kv_transfer.process.connector import Session
+from kv_transfer.process.connector import ProtocolError, Session
 from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import FrameError, FrameType, Header
-from kv_transfer.protocol.messages import Abort, Aborted, Ack, Commit, Credit, Fetch
+from kv_transfer.protocol.messages import Abort, Aborted, Ack, Commit, Credit, Export, Fetch, SliceAt
 
 
 class Peer:
@@ -356,3 +356,27 @@ def test_a_session_is_not_idle_while_an_ack_waits_for_it(monkeypatch: pytest.Mon
     assert world.acked() == [NEW]
     world.side.tick(world.now)
     assert session.ended == "idle"
+
+
+@pytest.mark.parametrize("slot_bytes", [5000, 128 << 20])
+def test_memory_with_slots_that_no_arena_has(monkeypatch: pytest.MonkeyPatch, slot_bytes: int) -> None:
+    """Copies of a GPU rely on their alignment."""
+    world = Side(monkeypatch, Network())
+    world.fetch(b"t" * 16)
+    session = cast("Session", world.up())
+    export = Export("shared_memory", "a host", b"", 4, slot_bytes, bytes(16))
+    with pytest.raises(ProtocolError, match=f"{slot_bytes} bytes"):
+        world.side.control(session, Header(FrameType.EXPORT), export)
+
+
+def test_a_slice_is_at_most_as_large_as_a_slot_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL reads it into a slot of the receiver."""
+    world = Side(monkeypatch, Network())
+    world.fetch(b"t" * 16)
+    session = cast("Session", world.up())
+    export = Export("shared_memory", "a host", b"", 4, 8192, bytes(16))
+    world.side.control(session, Header(FrameType.EXPORT), export)
+    world.side.engine(ch.Opened(session.number, True, ""))
+    slice_at = SliceAt(0, 1, 0, 0, 0, 1, 0, 4, length=4160)
+    with pytest.raises(ProtocolError, match="4160 bytes"):
+        world.side.control(session, Header(FrameType.SLICE, b"t" * 16), slice_at)
