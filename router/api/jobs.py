@@ -13,6 +13,8 @@ from router.job import Job
 from rpc import worker_pb2 as pb
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_PROMPT_LOGPROBS = 4 << 20
+"""Of all prompts of a request, with the alternatives. The router keeps some 100 bytes for each."""
 SESSION_CHUNKS = 4
 _SEED_MASK = 2**64 - 1
 
@@ -44,6 +46,12 @@ def make_jobs(
     if len(prompts) * body.n > MAX_CHOICES:
         text = f"n: {len(prompts)} prompts with n={body.n} are more than {MAX_CHOICES} choices"
         raise InvalidRequest(text, param="n")
+    scored = body.prompt_logprobs_wanted
+    numbers = 0 if scored is None else body.n * (scored + 1) * sum(map(len, prompts))
+    if numbers > MAX_PROMPT_LOGPROBS:
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        text = f"{field}: {numbers} log probabilities of prompts are more than {MAX_PROMPT_LOGPROBS}"
+        raise InvalidRequest(text, param=field)
     for prompt_ids in prompts:
         if not prompt_ids:
             raise InvalidRequest(f"{body.prompt_field}: must not be empty", param=body.prompt_field)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from router.api import jobs
 from router.text.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
@@ -121,8 +122,13 @@ async def test_a_worker_of_an_older_version_does_not_answer_without_them(cluster
         ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt": PROMPT, "n": 4, "prompt_logprobs": 2}, "prompt_logprobs"),
+        ({"prompt": [PROMPT] * 4, "echo": True, "logprobs": 2}, "logprobs"),
     ],
 )
-async def test_what_cannot_be_served_is_refused(cluster: Cluster, body: dict[str, Any], param: str):
-    status, result = await cluster.post("/v1/completions", prompt="x", **body)
+async def test_what_cannot_be_served_is_refused(
+    cluster: Cluster, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jobs, "MAX_PROMPT_LOGPROBS", 4 * 3 * len(PROMPT) - 1)
+    status, result = await cluster.post("/v1/completions", **{"prompt": "x", **body})
     assert (status, result["error"]["param"]) == (400, param)
