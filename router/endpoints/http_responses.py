@@ -112,8 +112,11 @@ class HttpResponses:
         """Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
         try:
             peek = _peek(raw)
-        except msgspec.MsgspecError:
+        except msgspec.ValidationError:
             peek = _Peek()  # the body is not valid; `prepare` raises the error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            # `prepare` might accept it, as it does NaN, and the fields here would have no effect.
+            raise InvalidRequest(f"the body is not valid JSON: {error}") from None
         key, previous = ACCOUNT.get().key.name, peek.previous_response_id
         earlier: tuple[bytes, ...] = ()
         if previous is not None:

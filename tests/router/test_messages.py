@@ -7,6 +7,7 @@ import pytest
 
 from router.admission.keys import api_keys
 from router.api.anthropic.reply import AnthropicMessage, MessageEvent
+from router.endpoints.builders.messages import _arguments
 from router.text.tokenizer import ModelTokenizer
 
 from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
@@ -160,3 +161,9 @@ async def test_a_failed_stream_ends_with_an_error(cluster: Cluster):
     assert events[-1]["type"] == "error"
     MessageEvent.model_validate(events[-1])
     assert events[-1]["error"]["type"] == "timeout_error"
+
+
+@pytest.mark.parametrize("text", ['{"a": 1', '{"a": ' + "[" * 99_999])
+def test_arguments_that_are_not_json_are_left_out(text: str):
+    """Those of a call that was cut off, and those nested too deep."""
+    assert _arguments(text) == {}

@@ -274,3 +274,28 @@ def test_stored_responses_are_bounded(monkeypatch: pytest.MonkeyPatch):
     assert has("b", "more")
     now = stored_responses.MAX_SECONDS
     assert not has("b", "more"), "the time"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ['"chat_template_kwargs": {"x": NaN}', '"previous_response_id": "\udcff"', '"x": ' + "[" * 99_999],
+    ids=["NaN", "not UTF-8", "deep"],
+)
+async def test_json_that_not_all_parsers_take(cluster: Cluster, extra: str):
+    """Otherwise NaN in a body would have let `store` and `previous_response_id` have no effect."""
+    body = f'{{"input": "Hi", "store": false, {extra}}}'.encode(errors="surrogateescape")
+    headers = {"Content-Type": "application/json"}
+    async with cluster.http.post(cluster.url + PATH, data=body, headers=headers) as response:
+        assert response.status == 400, await response.text()
+        assert "not valid JSON" in (await response.json())["error"]["message"]
+
+
+async def test_a_call_that_no_input_can_have(thinking_tokenizer: ModelTokenizer, tmp_path: Path):
+    """The model invented the name of a function."""
+    text = f"<think>{THOUGHT}</think>{CALL.replace('get_weather', 'get weather')}"
+    async with make_cluster(thinking_tokenizer, tmp_path, text=text) as cluster:
+        _, first = await cluster.post(PATH, input="Weather?", tools=[WEATHER])
+        assert first["output"][-1]["name"] == "get weather"
+        status, result = await cluster.post(PATH, input="And now?", previous_response_id=first["id"])
+        assert (status, result["error"]["param"]) == (400, "previous_response_id"), result
+        await cluster.idle()

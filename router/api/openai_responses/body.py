@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 
 from router.api.bodies import MAX_LOGPROBS, MAX_TOOLS, ChatBody
 from router.api.fields import ClosedPart, Nullable, TemplateSettings, invalid, unsupported
@@ -13,6 +13,7 @@ from router.api.structured import JsonSchema, ResponseFormat
 from router.api.tools import Function
 from router.api.unsupported import RESPONSES, refuse
 from router.api.validation import validate
+from router.errors import InvalidRequest
 
 _LOGPROBS = "message.output_text.logprobs"
 _HISTORY = TypeAdapter(list[Input])
@@ -157,7 +158,7 @@ class ResponsesBody(OpenAIBody):
 
         Raises InvalidRequest, which names fields of a chat completion.
         """
-        earlier = _HISTORY.validate_json(history) if history else []
+        earlier = _earlier(history) if history else []
         items = [item for items in [*earlier, self.input] for item in items]
         choice = self.tool_choice
         fields = {
@@ -187,6 +188,16 @@ class ResponsesBody(OpenAIBody):
         )
         fields["text"] = {"format": {"type": "text"}} | fields["text"]
         return json.dumps(_DEFAULTS | fields).encode()
+
+
+def _earlier(history: bytes) -> list[Any]:
+    """Raises InvalidRequest: a model may call a function by a name that no function can have."""
+    try:
+        return _HISTORY.validate_json(history)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"]
+        text = f"previous_response_id: the conversation has an item that cannot be an input: {reason}"
+        raise InvalidRequest(text, param="previous_response_id") from None
 
 
 _REPEATED = {

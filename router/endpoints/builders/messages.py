@@ -84,8 +84,8 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Returns the arguments of a call. Those of a call that was cut off are left out."""
+    """Returns the arguments of a call. Those of a call that was cut off are left out, and those too deep."""
     try:
         return json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
