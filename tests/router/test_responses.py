@@ -292,7 +292,8 @@ async def test_json_that_not_all_parsers_take(cluster: Cluster, extra: str):
 
 async def test_a_call_that_no_input_can_have(thinking_tokenizer: ModelTokenizer, tmp_path: Path):
     """The model invented the name of a function."""
-    text = f"<think>{THOUGHT}</think>{CALL.replace('get_weather', 'get weather')}"
+    call = f'{{"name": "get weather", "arguments": {ARGUMENTS}}}'
+    text = f"<think>{THOUGHT}</think><tool_call>{call}</tool_call>"
     async with make_cluster(thinking_tokenizer, tmp_path, text=text) as cluster:
         _, first = await cluster.post(PATH, input="Weather?", tools=[WEATHER])
         assert first["output"][-1]["name"] == "get weather"
