@@ -33,6 +33,8 @@ the TOML file that `--config` names (`max-model-len = 4096`). The first of these
 such as `[serve]` wins over the top level. `BATON_CLUSTER_SECRET` has no flag. `baton bench` reads flags only,
 and `BATON_API_KEY`.
 
+`baton --version` shows the version. `baton --install-completion` installs completion for your shell.
+
 Exit codes of `baton`: 0 is success, 1 a failure, 2 a mistake in the options. The section on `baton bench`
 lists its own codes.
 """
