@@ -16,6 +16,8 @@ from kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 64 << 20
 """Memory on the device through which blocks go, so many at once. The bus takes 1.2 ms for it."""
+MOST_LINES = 1 << 15
+"""Blocks × layers of one launch: a grid has 65,535 places there."""
 BATCHES = 16
 """Batches under way at most."""
 PINNED_BYTES = 1 << 30
@@ -89,7 +91,7 @@ class CudaStore:
         self._lines = BlockLines(kv)
         size = self._lines.block_bytes
         self._stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.batch = max(1, STAGING_BYTES // self._stride)
+        self.batch = max(1, min(STAGING_BYTES // self._stride, MOST_LINES // kv.layout.num_layers))
         self._map = mmap.mmap(-1, num_places * self._stride)
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         # No copy goes beyond what one call pins.
