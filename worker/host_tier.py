@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from engine import Engine
 from engine.core.host_tier import BlockCopy, HostTier
 from engine.execution.rank import Follower
-from engine.models import cache_bytes_per_token
+from engine.models import cache_bytes_per_token, state_caches
 from kv_transfer.host_store import HostStore, Pair, open_host_store
 from kv_transfer.ranked_store import RankedStore, StoreServer
 from worker.paged_kv import paged_kv
@@ -87,7 +87,10 @@ def host_tier_pump(
 
 
 def serve_host_tier(host_cache_size: int, follower: Follower, fd: int) -> None:
-    """Makes the copies of this rank, in a thread. `fd`: a socket to rank 0."""
+    """Makes the copies of this rank, in a thread. `fd`: a socket to rank 0. A model with states has no prefix
+    cache, so it has no host tier."""
+    if state_caches(follower.cache_spec):
+        return
     kv = paged_kv(follower)
     block_bytes = kv.block_size * cache_bytes_per_token(follower.cache_spec) * kv.ranks
     store = open_host_store(kv, host_cache_size // block_bytes, lambda: None)

@@ -189,7 +189,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTier = TierMachine.TestCase
-TestTier.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestTier.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_what_the_pool_evicts_comes_back_from_the_host() -> None:
