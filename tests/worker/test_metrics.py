@@ -32,7 +32,7 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
     metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
     metrics.transfer_stats = TransferStats(
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {},
-        {"decode 0": "cuda_ipc", "decode 1": "tcp: another machine"},
+        {"decode 0": "nixl", "decode 1": "tcp: another machine"},
     )  # fmt: skip
     port = metrics.listen(host, 0)
     try:
@@ -51,7 +51,7 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
         f"baton:host_cache_usage_perc{{{labels}}} 0.25",
         f"baton:host_cache_loaded_tokens_total{{{labels}}} 40.0",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
-        'baton:kv_readers{model_name="m",role="prefill",transport="cuda_ipc"} 1.0',
+        'baton:kv_readers{model_name="m",role="prefill",transport="nixl"} 1.0',
         f'baton:kv_bytes_total{{direction="send",{labels}}} 1000.0',
         'baton:kv_transfers_total{model_name="m",reason="acked",role="prefill"} 1.0',
         f'baton:kv_checksum_failures_total{{kind="payload",{labels}}} 0.0',  # before any failure
