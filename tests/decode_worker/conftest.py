@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,12 @@ from tests.cluster_helpers import Pair, WorkerProcess, WorkerStream, sampling, s
 from tests.device import DEVICE
 
 BLOCKS = 300  # of 16 positions
-TINY = {"load_format": "dummy", "num_blocks": BLOCKS, "block_size": 16, "max_num_batched_tokens": 64}
+TINY: dict[str, Any] = {
+    "load_format": "dummy",
+    "num_blocks": BLOCKS,
+    "block_size": 16,
+    "max_num_batched_tokens": 64,
+}
 ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 Workers = tuple[WorkerProcess, WorkerProcess]
 RANKS = [
@@ -39,21 +46,28 @@ def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield started
 
 
-@pytest.fixture(scope="package", params=RANKS)
-def caching_workers(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Workers]:
-    """Both keep a prefix cache. Prompts take long to compute, so fetching them pays on a busy machine."""
+@pytest.fixture(scope="package")
+def caching_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of `caching_workers`: their model and their traces."""
     directory = tmp_path_factory.mktemp("caching")
+    tiny_model(directory / "model", intermediate_size=8192)
+    return directory
+
+
+@pytest.fixture(scope="package", params=RANKS)
+def caching_workers(request: pytest.FixtureRequest, caching_directory: Path) -> Iterator[Workers]:
+    """Both keep a prefix cache. Prompts take long to compute, so fetching them pays on a busy machine."""
     engine = TINY | {"enable_prefix_caching": True}
     with started_pair(
-        tiny_model(directory / "model", intermediate_size=8192),
-        directory,
+        caching_directory / "model",
+        caching_directory,
         engine=engine,
         ranks=request.param,
         kv_connector="tcp",
+        trace_dir=str(caching_directory / "traces"),
     ) as started:
         yield started
+    assert list((caching_directory / "run").iterdir()) == []
 
 
 def prompt(length: int) -> list[int]:

@@ -1,10 +1,8 @@
-"""A prefill and a decode worker with the embedded model give the same tokens as a single engine."""
+"""A prefill and a decode worker give the same tokens as a single engine."""
 
 import asyncio
 import json
-import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,42 +10,19 @@ import pytest
 
 from engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
 from rpc import worker_pb2 as pb
-from tests.cluster_helpers import (
-    WorkerProcess,
-    assert_whole,
-    metrics,
-    paired,
-    request,
-    sampling,
-    started_pair,
-)
+from tests.cluster_helpers import assert_whole, metrics, paired, request, sampling
 from tests.device import DEVICE
-from tests.shallow import LAYERS
 
-CHUNK = 128
+from .conftest import RANKS, TINY, Workers, prompt
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("embedded")
+CHUNK = TINY["max_num_batched_tokens"]
+LAYERS = 2
 
 
 @pytest.fixture(scope="module")
-def workers(shallow_model_path: Path, directory: Path) -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
-    settings: dict[str, Any] = {
-        "engine": {"max_num_batched_tokens": CHUNK},
-        "trace_dir": str(directory / "traces"),
-    }
-    with started_pair(shallow_model_path, directory, **settings) as started:
-        yield started
-    assert list((directory / "run").iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def engine(shallow_model_path: Path) -> Engine:
-    return build_engine(
-        EngineConfig(str(shallow_model_path), dtype="float32", device=DEVICE, num_blocks=512, num_threads=1)
-    )
+def engine(caching_directory: Path) -> Engine:
+    settings: dict[str, Any] = TINY | {"dtype": "float32", "device": DEVICE, "num_threads": 1}
+    return build_engine(EngineConfig(str(caching_directory / "model"), **settings))
 
 
 def alone(engine: Engine, requests: list[pb.Request]) -> list[list[int]]:
@@ -70,12 +45,8 @@ def alone(engine: Engine, requests: list[pb.Request]) -> list[list[int]]:
     return list(tokens.values())
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(20, 40_000), k=length)
-
-
 async def test_concurrent_mixed_requests_yield_the_tokens_of_one_engine(
-    workers: tuple[WorkerProcess, WorkerProcess], engine: Engine
+    caching_workers: Workers, engine: Engine
 ) -> None:
     kinds: list[dict[str, Any]] = [
         {},
@@ -85,12 +56,12 @@ async def test_concurrent_mixed_requests_yield_the_tokens_of_one_engine(
     ]
     lengths = (1, 15, 16, 17, 60, 129, 300)
     requests = [
-        request(prompt(n, n), sampling(max_tokens=10, ignore_eos=True, **kinds[i % len(kinds)]))
+        request(prompt(n), sampling(max_tokens=10, ignore_eos=True, **kinds[i % len(kinds)]))
         for i, n in enumerate(lengths)
     ]
-    requests.append(request(prompt(40, 1), sampling(max_tokens=20, ignore_eos=True), prompt(6, 2)))
+    requests.append(request(prompt(40), sampling(max_tokens=20, ignore_eos=True), prompt(6)))
     expected = alone(engine, requests)
-    async with paired(*workers) as pair:
+    async with paired(*caching_workers) as pair:
         answers = await asyncio.gather(
             *(pair.generate(list(r.prompt_ids), r.sampling, list(r.output_ids)) for r in requests)
         )
@@ -109,25 +80,26 @@ async def test_concurrent_mixed_requests_yield_the_tokens_of_one_engine(
             assert len(repeated.logprobs.top_ids) == 2
             assert repeated.logprobs.logprob < 0
     assert max(len(step.tokens) for step in steps) > 1, "the tokens of one step are in one message"
-    await assert_whole(*workers)
+    await assert_whole(*caching_workers)
 
 
+@pytest.mark.parametrize("caching_workers", RANKS[:1], indirect=True)
 async def test_the_first_layer_is_sent_before_the_last_layer_is_computed(
-    workers: tuple[WorkerProcess, WorkerProcess], directory: Path
+    caching_workers: Workers, caching_directory: Path
 ) -> None:
-    """Sent: gathered where the decode worker of this host reads it."""
+    """Sent: gathered to the memory from which lanes send it."""
     began = time.monotonic() * 1e6
-    before = metrics(workers[1])
-    async with paired(*workers) as pair:
-        await pair.generate(prompt(4 * CHUNK, 99), sampling(max_tokens=4, ignore_eos=True))
-    await assert_whole(*workers)
-    after = metrics(workers[1])
+    before = metrics(caching_workers[1])
+    async with paired(*caching_workers) as pair:
+        await pair.generate(prompt(4 * CHUNK), sampling(max_tokens=4, ignore_eos=True))
+    await assert_whole(*caching_workers)
+    after = metrics(caching_workers[1])
     assert after["baton:kv_hidden_share_count"] == before["baton:kv_hidden_share_count"] + 1
     hidden = after["baton:kv_hidden_share_sum"] - before["baton:kv_hidden_share_sum"]
     assert 0 < hidden <= 1.0, "a part of the transfer is over before prefill samples its token"
 
     if DEVICE == "cpu":  # a GPU computes a layer later than its trace says, which tells when it was launched
-        assert_layer_0_is_early(directory / "traces", began)
+        assert_layer_0_is_early(caching_directory / "traces", began)
 
 
 def assert_layer_0_is_early(traces: Path, began: float) -> None:
