@@ -45,14 +45,22 @@ def test_a_prompt_may_be_cut_anywhere(
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "overlap"),
     [
-        pytest.param({"num_blocks": 128}, id="roomy"),
-        pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 3, "num_blocks": 128}, id="small chunks"),
-        pytest.param({"num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 6}, id="preemption"),
+        pytest.param({"num_blocks": 128}, True, id="roomy"),
+        pytest.param(
+            {"max_num_batched_tokens": 8, "max_num_seqs": 3, "num_blocks": 128}, True, id="small chunks"
+        ),
+        *(
+            pytest.param(
+                {"num_blocks": 24, "max_num_batched_tokens": 16, "max_num_seqs": 6},
+                overlap,
+                id=f"preemption-{overlap}",
+            )
+            for overlap in (False, True)
+        ),
     ],
 )
-@pytest.mark.parametrize("overlap", [False, True])
 def test_tokens_do_not_depend_on_other_requests(
     path: Path,
     tiny_engine: Callable[..., Engine],

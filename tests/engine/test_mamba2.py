@@ -175,7 +175,7 @@ def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels, k
     layer, length = layer_of(2, F32), 70
     whole = Step([(0, length)], layer)
     y, state = whole.run(TorchKernels())
-    for cut in (1, 2, 3, 4, 31, 32, 33, 64, 69):
+    for cut in (1, 2, 3, 32, 33, 69):
         for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
             first, second = Step([(0, cut)], layer), Step([(cut, length)], layer)
             first.projected, second.projected = whole.projected[:cut], whole.projected[cut:]
