@@ -63,39 +63,35 @@ class InputMessage(Part):
 
 def chat_messages(system: str, messages: Iterable[InputMessage]) -> list[dict[str, Any]]:
     """Returns the messages of the chat. Consecutive messages of a role become one, as at Anthropic."""
-    chat: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    chat: list[dict[str, Any]] = [{"role": "system", "content": [system]}] if system else []
     for message in messages:
         for block in message.content:
             new = _message(message.role, block)
             last = chat[-1] if chat else None
             if last is not None and last["role"] == new["role"] and "tool_call_id" not in new:
-                _join(last, new)
+                for name in new.keys() - {"role"}:
+                    last.setdefault(name, []).extend(new[name])
             else:
                 chat.append(new)
+    for each in chat:
+        for name in each.keys() & {"content", "reasoning"}:
+            each[name] = "\n".join(filter(None, each[name]))
     return chat
 
 
 def _message(role: str, block: Block) -> dict[str, Any]:
+    """Returns the message of one block. Its texts are lists, which grow while messages become one."""
     match block:
         case ThinkingBlock():
-            return {"role": role, "content": "", "reasoning": block.thinking}
+            return {"role": role, "content": [], "reasoning": [block.thinking]}
         case ToolUseBlock():
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             calls = [{"id": block.id, "type": "function", "function": function}]
-            return {"role": role, "content": "", "tool_calls": calls}
+            return {"role": role, "content": [], "tool_calls": calls}
         case ToolResultBlock():
             # A chat has no mark for a failed call.
             content = f"Error: {block.content}" if block.is_error else block.content
-            return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+            return {"role": "tool", "content": [content], "tool_call_id": block.tool_use_id}
         case TextBlock():
-            return {"role": role, "content": block.text}
+            return {"role": role, "content": [block.text]}
     raise AssertionError(block)
-
-
-def _join(message: dict[str, Any], more: dict[str, Any]) -> None:
-    for name in ("content", "reasoning"):
-        texts = [each[name] for each in (message, more) if each.get(name)]
-        if texts:
-            message[name] = "\n".join(texts)
-    if "tool_calls" in more:
-        message["tool_calls"] = message.get("tool_calls", []) + more["tool_calls"]

@@ -89,7 +89,7 @@ def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[
         if last is None or _ends(last, item):
             chat.append(new)
         elif "tool_calls" in new:
-            last["tool_calls"] = last.get("tool_calls", []) + new["tool_calls"]
+            last.setdefault("tool_calls", []).extend(new["tool_calls"])
         else:
             last["content"] = new["content"]
     return chat
