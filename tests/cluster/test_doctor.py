@@ -137,6 +137,7 @@ def sent(port: int, secret: bytes, lanes: int = 2) -> list[Finding]:
 
 def test_both_ends_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "SECONDS", 0.2)
+    monkeypatch.setattr("kv_transfer.config.NIXL_WHEELS", ())
     thread, heard, port = listening(SECRET)
     [there] = sent(port, SECRET)
     thread.join(10)
