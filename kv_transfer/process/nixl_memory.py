@@ -20,6 +20,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -157,7 +158,8 @@ class NixlMemory:
             whole = checksum(read.place) == read.expected
         except self._errors:  # the peer is gone
             whole = False
-        self._agent.releaseXferReq(read.handle)
+        with suppress(*self._errors):
+            self._agent.releaseXferReq(read.handle)
         self._moved = time.monotonic()
         self._release(read.peer)
         return whole
@@ -166,7 +168,8 @@ class NixlMemory:
         self._users[peer] -= 1
         if not self._users[peer]:
             del self._users[peer]
-            self._agent.invalidateRemoteMD(peer.decode())
+            with suppress(*self._errors):  # NIXL has forgotten a peer that is gone
+                self._agent.invalidateRemoteMD(peer.decode())
 
 
 def _name(incarnation: int) -> bytes:

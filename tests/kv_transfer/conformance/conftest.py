@@ -24,22 +24,24 @@ from tests.kv_transfer.conftest import Decode, Pair, Prefill
 
 
 @contextmanager
-def _bent_on_a_lane(prefill: Prefill) -> Iterator[str]:
-    trailer = 16 if prefill.encrypt else 8
-    with closing(BadNetwork(prefill.port, fault="corrupt", hits=1, trailer=trailer)) as network:
+def _bent_on_a_lane(pair: Pair) -> Iterator[str]:
+    trailer = 16 if pair.prefill.encrypt else 8
+    with closing(BadNetwork(pair.prefill.port, fault="corrupt", hits=1, trailer=trailer)) as network:
         yield network.address
         assert network.suffered == 1
 
 
 @contextmanager
-def _bent_after_its_checksum(prefill: Prefill) -> Iterator[str]:
-    with closing(BadNetwork(prefill.port, arena=prefill.sending.arena)) as network:
+def _bent_after_its_checksum(pair: Pair) -> Iterator[str]:
+    with closing(BadNetwork(pair.prefill.port)) as network:
+        NIXL.connect(pair, kv_address=network.address)
+        network.arena = pair.prefill.sending.arena
         yield network.address
         assert network.suffered == 1
 
 
 @contextmanager
-def _bent_in_memory(prefill: Prefill) -> Iterator[str]:
+def _bent_in_memory(pair: Pair) -> Iterator[str]:
     pool: Any = CudaPool if DEVICE == "cuda" else HostPool
     gather, done = pool.gather, []
 
@@ -51,19 +53,19 @@ def _bent_in_memory(prefill: Prefill) -> Iterator[str]:
                 torch.cuda.synchronize()
                 cuda_memory._call("cuMemsetD8_v2", self._exported.slot(batch[0].slot), 0xA5, 4)
             else:
-                prefill.sending.arena.slot(batch[0].slot)[7] ^= 1
+                pair.prefill.sending.arena.slot(batch[0].slot)[7] ^= 1
         return event
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "gather", bent)
-        yield prefill.address
+        yield pair.prefill.address
     assert done
 
 
 @dataclass(frozen=True)
 class Kind:
     name: str
-    bent: Callable[[Prefill], AbstractContextManager[str]]
+    bent: Callable[[Pair], AbstractContextManager[str]]
     """Within it, one byte of the next slice that is fetched from the address changes on its way."""
     settings: dict[str, Any] = field(default_factory=dict)
     reached: str = "tcp"
@@ -71,11 +73,11 @@ class Kind:
     found: tuple[str, str] = ("payload", "integrity")
     """As what a bent byte counts in `checksum_failures`, and why its transfer ends."""
 
-    def connect(self, pair: Pair) -> None:
+    def connect(self, pair: Pair, **where: Any) -> None:
         """Waits until the pair uses this transport."""
         if self.reached != "tcp":
             prefill_id = pair.prefill.hold(1)
-            decode_id = pair.decode.fetch(pair.prefill, prefill_id, 1, start=1)
+            decode_id = pair.decode.fetch(pair.prefill, prefill_id, 1, start=1, **where)
             pair.event(decode_id)
             pair.until(lambda: pair.prefill.stats().transports == {"decode 0": self.reached}, "the test copy")
             pair.until(lambda: prefill_id in pair.prefill.released, "the ACK")

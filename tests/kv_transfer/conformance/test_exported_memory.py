@@ -57,7 +57,7 @@ def test_it_is_withdrawn_after_a_wrong_slice_and_closed_with_its_session(
     opened = DEVICE == "cpu"  # a GPU's memory is no mapping here
     assert mappings() == before + 4 + opened, "four arenas, and one of them as peer"
     assert pulled(pair) == 12
-    with transport.bent(pair.prefill):
+    with transport.bent(pair):
         assert pulled(pair) < 24, "all of it was read twice"
     assert pair.prefill.stats().transports == {"decode 0": WRONG}
     assert pulled(pair) == 0
