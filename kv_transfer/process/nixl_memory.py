@@ -29,7 +29,6 @@ import xxhash
 
 from kv_transfer.arena import TOKEN, Arena
 from kv_transfer.config import NIXL_WHEELS
-from kv_transfer.peer_memory import host
 from kv_transfer.protocol.messages import Export
 
 KIND = "nixl"
@@ -71,7 +70,7 @@ class NixlMemory:
         token = os.urandom(TOKEN)
         sending.marks[:TOKEN] = token
         handle = _ADDRESS.pack(areas[0][0]) + self._agent.getLocalMD()
-        self.export = Export(KIND, host(), handle, sending.num_slots, sending.slot_bytes, token)
+        self.export = Export(KIND, "", handle, sending.num_slots, sending.slot_bytes, token)
         self._open: dict[
             int, tuple[bytes, int, int]
         ] = {}  # session → peer, address of its memory, slot_bytes
