@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 
 from router.admission.keys import api_keys
@@ -12,7 +13,6 @@ from router.text.tokenizer import ModelTokenizer
 
 from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
 
-anthropic: Any = pytest.importorskip("anthropic")
 PATH = "/v1/messages"
 TOOL: Any = {"name": "get_weather", "description": "Now.", "input_schema": {"type": "object"}}
 HELLO: Any = [{"role": "user", "content": "Hi"}]
