@@ -53,7 +53,7 @@ class Meters:
     ) -> EngineStats:
         return EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(scheduler.loading),
             tokens_waiting=scheduler.tokens_waiting,
             blocks_free=scheduler.pool.free,
             blocks_total=scheduler.pool.num_blocks,

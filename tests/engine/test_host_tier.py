@@ -63,12 +63,14 @@ class Worker:
         self.under_way: deque[BlockCopy] = deque()
         self.requests = 0
 
-    def add(self, prompt: list[int], tenant: bytes = b"", answer: int = 2) -> LiveRequest:
+    def add(
+        self, prompt: list[int], tenant: bytes = b"", answer: int = 2, *, handover: bool = False
+    ) -> LiveRequest:
         self.requests += 1
         request = EngineRequest(
             self.requests.to_bytes(4), prompt, tenant=tenant, sampling=SamplingParams(max_tokens=answer)
         )
-        return self.scheduler.add(request, handover=False)
+        return self.scheduler.add(request, handover=handover)
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
@@ -84,7 +86,9 @@ class Worker:
             if live.num_left == 0:
                 self.scheduler.verified(live, chunk.stop)
                 live.token_ids.append(7)
-                if len(live.token_ids) == live.longest:
+                if live.handover:
+                    self.scheduler.hold(live)
+                elif len(live.token_ids) == live.longest:
                     self.scheduler.drop(live)
 
     def start_copies(self, most: int = 99) -> int:
@@ -137,11 +141,12 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(
         family=st.integers(0, 5), length=st.integers(1, 200), branch=st.booleans(),
-        tenant=st.sampled_from(TENANTS),
+        tenant=st.sampled_from(TENANTS), handover=st.booleans(),
     )  # fmt: skip
-    def add(self, family: int, length: int, branch: bool, tenant: bytes) -> None:
+    def add(self, family: int, length: int, branch: bool, tenant: bytes, handover: bool) -> None:
         prompt = [*text(length, family), *([len(self.lives)] if branch else [])]
-        self.lives.append(self.worker.add(prompt, tenant, answer=1 + length % 40))
+        live = self.worker.add(prompt, tenant, answer=1 + length % 40, handover=handover)
+        self.lives.append(live)
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
@@ -184,8 +189,22 @@ class TierMachine(RuleBasedStateMachine):
         assert known == worker.observed.names, "a name that was reported is in no tier"
         assert pool.cached <= len(known)
 
+    @rule()
+    def hand_over(self) -> None:
+        for live in list(self.worker.scheduler.held):
+            self.worker.scheduler.drop(live)
+
     def teardown(self) -> None:
-        self.worker.run()
+        scheduler = self.worker.scheduler
+        for _ in range(1000):
+            if not scheduler.requests:
+                break
+            self.worker.step()
+            self.worker.copy_all()
+            self.hand_over()
+        self.worker.copy_all()
+        assert not scheduler.requests, "a request waits forever"
+        scheduler.assert_whole()
 
 
 TestTier = TierMachine.TestCase
