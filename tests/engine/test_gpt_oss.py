@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine import EngineConfig, build_engine
 from engine.layers.ranks import Part, whole
@@ -22,6 +21,8 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 def quantize(directory: Path, to: Path) -> None:
     """Replaces the experts in the checkpoint by random MXFP4 values, and writes these to another one."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # late, since it takes a second
+
     generator = torch.Generator().manual_seed(0)
     plain, packed = load_file(directory / "model.safetensors"), {}
     for name, tensor in plain.items():
