@@ -74,8 +74,8 @@ class Handshake:
             finally:
                 if party.proof is not None:
                     say(lane, encode(party.proof))
-            if party.keys is not None:
-                lane.encrypt(party.keys)
+                if party.keys is not None:
+                    lane.encrypt(party.keys)
             self._up(lane, party.lane, peer)
         else:
             raise LaneRefused("hello", f"unexpected {type(message).__name__}")

@@ -69,19 +69,20 @@ class Initiator:
         """After `reply`, of an encrypted lane."""
 
     def reply(self, message: HelloReply) -> Identity:
-        """The identity of the listener. LaneRefused: it is not a peer."""
+        """The identity of the listener. LaneRefused: it is not a peer, and is told so with the keys if there
+        are any."""
         if not hmac.compare_digest(message.mac, _mac(self._secret, b"listener", self.open, message)):
             raise LaneRefused("secret", "the listener does not know this cluster's secret")
         self.proof = HelloProof(_mac(self._secret, b"initiator", self.open, message))
+        if self._exchange is not None:
+            bound = _mac(self._secret, b"keys", self.open, message)
+            self.keys = _keys(self._exchange, message.nonce, bound, initiates=True)
         theirs = _identity(message.identity)
         _check(self._identity, theirs)
         if theirs.incarnation != self._incarnation:
             raise LaneRefused(
                 "incarnation", f"{theirs.name} is now {theirs.incarnation:x}, not {self._incarnation:x}"
             )
-        if self._exchange is not None:
-            bound = _mac(self._secret, b"keys", self.open, message)
-            self.keys = _keys(self._exchange, message.nonce, bound, initiates=True)
         return theirs
 
 

@@ -58,6 +58,16 @@ def test_a_peer_in_plain_text_is_refused(make_prefill: Any, make_decode: Any, en
     assert prefill.stats().bytes_sent == 0
 
 
+def test_a_refusal_after_the_proof_is_encrypted(make_prefill: Any, make_decode: Any) -> None:
+    """A worker that was started anew at its address would count attacks otherwise."""
+    pair = Pair(make_prefill(encrypt=True), make_decode(encrypt=True))
+    decode_id = pair.decode.fetch(pair.prefill, pair.prefill.hold(10), 10, incarnation=1)
+    assert pair.event(decode_id) == kv.FetchFailed(decode_id, "incarnation")
+    pair.until(lambda: (stats := pair.prefill.stats()).refused or stats.checksum_failures, "the refusal")
+    assert pair.prefill.stats().checksum_failures == {}
+    assert pair.prefill.stats().refused.keys() == {"message"}
+
+
 def sealed(count: int = 4, key: bytes = KEY) -> list[bytes]:
     """Frames as they leave a lane."""
     direction = Direction(key)
