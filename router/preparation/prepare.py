@@ -142,8 +142,8 @@ def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served)
             special = body.add_special_tokens
             prompts.append(_encoded(tokenizer, prompt, body, served, add_special_tokens=special))
     echoes = [
-        prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
-        for prompt in (body.prompt if body.echo else [])
+        sent if isinstance(sent, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+        for sent, prompt in (zip(body.prompt, prompts, strict=True) if body.echo else ())
     ]
     return Prepared(body, prompts, echoes)
 

@@ -289,3 +289,11 @@ def test_a_busy_child_dies_with_its_router(tokenizer: ModelTokenizer) -> None:
             parent.kill()
             assert select.select([parent.stdout], [], [], 10)[0], "the child is dead"
             assert parent.stdout.read() == b""
+
+
+def test_an_echo_of_ids_that_are_cut_off(tokenizer: ModelTokenizer):
+    """Only the ids that are kept were checked. The tokenizer remembers each id that it has seen."""
+    body = {"prompt": [4_000_000_000, 200, 300, 301], "truncate_prompt_tokens": 2, "echo": True}
+    prepared = prepare("completion", json.dumps(body).encode(), tokenizer, SERVED)
+    assert isinstance(prepared, Prepared)
+    assert prepared.echoes == [tokenizer.decode([300, 301])]
