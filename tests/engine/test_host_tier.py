@@ -136,22 +136,24 @@ class TierMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.worker = Worker(num_blocks=24, num_places=30)
+        self.worker = Worker(num_blocks=20, num_places=60)
         self.lives: list[LiveRequest] = []
 
     @rule(
-        family=st.integers(0, 5), length=st.integers(1, 200), branch=st.booleans(),
+        family=st.integers(0, 3), length=st.sampled_from([20, 60, 100, 160]), branch=st.booleans(),
         tenant=st.sampled_from(TENANTS), handover=st.booleans(),
     )  # fmt: skip
     def add(self, family: int, length: int, branch: bool, tenant: bytes, handover: bool) -> None:
         prompt = [*text(length, family), *([len(self.lives)] if branch else [])]
-        live = self.worker.add(prompt, tenant, answer=1 + length % 40, handover=handover)
+        live = self.worker.add(prompt, tenant, answer=1 + len(self.lives) % 3, handover=handover)
         self.lives.append(live)
 
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 20), copies=st.booleans())
+    def step(self, steps: int, copies: bool) -> None:
         for _ in range(steps):
             self.worker.step()
+            if copies:
+                self.worker.copy_all()
 
     @rule(most=st.integers(1, 4))
     def start_copies(self, most: int) -> None:
