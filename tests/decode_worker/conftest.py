@@ -41,7 +41,6 @@ def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         engine=TINY,
         ranks=request.param,
         deadlines={"peer": 3.0},
-        kv_connector="tcp",
     ) as started:
         yield started
 
@@ -63,7 +62,6 @@ def caching_workers(request: pytest.FixtureRequest, caching_directory: Path) -> 
         caching_directory,
         engine=engine,
         ranks=request.param,
-        kv_connector="tcp",
         trace_dir=str(caching_directory / "traces"),
     ) as started:
         yield started
