@@ -36,6 +36,7 @@ from array import array
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from engine.api.request import CacheObserver, EngineRequest
@@ -46,7 +47,7 @@ from engine.core.host_tier import HostTier
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_exchange import PrefixExchange
-from engine.core.prefix_names import PrefixNames
+from engine.core.request_memory import RequestMemory
 from engine.core.state_pool import StatePool
 
 
@@ -116,8 +117,7 @@ class Scheduler:
                 pool, block_size, content_root, cache_observer, host_places, prompt_tokens_per_s
             )
             self.prefix_exchange = PrefixExchange(pool, self.cache, block_size, lambda: self._spare_blocks)
-        self.watermark = max(1, pool.num_blocks // 100)
-        """Blocks that an admission leaves free, so that running requests can grow."""
+        self.memory = RequestMemory(pool, states, self.cache, block_size)
         self.requests: dict[bytes, LiveRequest] = {}
         self.waiting: list[LiveRequest] = []  # sorted by order
         self.loading: set[LiveRequest] = set()
@@ -150,13 +150,12 @@ class Scheduler:
         """Gives a request blocks for KV that comes from another worker, and for one more token. None: no
         room."""
         live = self._new(request, Phase.RESERVED)
-        hits = self._prefix_hits(live)
-        own = self._blocks_for(len(live.token_ids) + 1) - len(hits)
-        if not self._has_room_beside_queue(own + self.pool.unreferenced(hits)):
+        tokens = len(live.token_ids) + 1
+        if not self._has_room_beside_queue(self.memory.need(live, tokens)):
             return None
         self._register(live)
         live.hand_back = True
-        self._take_blocks(live, hits, own)
+        self.memory.take(live, tokens)
         self.reserved.add(live)
         return live
 
@@ -175,7 +174,7 @@ class Scheduler:
         assert live.phase is Phase.RESERVED
         tokens = array("i", [*live.request.prompt_ids, *output_ids])
         assert len(tokens) >= len(live.token_ids), "an emitted token is never taken back"
-        need = self._blocks_for(len(tokens) + 1) - len(live.blocks)
+        need = self.memory.blocks_for(len(tokens) + 1) - len(live.blocks)
         if need > self.pool.free:
             return False
         live.token_ids = tokens
@@ -298,7 +297,7 @@ class Scheduler:
         count = min(live.num_computable, budget)
         if not count or live.ends_with_pending or live.phase is not Phase.RUNNING:
             return 0
-        if self._grows(live) and not self._grow(live, plan):
+        if self.memory.grows(live) and not self._grow(live, plan):
             return 0
         return self._add_chunk(live, budget, plan)
 
@@ -321,7 +320,7 @@ class Scheduler:
         if self.waiting and self.waiting[0].alone:
             return False
         free = self.pool.free  # a request grows by at most one block in a step
-        return len(self.running) <= free or sum(self._grows(live) for live in self.running) <= free
+        return len(self.running) <= free or sum(self.memory.grows(live) for live in self.running) <= free
 
     @property
     def next_prompt(self) -> int:
@@ -359,24 +358,17 @@ class Scheduler:
             live.flights -= 1
             if not live.flights and live in self._leaving:
                 self._leaving.remove(live)
-                self._free(live)
+                self.memory.free(live)
 
     def verified(self, live: LiveRequest, computed: int) -> None:
-        """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
-        from this KV were finite, so other requests may share it."""
-        full = computed // self.block_size
-        if self.cache is not None and full > live.num_published:
-            self.cache.publish(self._names(live, self.cache), live.blocks, live.num_published, full)
-            live.num_published = full
-
-    def _grows(self, live: LiveRequest) -> bool:
-        """Whether the request needs one more block for its next token."""
-        return len(live.blocks) * self.block_size <= live.num_computed and not live.ends_with_pending
+        """The logits computed from the KV of the first `computed` positions were finite, so other requests
+        may share it."""
+        self.memory.publish(live, computed)
 
     def _grow(self, live: LiveRequest, plan: Schedule) -> bool:
         """Gives the request the block that it needs, and preempts others for it. False: the request itself
         was preempted."""
-        while self._grows(live):
+        while self.memory.grows(live):
             if self.pool.free:
                 live.blocks.extend(self.pool.allocate(1))
                 break
@@ -397,7 +389,7 @@ class Scheduler:
         plan.recomputed.append(victim)
 
     def _requeue(self, live: LiveRequest) -> None:
-        self._free(live)
+        self.memory.free(live)
         live.num_computed = 0
         live.phase = Phase.WAITING
         insort(self.waiting, live, key=lambda r: r.order)
@@ -409,7 +401,7 @@ class Scheduler:
         """Whether the first request of the queue could start now. No other request overtakes it."""
         if not self.waiting or self._places <= 0:
             return False
-        return self._need(self.waiting[0]) + self._headroom <= self.pool.free
+        return self._need(self.waiting[0]) + self.memory.headroom <= self.pool.free
 
     def _has_room_beside_queue(self, need: int) -> bool:
         """Whether a request that is not queued may take a seat and `need` blocks. The first request of the
@@ -418,25 +410,27 @@ class Scheduler:
         if self.waiting:
             places -= 1
             need += self._need(self.waiting[0])
-        return places > 0 and need + self._headroom <= self.pool.free
+        return places > 0 and need + self.memory.headroom <= self.pool.free
 
     @property
     def _spare_blocks(self) -> int:
         """Blocks that may be taken without a delay for the first request of the queue."""
         first = self._need(self.waiting[0]) if self.waiting else 0
-        return max(0, self.pool.free - self._headroom - first)
+        return max(0, self.pool.free - self.memory.headroom - first)
 
     def _need(self, live: LiveRequest) -> int:
         """Blocks that a waiting request takes from the free ones when it starts."""
-        hits = self._prefix_hits(live)
-        return self._blocks_for(len(live.token_ids)) - len(hits) + self.pool.unreferenced(hits)
+        return self.memory.need(live, len(live.token_ids))
 
     def _begin(self, live: LiveRequest) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
         what the host tier has of it is loaded."""
-        hits = self._prefix_hits(live)
-        self._take_blocks(live, hits, self._blocks_for(len(live.token_ids)) - len(hits))
-        if not self._load(live):
+        self.memory.take(live, len(live.token_ids))
+        if self.memory.load(live, partial(self._load_ended, live)):
+            live.flights += 1
+            live.phase = Phase.LOADING
+            self.loading.add(live)
+        else:
             self._run(live)
 
     def _run(self, live: LiveRequest) -> None:
@@ -444,81 +438,18 @@ class Scheduler:
         live.phase = Phase.RUNNING
         insort(self.running, live, key=lambda r: r.order)
 
-    def _load(self, live: LiveRequest) -> bool:
-        """Loads what the host tier has of a request, behind the blocks that the pool has. False: nothing, or
-        computing it takes less time."""
-        tier, cache = self.host_tier, self.cache
-        if tier is None or cache is None:
-            return False
-        names = self._names(live, cache)
-        usable = names.blocks[: self._usable(live)]
-        first, stop = live.num_published, cache.known(usable)
-        if not tier.pays(sum(name in tier for name in usable[first:stop])):
-            return False
-        wanted: list[tuple[bytes, int]] = []
-        for index in range(first, stop):
-            # The pool may have blocks again behind those that it lacks.
-            if cached := self.pool.lookup([usable[index]]):
-                self.pool.release([live.blocks[index]])
-                self.pool.share(cached)
-                live.blocks[index] = cached[0]
-            else:
-                wanted.append((usable[index], live.blocks[index]))
-
-        def ended(whole: bool) -> None:
-            live.flights -= 1
-            if live.phase is Phase.GONE:
-                self._leaving.remove(live)
-                self._free(live)
-                return
-            self.loading.remove(live)
-            if not whole:
-                self._requeue(live)  # without the damaged block, which the tier has forgotten
-                return
-            cache.publish(names, live.blocks, first, stop)
-            cache.hits += (stop - first) * self.block_size
-            live.num_published, live.num_cached = stop, stop * self.block_size
+    def _load_ended(self, live: LiveRequest, whole: bool) -> None:
+        live.flights -= 1
+        if live.phase is Phase.GONE:
+            self._leaving.remove(live)
+            self.memory.free(live)
+            return
+        self.loading.remove(live)
+        if whole:
             self._run(live)
             self._loaded.append(live)
-
-        live.flights += 1
-        live.phase = Phase.LOADING
-        self.loading.add(live)
-        tier.load(wanted, ended)
-        return True
-
-    def _take_blocks(self, live: LiveRequest, hits: list[int], own: int) -> None:
-        """Gives the request these cached blocks, and `own` blocks after them."""
-        self.pool.share(hits)
-        live.blocks = array("i", [*hits, *self.pool.allocate(own)])
-        if self.states is not None:
-            live.state_slot = self.states.allocate()
-        live.num_cached = len(hits) * self.block_size
-        live.num_published = len(hits)
-        if self.cache is not None:
-            self.cache.queries += len(live.token_ids)
-            self.cache.hits += live.num_cached
-
-    def _prefix_hits(self, live: LiveRequest) -> list[int]:
-        """Cached blocks of the pool that the request begins with."""
-        if self.cache is None:
-            return []
-        return self.pool.lookup(self._names(live, self.cache).blocks[: self._usable(live)])
-
-    def _usable(self, live: LiveRequest) -> int:
-        """How many blocks of a request may come from the prefix cache. A prefill always computes the
-        positions whose logits it needs: the last one, and those for log probabilities of the prompt."""
-        usable = len(live.token_ids)
-        if live.phase is not Phase.RESERVED:
-            usable = live.num_scored if live.num_scored < live.scores_to else usable - 1
-        return usable // self.block_size
-
-    def _names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
-        """The names of all full blocks with known tokens."""
-        if live.names is None:
-            live.names = cache.names(live.request)
-        live.names.extend(live.token_ids, live.num_known)
-        return live.names
+        else:
+            self._requeue(live)
 
     def prompts(self) -> Iterator[tuple[int, float]]:
         """Of each prompt that is not computed, about in order: the tokens that are left, and its due time."""
@@ -532,20 +463,8 @@ class Scheduler:
     def tokens_waiting(self) -> int:
         """Prompt tokens still to be computed, without those that the prefix cache has now."""
         prefilling = sum(live.num_left for live in self.running if live.num_left > 1)
-        cached = sum(self._known(live) for live in (*self.waiting, *self.loading)) * self.block_size
+        cached = sum(self.memory.known(live) for live in (*self.waiting, *self.loading)) * self.block_size
         return prefilling + sum(live.num_left for live in (*self.waiting, *self.loading)) - cached
-
-    def _known(self, live: LiveRequest) -> int:
-        """Blocks that the pool or the host tier has of the beginning of a request."""
-        if self.cache is None:
-            return 0
-        return self.cache.known(self._names(live, self.cache).blocks[: self._usable(live)])
-
-    @property
-    def _headroom(self) -> int:
-        """Blocks that an admission leaves free: the watermark. None while no request holds a block, since a
-        request that needs the whole pool could otherwise never run."""
-        return 0 if self.pool.free == self.pool.num_blocks else self.watermark
 
     @property
     def _seats(self) -> int:
@@ -583,23 +502,20 @@ class Scheduler:
         need, hits, count = 0, set[int](), 0
         for live in self.waiting[:seats]:  # later ones need a seat, not blocks
             count += 1
-            cached = self._prefix_hits(live)
+            cached = self.memory.hits(live)
             hits.update(cached)
-            need += self._blocks_for(len(live.token_ids)) - len(cached)
+            need += self.memory.blocks_for(len(live.token_ids)) - len(cached)
             if wanted(live.id):
                 break
         going = [live.blocks for live in (*self._leaving, *ending, *dropped)]
         for live in droppable:
             has_slots = self.states is None or count <= self.states.free + len(going)
-            if has_slots and need + self._headroom <= self.pool.free_after(going, hits):
+            if has_slots and need + self.memory.headroom <= self.pool.free_after(going, hits):
                 break
             if live not in dropped:
                 going.append(live.blocks)
                 dropped.append(live)
         return [live.id for live in dropped]
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     # Going out
 
@@ -632,13 +548,7 @@ class Scheduler:
         if live.flights:
             self._leaving.add(live)
         else:
-            self._free(live)
-
-    def _free(self, live: LiveRequest) -> None:
-        if self.states is not None and live.blocks:
-            self.states.release(live.state_slot)
-        self.pool.release(live.blocks)
-        del live.blocks[:]
+            self.memory.free(live)
 
     def assert_whole(self) -> None:
         """Asserts, when idle, that no request and no block was left behind."""

@@ -300,7 +300,7 @@ def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
     worker.run(prompt)
     pool = worker.scheduler.pool
     live = worker.add(prompt)
-    names = worker.scheduler._names(live, worker.scheduler.cache).blocks  # type: ignore[arg-type]
+    names = worker.scheduler.memory._names(live, worker.scheduler.cache).blocks  # type: ignore[arg-type]
     worker.scheduler.drop(live)
     blocks = pool.lookup(names[:6])
     pool._unreferenced.move_to_end(blocks[0], last=False)

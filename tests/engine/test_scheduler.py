@@ -396,7 +396,7 @@ def test_held_and_reserved_requests_are_never_preempted() -> None:
 
 def test_reservations_leave_the_watermark_for_growth() -> None:
     scheduler = make(num_blocks=200, seqs=64, budget=100)
-    assert scheduler.watermark == 2
+    assert scheduler.memory.watermark == 2
     first = add(scheduler, 1, 4)
     step(scheduler)
 
