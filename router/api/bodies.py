@@ -164,7 +164,7 @@ class CompletionOptions(GenerationBody):
     @model_validator(mode="after")
     def _check_max_tokens(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise invalid("must be at least 1, unless echo or prompt_logprobs is set", "max_tokens")
+            raise invalid("must be at least 1, not 0, unless echo or prompt_logprobs is set", "max_tokens")
         return self
 
     @property

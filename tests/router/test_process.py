@@ -110,7 +110,7 @@ async def test_a_router_starts_serves_and_drains(start: Callable, tmp_path: Path
     keys.write_text('[a]\nkey = "b"')
     router.process.send_signal(signal.SIGHUP)
     async with asyncio.timeout(10):
-        while (await ask(router))[0] != 401:  # noqa: ASYNC110
+        while (await ask(router, max_tokens=-1))[0] != 401:  # noqa: ASYNC110  400 before, without waiting
             await asyncio.sleep(0.02)
     router.process.send_signal(signal.SIGTERM)
     await stops_listening(router)
