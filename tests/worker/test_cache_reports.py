@@ -70,12 +70,13 @@ async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_ask
 
 @pytest.mark.parametrize("worker", [{"host_cache_size": 1 << 20, "tensor_parallel_size": 2}], indirect=True)
 async def test_what_the_host_tier_keeps_counts_as_cached(worker):
-    prompts = [text(150, seed) for seed in range(8)]  # of 10 blocks each
+    # Of 7 blocks each. The worker has copies of at least the 8 blocks that the pool evicts next.
+    prompts = [text(100, seed) for seed in range(8)]
     async with attached(worker) as stream:
         for prompt in prompts:
             events, _ = await compute(stream, prompt)
             assert {*events.added} == {*await stream.hints(prompt)}
             assert not events.evicted
-        assert await compute(stream, prompts[0]) == (pb.CacheEvents(), 144)
+        assert await compute(stream, prompts[0]) == (pb.CacheEvents(), 96)
         await assert_whole(worker)
-    assert metrics(worker)["baton:host_cache_loaded_tokens_total"] == 144
+    assert metrics(worker)["baton:host_cache_loaded_tokens_total"] == 96
