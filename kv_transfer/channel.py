@@ -26,6 +26,20 @@ class Local(msgspec.Struct, array_like=True, tag=True):
     """Base of all messages between processes of one worker."""
 
 
+class _SliceMessage(Local):
+    """What all messages about one slice say of it."""
+
+    transfer_id: bytes
+    slot: int
+    seq: int
+    layer: int
+    head_start: int
+    head_count: int
+    token_start: int
+    token_count: int
+    length: int
+
+
 # ---------------------------------------------------------------- prefill engine → transfer
 
 
@@ -40,18 +54,9 @@ class Offer(Local):
     prefill_id: bytes
 
 
-class SliceOut(Local):
+class SliceOut(_SliceMessage):
     """Send this slot as one frame of that transfer."""
 
-    transfer_id: bytes
-    slot: int
-    seq: int
-    layer: int
-    head_start: int
-    head_count: int
-    token_start: int
-    token_count: int
-    length: int
     generation: int = 0  # 0: send the bytes; else the peer reads the slot
 
 
@@ -211,33 +216,15 @@ class InjectedIn(Local):
 # ---------------------------------------------------------------- transfer → decode engine
 
 
-class Arrived(Local):
+class Arrived(_SliceMessage):
     """A verified slice lies in this slot."""
 
-    transfer_id: bytes
-    slot: int
-    seq: int
-    layer: int
-    head_start: int
-    head_count: int
-    token_start: int
-    token_count: int
-    length: int
     dtype: str  # of the KV in the slot: the sender's
 
 
-class ArrivedAt(Local):
+class ArrivedAt(_SliceMessage):
     """A slice lies in memory that the peer exported. `slot` is set aside for it and stays empty."""
 
-    transfer_id: bytes
-    slot: int
-    seq: int
-    layer: int
-    head_start: int
-    head_count: int
-    token_start: int
-    token_count: int
-    length: int
     session: int  # of the Export
     there: int  # its slot in that memory
     generation: int

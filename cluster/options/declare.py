@@ -49,7 +49,7 @@ _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def size_in_bytes(value: str) -> int:
-    """Bytes of a size such as `8GiB`. Raises `ValueError` if it is none."""
+    """Bytes of a size such as `8GiB`. Raises `ValueError` for anything else."""
     found = re.fullmatch(r"(\d+)\s*([KMGT]iB)?", value)
     if found is None:
         raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB or TiB")

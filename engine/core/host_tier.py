@@ -29,8 +29,8 @@ LOOKS = 8
 MEMORY = 0.7
 """Weight of the loads before, against the newest one, in the measured speed."""
 FORGET = 0.97
-"""What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
-load would be the last one."""
+"""Factor on the measured seconds of loads with each prompt that is computed because of them. Otherwise one
+slow load would be the last one."""
 
 
 @dataclass(slots=True)
