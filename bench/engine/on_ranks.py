@@ -21,7 +21,16 @@ from typing import Any
 
 import bench.contract as contract
 from bench.contract import Report, Row
-from bench.engine.drive import decode_step_seconds, drain, fill, greedy, median_ms, prefill_seconds, prompt
+from bench.engine.drive import (
+    decode_step_seconds,
+    drain,
+    fill,
+    greedy,
+    median_ms,
+    prefill_seconds,
+    prompt,
+    run_steps,
+)
 from bench.engine.profile import STEPS, profiled_decodes
 from bench.engine.ranks import running
 from bench.shapes import MOE, write_shape
@@ -204,9 +213,7 @@ def _host_seconds(engine: Any, batch: int, context: int) -> list[float]:
     ranks = [str(os.getpid()), *children]
     fill(engine, batch, context, STEPS + 32)
     before = [_cpu_seconds(rank) for rank in ranks]
-    left = STEPS
-    while left:
-        left -= bool(engine.step().outputs)
+    run_steps(engine, STEPS)
     took = [(_cpu_seconds(rank) - since) / STEPS for rank, since in zip(ranks, before, strict=True)]
     drain(engine)
     return took

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from bench.engine.drive import drain, fill
+from bench.engine.drive import drain, fill, run_steps
 
 STEPS = 64
 """Decode steps of a profile."""
@@ -45,11 +45,6 @@ def profiled_decodes(engine: Any, batch: int, context: int) -> Profile:
     for _ in range(16):
         engine.step()
 
-    def steps() -> None:
-        left = STEPS
-        while left:
-            left -= bool(engine.step().outputs)
-
-    found = profiled(steps)
+    found = profiled(lambda: run_steps(engine, STEPS))
     drain(engine)
     return found
