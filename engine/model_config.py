@@ -129,6 +129,10 @@ class Mamba2Config:
     dt_limits: tuple[float, float]
     norm_eps: float
 
+    def of_rank(self, ranks: int) -> "Mamba2Config":
+        """The heads and groups of one of `ranks` ranks."""
+        return replace(self, num_heads=self.num_heads // ranks, groups=max(1, self.groups // ranks))
+
     @property
     def inner_size(self) -> int:
         return self.num_heads * self.head_dim
@@ -204,27 +208,31 @@ class ModelConfig:
             )
 
     def of_rank(self, ranks: int) -> "ModelConfig":
-        """The shape that one of `ranks` ranks computes with: its heads of attention. Fewer KV heads than
-        ranks are held by several ranks each. Raises `ValueError` if the heads do not divide so."""
-
-        if self.mamba is not None and ranks > 1:
-            raise ValueError(
-                f"--tensor-parallel-size {ranks}: {self.architecture} has state layers, which run on one "
-                "device; leave it out"
-            )
+        """The shape that one of `ranks` ranks computes with: its heads of attention and of state layers.
+        Fewer KV heads than ranks are held by several ranks each, and so are fewer groups of a state layer.
+        Raises `ValueError` if the heads do not divide so."""
+        mamba = self.mamba
 
         def divides(ranks: int) -> bool:
-            shared = self.num_kv_heads % ranks == 0 or ranks % self.num_kv_heads == 0
-            return self.num_heads % ranks == 0 and shared
+            heads = [(self.num_heads, self.num_kv_heads)]
+            heads += [] if mamba is None else [(mamba.num_heads, mamba.groups)]
+            return all(
+                of_all % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+                for of_all, shared in heads
+            )
 
         if not divides(ranks):
             possible = ", ".join(str(n) for n in range(1, self.num_heads + 1) if divides(n))
+            beside = "" if mamba is None else f", and {mamba.num_heads} Mamba heads in {mamba.groups} groups"
             raise ValueError(
                 f"--tensor-parallel-size {ranks}: the model has {self.num_heads} query heads and "
-                f"{self.num_kv_heads} KV heads; choose one of {possible}"
+                f"{self.num_kv_heads} KV heads{beside}; choose one of {possible}"
             )
         return replace(
-            self, num_heads=self.num_heads // ranks, num_kv_heads=max(1, self.num_kv_heads // ranks)
+            self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=max(1, self.num_kv_heads // ranks),
+            mamba=mamba and mamba.of_rank(ranks),
         )
 
     def check_expert_parallel(self, ranks: int) -> None:

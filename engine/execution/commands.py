@@ -56,13 +56,13 @@ class Followers:
 
 HEAD = 16  # int64: kind, the sizes of the arrays, and the other fields of a step
 TYPES = tuple(
-    map(np.dtype, ("i8", "i8", "i8", "i4", "i4", "i8", "i8", "i8", "i8", "f4", "i4", "i4", "f4", "f4"))
+    map(np.dtype, ("i8", "i8", "i8", "i4", "i4", "i4", "i8", "i8", "i8", "i8", "f4", "i4", "i4", "f4", "f4"))
 )
 """Of the arrays of a step, in the order of `_arrays`."""
 
 
 def _shapes(
-    tokens: int, requests: int, width: int, prefills: int, sampled: int, scored: int
+    tokens: int, requests: int, width: int, states: int, prefills: int, sampled: int, scored: int
 ) -> list[tuple[int, ...]]:
     """The shapes of the arrays of a step, in the order of `_arrays`."""
     by_token, draws = [(tokens,)] * 3, [(sampled,)] * 5
@@ -70,6 +70,7 @@ def _shapes(
         *by_token,
         (requests, width),
         (requests,),
+        (states,),
         (prefills, 2),
         (sampled,),
         (scored,),
@@ -82,8 +83,9 @@ def _arrays(step: Step) -> list[np.ndarray]:
     prefills = np.array(step.prefills, dtype=np.int64).reshape(-1, 2)
     none = np.zeros(0, np.int64)
     scored = (none, none) if step.scored is None else (step.scored.rows, step.scored.tokens)
+    states = none if step.state_slots is None else step.state_slots
     return [
-        step.token_ids, step.positions, step.slots, step.block_tables, step.contexts, prefills,
+        step.token_ids, step.positions, step.slots, step.block_tables, step.contexts, states, prefills,
         step.sampled_rows, *scored, *step.draws,
     ]  # fmt: skip
 
@@ -95,7 +97,8 @@ class Commands(Followers):
 
     def __init__(self, files: RankFiles, *, tokens: int, requests: int, table_width: int) -> None:
         """`tokens`, `requests`: most of them in a step."""
-        most = zip(_shapes(tokens, requests, table_width, requests, requests, tokens), TYPES, strict=True)
+        shapes = _shapes(tokens, requests, table_width, requests, requests, requests, tokens)
+        most = zip(shapes, TYPES, strict=True)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in most]
         self._slot_bytes = 8 * HEAD + sum(map(aligned, sizes))
         self._wakes = files.wakes
@@ -115,8 +118,9 @@ class Commands(Followers):
         requests, width = step.block_tables.shape
         scored = (0, 0) if step.scored is None else (len(step.scored.rows), step.scored.top)
         head = [
-            Kind.RUN, len(step.token_ids), requests, width, len(step.prefills), len(step.sampled_rows),
-            *scored, step.num_decodes, step.hands_over, step.variant.value,
+            Kind.RUN, len(step.token_ids), requests, width, 0 if step.state_slots is None else requests,
+            len(step.prefills), len(step.sampled_rows), *scored, step.num_decodes, step.hands_over,
+            step.variant.value,
         ]  # fmt: skip
         slot = self._next(head)
         at = 8 * HEAD
@@ -164,11 +168,12 @@ def _step(slot: np.ndarray) -> Step:
     head = slot[: 8 * HEAD].view(np.int64).tolist()
     arrays = []
     at = 8 * HEAD
-    for shape, dtype in zip(_shapes(*head[1:7]), TYPES, strict=True):
+    for shape, dtype in zip(_shapes(*head[1:8]), TYPES, strict=True):
         arrays.append(np.ndarray(shape, dtype, slot, at))
         at += aligned(arrays[-1].nbytes)
-    token_ids, positions, slots, block_tables, contexts, prefills, sampled_rows, rows, tokens, *draws = arrays
-    scored, top, num_decodes, hands_over, variant = head[6:11]
+    token_ids, positions, slots, block_tables, contexts, states, prefills, sampled_rows, *others = arrays
+    rows, tokens, *draws = others
+    scored, top, num_decodes, hands_over, variant = head[7:12]
     return Step(
         token_ids=token_ids,
         positions=positions,
@@ -182,4 +187,5 @@ def _step(slot: np.ndarray) -> Step:
         variant=Variant(variant),
         draws=Draws(*draws),
         scored=Scored(rows, tokens, top) if scored else None,
+        state_slots=states if len(states) else None,
     )

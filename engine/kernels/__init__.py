@@ -191,9 +191,23 @@ class Kernels(Protocol):
         y [tokens, heads · head_dim]."""
         ...
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    def gated_squares(self, x: Tensor, gate: Tensor) -> Tensor:
+        """The sum of the squares of x · silu(gate), [rows] float32. x and gate as in `gated_rms_norm`."""
+        ...
+
+    def gated_rms_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        groups: int,
+        squares: Tensor | None = None,
+    ) -> Tensor:
         """The RMSNorm of x · silu(gate), times weight. x [rows, size]; gate too, with rows at any stride.
-        Each of the `groups` parts of a row has a norm of its own."""
+        Each of the `groups` parts of a row has a norm of its own.
+
+        squares [rows] float32, at any stride: x is a part of one group, with this mean of squares."""
         ...
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -175,7 +175,18 @@ def _time_steps(dt: Tensor, layer: Mamba2) -> Tensor:
     return F.softplus(dt.float() + layer.dt_bias).clamp_(*layer.dt_limits)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+def gated_squares(x: Tensor, gate: Tensor) -> Tensor:
+    """As `Kernels.gated_squares`."""
+    return (x.float() * F.silu(gate.float())).square().sum(dim=1)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, squares: Tensor | None
+) -> Tensor:
     """As `Kernels.gated_rms_norm`."""
     gated = (x.float() * F.silu(gate.float())).unflatten(1, (groups, -1))
-    return (F.rms_norm(gated, gated.shape[2:], eps=eps).flatten(1) * weight.float()).to(x.dtype)
+    if squares is None:
+        normed = F.rms_norm(gated, gated.shape[2:], eps=eps)
+    else:
+        normed = gated * (squares[:, None, None] + eps).rsqrt()
+    return (normed.flatten(1) * weight.float()).to(x.dtype)

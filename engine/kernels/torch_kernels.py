@@ -151,8 +151,19 @@ class TorchKernels:
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchStatePlan) -> Tensor:
         return mamba2.mamba2(projected, layer, state, plan)
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-        return mamba2.gated_rms_norm(x, gate, weight, eps, groups)
+    def gated_squares(self, x: Tensor, gate: Tensor) -> Tensor:
+        return mamba2.gated_squares(x, gate)
+
+    def gated_rms_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        groups: int,
+        squares: Tensor | None = None,
+    ) -> Tensor:
+        return mamba2.gated_rms_norm(x, gate, weight, eps, groups, squares)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return logits.argmax(dim=-1), logits.isfinite().all(dim=-1)

@@ -196,8 +196,19 @@ class TritonKernels:
             ssd.scan(rows, dt, layer, state.ssm, slots, plan.scans, plan.progress, y)
         return y
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-        return gated_norm.gated_rms_norm(x, gate, weight, eps, groups)
+    def gated_squares(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_norm.gated_squares(x, gate)
+
+    def gated_rms_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        groups: int,
+        squares: Tensor | None = None,
+    ) -> Tensor:
+        return gated_norm.gated_rms_norm(x, gate, weight, eps, groups, squares)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return sampling.greedy(logits)

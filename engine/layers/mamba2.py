@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from engine.kernels import Mamba2
-from engine.layers.ranks import whole
+from engine.layers.ranks import Part, whole
 from engine.layers.weights import Weights
 from engine.model_config import Mamba2Config, ModelConfig
 
@@ -15,31 +16,61 @@ of the layer past the tokens of the step, as `Kernels.mamba2`."""
 
 
 class Mamba2Mixer:
-    """The input product gives the gate of each column of y, the channels, and Δ of each head."""
+    """The input product gives the gate of each column of y, the channels, and Δ of each head.
+
+    A rank has some heads, with their gates and their columns of x, and B and C of the groups of these heads.
+    With fewer groups than ranks, several ranks hold a group, and the norm of the group needs the columns of
+    all of them: they sum its squares first."""
 
     def __init__(self, config: ModelConfig, mamba: Mamba2Config, weights: Weights, name: str) -> None:
-        hidden, inner, heads = whole(config.hidden_size), mamba.inner_size, mamba.num_heads
-        self.gate_size = inner
-        self.input = weights.linear(
-            [f"{name}.in_proj"], [whole(inner + mamba.channels + heads)], hidden, bias=mamba.proj_bias
-        )
-        self.out = weights.linear([f"{name}.out_proj"], [hidden], whole(inner), bias=mamba.proj_bias)
-        kernel = weights.take(f"{name}.conv1d.weight", (mamba.channels, 1, mamba.conv_width))
+        hidden = whole(config.hidden_size)
+        heads = weights.ranks.part(mamba.num_heads)
+        inner = heads.of(mamba.head_dim)
+        self.groups = weights.ranks.shared_part(mamba.groups)
+        of_groups = self.groups.of(mamba.state_size)
+        channels = _beside(inner, of_groups, of_groups)
+        rows = _beside(inner, inner, of_groups, of_groups, heads)
+        self.gate_size = inner.length
+        self.input = weights.linear([f"{name}.in_proj"] * len(rows), rows, hidden, bias=mamba.proj_bias)
+        self.out = weights.linear([f"{name}.out_proj"], [hidden], inner, bias=mamba.proj_bias)
+
+        def take(tensor: str, parts: list[Part], *others: Part) -> Tensor:
+            return weights.stack([f"{name}.{tensor}"] * len(parts), [(part, *others) for part in parts])
+
+        kernel = take("conv1d.weight", channels, whole(1), whole(mamba.conv_width))
         self.parameters = Mamba2(
             kernel[:, 0].T.contiguous(),
-            weights.take(f"{name}.conv1d.bias", (mamba.channels,)) if mamba.conv_bias else None,
-            weights.take(f"{name}.dt_bias", (heads,)).float(),
-            -weights.take(f"{name}.A_log", (heads,)).float().exp(),
-            weights.take(f"{name}.D", (heads,)).float(),
-            mamba.groups,
+            take("conv1d.bias", channels) if mamba.conv_bias else None,
+            take("dt_bias", [heads]).float(),
+            -take("A_log", [heads]).float().exp(),
+            take("D", [heads]).float(),
+            self.groups.length,
             mamba.dt_limits,
         )
-        self.norm = weights.take(f"{name}.norm.weight", (inner,))
+        self.norm = take("norm.weight", [inner])
         self.norm_eps = mamba.norm_eps
+        self.group_size = mamba.inner_size // mamba.groups
         self.kernels = weights.kernels
+        self.ranks = weights.ranks
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
         projected = self.input(x)
         y = mix(layer, projected[:, self.gate_size :], self.parameters)
         gate, groups = projected[:, : self.gate_size], self.parameters.groups
-        return self.out(self.kernels.gated_rms_norm(y, gate, self.norm, self.norm_eps, groups))
+        squares = self._squares(y, gate) if self.gate_size < groups * self.group_size else None
+        return self.out(self.kernels.gated_rms_norm(y, gate, self.norm, self.norm_eps, groups, squares))
+
+    def _squares(self, y: Tensor, gate: Tensor) -> Tensor:
+        """The mean of the squares of this rank's group [tokens], from all ranks that hold a part of it."""
+        of_groups = torch.zeros(len(y), self.groups.size, device=y.device)
+        of_groups[:, self.groups.start] = self.kernels.gated_squares(y, gate) / self.group_size
+        return self.ranks.all_reduce(of_groups)[:, self.groups.start]
+
+
+def _beside(*parts: Part) -> list[Part]:
+    """The parts of one dimension that has the dimensions of all these parts side by side."""
+    size = sum(part.size for part in parts)
+    starts = [sum(part.size for part in parts[:i]) for i in range(len(parts))]
+    return [
+        Part(start + part.start, start + part.stop, size) for start, part in zip(starts, parts, strict=True)
+    ]

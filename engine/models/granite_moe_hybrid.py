@@ -54,8 +54,8 @@ class GraniteMoeHybrid(Bamba):
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
         residual, delta = self.embedding(token_ids)
-        assert delta is None, "models with state layers run on one rank"
-        return residual.mul_(self.embedding_scale), None
+        (residual if delta is None else delta).mul_(self.embedding_scale)
+        return residual, delta
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden * self.logits_scale)

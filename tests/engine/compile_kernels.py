@@ -192,6 +192,7 @@ def main() -> None:
             metadata = AttentionMetadata(16, ones, ones, ones, 2, [(0, 78)], state_slots=ones)
             y = kernels.mamba2(inputs, layer, state, kernels.plan_states(metadata, heads, dtype))
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, groups)
+            kernels.gated_rms_norm(y, gate, y[0], 1e-5, 1, kernels.gated_squares(y, gate))
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)

@@ -153,9 +153,18 @@ def test_there_is_no_prefix_cache(
     assert any("prefix caching is off: " in message for message in caplog.messages)
 
 
-def test_several_ranks_are_refused(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--tensor-parallel-size 2: \w+ has state layers, which run on one"):
-        check_model(EngineConfig(str(path), tensor_parallel_size=2))
+def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path, save_tiny: Any) -> None:
+    save_tiny(tmp_path, "Bamba", mamba_n_heads=2, mamba_d_head=64)
+    check_model(EngineConfig(str(tmp_path), tensor_parallel_size=2))
+    with pytest.raises(ValueError, match=r"size 4: .* 2 Mamba heads in 2 groups; choose one of 1, 2$"):
+        check_model(EngineConfig(str(tmp_path), tensor_parallel_size=4))
+
+
+def test_each_rank_holds_the_states_of_its_heads(path: Path, ranks: Callable[..., Engine]) -> None:
+    """x of the heads of the rank, and one of the two groups, which four ranks hold twice."""
+    states = [ranks(path, size, max_num_seqs=3)._runner.states[0] for size in (1, 4)]
+    assert [state.ssm.shape for state in states] == [(3, 8, 16, 16), (3, 2, 16, 16)]
+    assert [state.conv.shape for state in states] == [(3, 3, 128 + 2 * 32), (3, 3, 32 + 2 * 16)]
 
 
 @pytest.mark.parametrize(

@@ -219,3 +219,17 @@ def test_gated_norm(
     close(TorchKernels().gated_rms_norm(x, gate, weight, 1e-5, groups), expected)
     x, gate, weight = (tensor.to(kernel_device) for tensor in (x, gate, weight))
     close(triton_kernels.gated_rms_norm(x, gate, weight, 1e-5, groups), expected)
+
+
+def test_the_norm_of_a_group_in_parts(triton_kernels: Kernels, kernel_device: str) -> None:
+    """As ranks compute it that hold some columns of a group each."""
+    x, gate, weight = (normal(*shape, seed=i) for i, shape in enumerate([(3, 96), (3, 96), (96,)]))
+    expected = TorchKernels().gated_rms_norm(x, gate, weight, 1e-5, 1)
+    for device, kernels in (("cpu", TorchKernels()), (kernel_device, triton_kernels)):
+        parts = [[of.to(device).split((64, 32), -1)[i] for of in (x, gate, weight)] for i in range(2)]
+        squares = torch.stack([kernels.gated_squares(x.contiguous(), gate) for x, gate, _ in parts])
+        mean = (squares.sum(0)[:, None] / 96).repeat(1, 2)[:, 1]
+        normed = [
+            kernels.gated_rms_norm(x.contiguous(), gate, weight, 1e-5, 1, mean) for x, gate, weight in parts
+        ]
+        close(torch.cat(normed, dim=1), expected)

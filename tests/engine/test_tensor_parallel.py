@@ -42,8 +42,11 @@ FAMILIES = [
     pytest.param("Qwen3Moe", {}, (2,), id="qwen3-moe"),
     pytest.param("Llama4", {"interleave_moe_layer_step": 2}, (2,), id="llama4"),
     pytest.param("GptOss", {}, (2, 4), id="gpt-oss"),
+    pytest.param("Bamba", {"mamba_proj_bias": True}, (2, 4), id="bamba"),
+    pytest.param("GraniteMoeHybrid", {"mamba_n_groups": 1}, (2,), id="granite-moe-hybrid"),
 ]
-"""With the sizes of the group: 4 ranks share 2 KV heads. No size divides the 199 tokens."""
+"""With the sizes of the group: 4 ranks share 2 KV heads, and 2 groups of Mamba heads. No size divides the 199
+tokens."""
 
 
 @pytest.mark.parametrize(("kind", "changes", "sizes"), FAMILIES)
@@ -84,6 +87,7 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
         pytest.param("Qwen3Moe", {"hidden_size": 128}, {"quantization": "fp8"}, (2,), id="qwen3-moe-fp8"),
         pytest.param("Llama4", {}, {}, (2,), id="llama4"),
         pytest.param("GptOss", {}, {}, (2,), id="gpt-oss"),
+        pytest.param("GraniteMoeHybrid", {}, {}, (2,), id="granite-moe-hybrid"),
     ],
 )
 def test_whole_experts_on_each_rank_give_the_same_tokens(
@@ -278,6 +282,7 @@ def step(seed: int) -> Step:
         Draws(*(values.astype(type_) for values, type_ in zip(draws, types, strict=True))),
         hands_over=bool(seed % 2), block_size=4, table_width=6,
         scored=Scored(rng.integers(0, 7, 1 + seed), rng.integers(0, 9, 1 + seed), seed) if seed % 2 else None,
+        state_slots=rng.integers(0, 9, 3).tolist() if seed % 3 else None,
     )  # fmt: skip
 
 
