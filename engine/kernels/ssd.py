@@ -22,6 +22,7 @@ from engine.kernels.state_update import time_step
 
 TOKENS, WARPS = 64, 4
 TOKENS_FLOAT32 = 32  # larger chunks do not fit into registers
+LEAST = 16  # of a dimension of a product in Triton
 
 
 def chunk_tokens(dtype: torch.dtype) -> int:
@@ -67,6 +68,8 @@ def scan(
         GROUP=heads // layer.groups,
         HEAD_DIM=head_dim,
         SIZE=size,
+        DIMS=max(LEAST, triton.next_power_of_2(head_dim)),
+        COLUMNS=max(LEAST, triton.next_power_of_2(size)),
         TOKENS=chunk_tokens(rows.dtype),
         num_warps=WARPS,
         **overlap.options(),
@@ -94,6 +97,8 @@ def _scan(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -112,8 +117,11 @@ def _scan(
     is_last = tl.load(chunk + 4) == tokens
     has_state = tl.load(chunk + 5) > 0  # at its first position a request has none
 
-    token, dims, columns = tl.arange(0, TOKENS), tl.arange(0, HEAD_DIM), tl.arange(0, SIZE)
+    token, dims, columns = tl.arange(0, TOKENS), tl.arange(0, DIMS), tl.arange(0, COLUMNS)
     used = token < tokens
+    of_head = used[:, None] & (dims < HEAD_DIM)[None, :]
+    in_state = used[:, None] & (columns < SIZE)[None, :]
+    inside = (dims < HEAD_DIM)[:, None] & (columns < SIZE)[None, :]
     step = tl.load(dt + (row + token) * dt_stride + head, mask=used, other=0.0).to(tl.float32)
     step = tl.where(used, time_step(step + tl.load(dt_bias + head), dt_min, dt_max), 0.0)
     decay = step * tl.load(a + head)
@@ -121,11 +129,11 @@ def _scan(
     whole = tl.sum(decay, 0)
 
     channels = rows + (row + token)[:, None] * row_stride
-    x = tl.load(channels + (head * HEAD_DIM + dims)[None, :], mask=used[:, None], other=0.0)
+    x = tl.load(channels + (head * HEAD_DIM + dims)[None, :], mask=of_head, other=0.0)
     of_group = channels + (HEADS * HEAD_DIM + head // GROUP * SIZE + columns)[None, :]
-    b = tl.load(of_group, mask=used[:, None], other=0.0)
+    b = tl.load(of_group, mask=in_state, other=0.0)
     moved = (x.to(tl.float32) * (tl.exp(whole - total) * step)[:, None]).to(x.dtype)
-    own = tl.dot(tl.trans(moved), b, input_precision="tf32x3")  # [HEAD_DIM, SIZE]
+    own = tl.dot(tl.trans(moved), b, input_precision="tf32x3")  # [DIMS, COLUMNS]
 
     slot = tl.load(slots + request).to(tl.int64)
     kept = state + ((slot * HEADS + head) * HEAD_DIM + dims)[:, None] * SIZE + columns[None, :]
@@ -133,12 +141,12 @@ def _scan(
     while tl.atomic_add(finished, 0, sem="acquire") < number:
         pass
     tl.debug_barrier()  # one thread has seen the count before all of them read
-    before = tl.load(kept, mask=has_state, other=0.0, cache_modifier=".cg")
-    tl.store(kept, before * tl.exp(whole) + own)
+    before = tl.load(kept, mask=inside & has_state, other=0.0, cache_modifier=".cg")
+    tl.store(kept, before * tl.exp(whole) + own, mask=inside)
     tl.debug_barrier()  # all threads have written before the chunk counts as finished
     tl.atomic_xchg(finished, tl.where(is_last, 0, number + 1), sem="release")
 
-    c = tl.load(of_group + HEADS // GROUP * SIZE, mask=used[:, None], other=0.0)
+    c = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0)
     out = tl.dot(c, tl.trans(before.to(c.dtype)), input_precision="tf32x3") * tl.exp(total)[:, None]
     scores = tl.dot(c, tl.trans(b), input_precision="tf32x3")
     seen = token[:, None] >= token[None, :]
@@ -146,4 +154,4 @@ def _scan(
     out += tl.dot((scores * between * step[None, :]).to(x.dtype), x, input_precision="tf32x3")
     out += x.to(tl.float32) * tl.load(d + head)
     to = y + (row + token)[:, None] * y_stride + (head * HEAD_DIM + dims)[None, :]
-    tl.store(to, out.to(y.dtype.element_ty), mask=used[:, None])
+    tl.store(to, out.to(y.dtype.element_ty), mask=of_head)

@@ -38,6 +38,8 @@ def update(
         GROUP=heads // layer.groups,
         HEAD_DIM=head_dim,
         SIZE=size,
+        DIMS=triton.next_power_of_2(head_dim),
+        COLUMNS=triton.next_power_of_2(size),
         num_warps=WARPS,
         **overlap.options(),
     )
@@ -63,6 +65,8 @@ def _update(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
@@ -70,22 +74,26 @@ def _update(
     context = tl.load(contexts + row)
     if context == 0:
         return
-    dims, columns = tl.arange(0, HEAD_DIM), tl.arange(0, SIZE)
+    dims, columns = tl.arange(0, DIMS), tl.arange(0, COLUMNS)
+    in_head, in_state = dims < HEAD_DIM, columns < SIZE
+    inside = in_head[:, None] & in_state[None, :]
     slot = tl.load(slots + row).to(tl.int64)
     kept = state + ((slot * HEADS + head) * HEAD_DIM + dims)[:, None] * SIZE + columns[None, :]
-    before = tl.load(kept, mask=context > 1, other=0.0)  # at its first position a request has no state
+    before = tl.load(
+        kept, mask=inside & (context > 1), other=0.0
+    )  # at its first position a request has no state
     channels = rows + row * row_stride
-    x = tl.load(channels + head * HEAD_DIM + dims).to(tl.float32)
+    x = tl.load(channels + head * HEAD_DIM + dims, mask=in_head, other=0.0).to(tl.float32)
     of_group = channels + HEADS * HEAD_DIM + head // GROUP * SIZE + columns
-    b = tl.load(of_group).to(tl.float32)
-    c = tl.load(of_group + HEADS // GROUP * SIZE).to(tl.float32)
+    b = tl.load(of_group, mask=in_state, other=0.0).to(tl.float32)
+    c = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0).to(tl.float32)
     step = time_step(
         tl.load(dt + row * dt_stride + head).to(tl.float32) + tl.load(dt_bias + head), dt_min, dt_max
     )
     after = before * tl.exp(step * tl.load(a + head)) + (x * step)[:, None] * b[None, :]
-    tl.store(kept, after)
+    tl.store(kept, after, mask=inside)
     out = tl.sum(after * c[None, :], axis=1) + x * tl.load(d + head)
-    tl.store(y + row * y_stride + head * HEAD_DIM + dims, out.to(y.dtype.element_ty))
+    tl.store(y + row * y_stride + head * HEAD_DIM + dims, out.to(y.dtype.element_ty), mask=in_head)
 
 
 @triton.jit

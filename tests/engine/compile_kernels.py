@@ -179,15 +179,20 @@ def main() -> None:
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for heads, groups, size in ((128, 1, 128), (48, 1, 128), (112, 8, 256)):
-            channels = heads * 64 + 2 * groups * size
+        for heads, groups, width, size in (
+            (128, 1, 64, 128),
+            (48, 1, 64, 128),
+            (112, 8, 64, 256),
+            (64, 1, 80, 96),
+        ):
+            channels = heads * width + 2 * groups * size
             kernels = TritonKernels(torch.device("cpu"), 128)
             per_head = torch.zeros(heads)
             weight = torch.zeros(4, channels, dtype=dtype)
             layer = Mamba2(weight, weight[0], per_head, per_head, per_head, groups, (0.0, float("inf")))
-            state = LayerState(torch.zeros(4, 3, channels, dtype=dtype), torch.zeros(4, heads, 64, size))
-            projected = torch.zeros(80, heads * 64 + channels + heads, dtype=dtype)
-            gate, inputs = projected.split((heads * 64, channels + heads), dim=1)
+            state = LayerState(torch.zeros(4, 3, channels, dtype=dtype), torch.zeros(4, heads, width, size))
+            projected = torch.zeros(80, heads * width + channels + heads, dtype=dtype)
+            gate, inputs = projected.split((heads * width, channels + heads), dim=1)
             ones = torch.ones(3, dtype=torch.int32)
             metadata = AttentionMetadata(16, ones, ones, ones, 2, [(0, 78)], state_slots=ones)
             y = kernels.mamba2(inputs, layer, state, kernels.plan_states(metadata, heads, dtype))

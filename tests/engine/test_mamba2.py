@@ -3,6 +3,7 @@
 The interpreter's bfloat16 products are wrong, so bfloat16 is for the GPU alone.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,6 +168,16 @@ def test_triton_equals_torch(
     dt_limits: Any,
 ) -> None:
     step = Step(spans, layer_of(groups, dtype, bias=groups > 1, dt_limits=dt_limits), dtype)
+    step.compare(step.run(triton_kernels, kernel_device), step.run(TorchKernels()))
+
+
+def test_heads_and_states_of_any_size(
+    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton computes with powers of 2, of at least 16 in a product."""
+    monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", 12)
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", 40)
+    step = Step(BATCHES["ragged"], layer_of(2, F32))
     step.compare(step.run(triton_kernels, kernel_device), step.run(TorchKernels()))
 
 
