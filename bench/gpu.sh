@@ -52,7 +52,7 @@ fp8() {
     python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --quantization fp8 --json "$out/fp8_moe.json"
     python3 -m bench.kernels --device cuda --quantization fp8 --json "$out/fp8_kernels.json"
 }
-fp8_hybrid() {
+hybrid() {
     for shape in bamba-9b granite-4.0-h-tiny; do
         python3 -m bench.engine --device cuda --model-shape $shape --json "$out/$shape.json"
     done
@@ -61,7 +61,7 @@ fp8_hybrid() {
 hybrid_sweep() {
     python3 -m bench.kernels --device cuda --model-shape bamba-9b --sweep --json "$out/hybrid_sweep.json"
 }
-kv() {
+fp8_kv() {
     python3 -m bench.kernels --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv_kernels.json"
     python3 -m bench.engine --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv.json"
     python3 -m bench.engine --device cuda --quantization fp8 --kv-cache-dtype fp8 --json "$out/fp8_fp8_kv.json"
