@@ -382,8 +382,10 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
                     tokens[output.id].append(output.token)
             if pump is not None:
                 pump.pump()
-    while pump is not None and (pump.pump() or pump.copies):
-        pass
+    if pump is not None:
+        while pump.copies:
+            pump.pump()
+        pump.close()
     engine.assert_whole()
     return list(tokens.values())
 
