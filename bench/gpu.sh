@@ -3,10 +3,11 @@
 #
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
-# STEP: tests kernels engine fp8 fp8_kv int4 moe hybrid kv overlap disagg flip reuse ranks (default: all, in this order; the last four where there are two GPUs),
-# overlap_8000, sweep, fp8_sweep, int4_sweep, hybrid_sweep, groups (three GPUs or more), disagg_70b (four). DIR of --wheels holds the Python packages that the
-# machine lacks. One GPU or two: with two, prefill has the first and decode the second. A step that fails does not stop the others; the
-# exit status says how many did.
+# STEP: tests kernels engine fp8 fp8_kv int4 moe hybrid kv overlap disagg flip reuse ranks (default: all, in this order;
+# the last four where there are two GPUs), overlap_8000, sweep, fp8_sweep, int4_sweep, hybrid_sweep, groups (two GPUs,
+# which the workers then share, or more), disagg_70b (four).
+# DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has the first and
+# decode the second. A step that fails does not stop the others; the exit status says how many did.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 wheels= out=gpu-results steps=()
@@ -91,7 +92,6 @@ disagg() {
 groups() { # a handover between workers with several GPUs
     local prefill decode tokens
     while read -r prefill decode; do
-        (($(nvidia-smi --list-gpus | wc -l) < prefill + decode)) && continue
         for tokens in 2000 8000; do
             python3 -m bench.overlap --device cuda --prefill-ranks "$prefill" --decode-ranks "$decode" \
                 --tokens "$tokens" --batch 32 --json "$out/overlap_${prefill}to${decode}_$tokens.json" </dev/null

@@ -21,7 +21,8 @@ sockets that move as many bytes.
 order A B B A …, since contexts grow. Two more streams decode in B, so that the batch has the same size.
 
 --prefill-ranks and --decode-ranks spread the two workers over several GPUs each. Then names of rows say so:
-`overlap.tcp.2to1.n2000.hidden` is from two ranks to one. On a CPU the embedded model has 1 or 3.
+`overlap.tcp.2to1.n2000.hidden` is from two ranks to one. With too few GPUs the workers share them. On a CPU
+the embedded model has 1 or 3.
 So do --prefill-kv-cache-dtype and --decode-kv-cache-dtype: `overlap.tcp.autotofp8.n2000.hidden`.
 With --kv-connector auto KV goes from GPU to GPU, or through shared memory: `overlap.auto.n2000.hidden`.
 """
@@ -100,7 +101,8 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def groups(args: argparse.Namespace) -> tuple[Group, Group]:
-    """The ranks of both workers, and where they run. Exits if there are too few GPUs."""
+    """The ranks of both workers, and where they run. Workers share GPUs if there are too few for each to have its
+    own. Exits if there are too few for one worker."""
     prefill, decode = args.prefill_ranks, args.decode_ranks
     dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
     sizes = [
@@ -110,14 +112,15 @@ def groups(args: argparse.Namespace) -> tuple[Group, Group]:
     if args.device == "cpu":
         return Group(sizes[0], {}), Group(sizes[1], {})
     gpus = visible_gpus()
-    if prefill == decode == 1 == len(gpus):
-        half = ["--gpu-memory-utilization", "0.4"]
-        return Group([*sizes[0], *half], {}), Group([*sizes[1], *half], {})
-    if prefill + decode > len(gpus):
+    if max(prefill, decode) > len(gpus):
         told = f"--prefill-ranks {prefill} --decode-ranks {decode}"
-        print(f"{told}: needs {prefill + decode} GPUs, and there are {len(gpus)}", file=sys.stderr)
+        print(f"{told}: needs {max(prefill, decode)} GPUs, and there are {len(gpus)}", file=sys.stderr)
         sys.exit(contract.EXIT_CANNOT_MEASURE)
-    own = gpus[:prefill], gpus[prefill : prefill + decode]
+    if prefill + decode > len(gpus):
+        print("the workers share GPUs: steps beside a prefill take longer than with GPUs of their own")
+        for size in sizes:
+            size += ["--gpu-memory-utilization", "0.4"]
+    own = gpus[:prefill], gpus[-decode:]
     first, second = ({"CUDA_VISIBLE_DEVICES": ",".join(names)} for names in own)
     return Group(sizes[0], first), Group(sizes[1], second)
 

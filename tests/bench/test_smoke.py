@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -370,13 +371,23 @@ def test_overlap_gives_each_rank_a_gpu(
         )  # fmt: skip
         return [group.environment.get("CUDA_VISIBLE_DEVICES") for group in overlap.groups(args)]
 
-    assert devices(2, 1) == ["0,1", "2"]
+    assert devices(2, 1) == ["0,1", "3"]
     assert devices(2, 2) == ["0,1", "2,3"]
+    del present[2:]
+    assert devices(2, 1) == ["0,1", "1"]
+    assert devices(2, 2) == ["0,1", "0,1"]
     del present[1:]
-    assert devices(1, 1) == [None, None], "both share the only GPU"
+    assert devices(1, 1) == ["0", "0"]
     with pytest.raises(SystemExit):
         devices(1, 2)
-    assert "--prefill-ranks 1 --decode-ranks 2: needs 3 GPUs, and there are 1" in capsys.readouterr().err
+    assert "--prefill-ranks 1 --decode-ranks 2: needs 2 GPUs, and there are 1" in capsys.readouterr().err
+
+
+def test_the_script_for_gpus_has_each_step_that_it_names() -> None:
+    script = Path("bench/gpu.sh").read_text()
+    told = script.partition("# STEP: ")[2].partition("# DIR")[0]
+    steps = set(re.findall(r"\w+", re.sub(r"\([^)]*\)", "", told)))
+    assert steps == set(re.findall(r"^([a-z0-9_]+)\(\) \{", script, re.M))
 
 
 def test_runs_disagg(
