@@ -101,8 +101,8 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def groups(args: argparse.Namespace) -> tuple[Group, Group]:
-    """The ranks of both workers, and where they run. Workers share GPUs if there are too few for each to have its
-    own. Exits if there are too few for one worker."""
+    """The ranks of both workers, and where they run. With too few GPUs the workers share them. Exits if there
+    are too few for one worker."""
     prefill, decode = args.prefill_ranks, args.decode_ranks
     dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
     sizes = [
