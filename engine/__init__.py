@@ -31,6 +31,7 @@ from engine.api.host_tier_stats import HostTierStats
 from engine.api.reasoning import Reasoning
 from engine.api.request import (
     CachedBlock,
+    CachedPrefix,
     CacheObserver,
     EngineRequest,
     EngineStats,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheObserver",
     "CachedBlock",
+    "CachedPrefix",
     "Engine",
     "EngineConfig",
     "EngineRequest",

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from content import CHUNK_TOKENS
-from engine import Engine, Output, StepResult
+from engine import CachedPrefix, Engine, Output, StepResult
 from engine.core.prefix_exchange import PrefixExchange
 from kv_transfer import ContentWanted, FirstToken, Released
+from prefill_worker.offers import PrefixOffers
 from prefill_worker.sink import SenderSink
 from worker import messages
 from worker.engine_loop import Parts
@@ -18,6 +19,9 @@ from worker.paged_kv import paged_kv
 from worker.prefix_fetches import PrefixFetches
 
 log = logging.getLogger(__name__)
+
+OFFER_POLL = 0.05
+"""Seconds between two looks at the offers of a worker that leaves."""
 
 
 @dataclass(slots=True)
@@ -39,7 +43,12 @@ class PrefillRole:
     reported the prefill as released.
     """
 
-    handles: ClassVar[tuple[type, ...]] = (messages.Prefill,)
+    handles: ClassVar[tuple[type, ...]] = (
+        messages.Prefill,
+        messages.FetchPrefix,
+        messages.OfferPrefixes,
+        messages.OfferDeclined,
+    )
 
     def __init__(self, parts: Parts, engine: Engine, sink: SenderSink, prefix_fetches: PrefixFetches) -> None:
         """`sink` is the engine's. It gets its sender here."""
@@ -54,6 +63,7 @@ class PrefillRole:
         self._prefix_fetches = prefix_fetches
         self._prefills: dict[bytes, PrefillAttempt] = {}  # by prefill id, in order of arrival
         self._pins: set[bytes] = set()  # what transfers read of the prefix cache
+        self._offers = PrefixOffers(self._offer, engine.block_bytes // engine.block_size)
 
     def owns(self, attempt_id: bytes) -> bool:
         return attempt_id in self._prefills
@@ -64,16 +74,30 @@ class PrefillRole:
 
     @property
     def poll_within(self) -> float | None:
-        return None
+        return OFFER_POLL if self._offers.open else None
 
     @property
     def empty(self) -> bool:
-        return not self._prefills and not self._pins and self._sender.idle
+        return not (self._prefills or self._pins or self._offers.open) and self._sender.idle
 
     # ------------------------------------------------------------ messages
 
     def handle(self, message: ToEngine) -> None:
-        assert isinstance(message, messages.Prefill)
+        exchange = self.engine.prefix_exchange
+        match message:
+            case messages.Prefill():
+                self._submit(message)
+            case messages.FetchPrefix(request, content):
+                self._prefix_fetches.start(request, content, lambda fetched: None)
+            case messages.OfferPrefixes():
+                if exchange is not None:
+                    self._offers.start(exchange.hottest())
+            case messages.OfferDeclined(number):
+                self._offers.declined(number)
+            case _:
+                raise AssertionError(f"not of this role: {message}")
+
+    def _submit(self, message: messages.Prefill) -> None:
         request = message.work.request
         prefill_id = request.id
         if self.engine.has(prefill_id) or prefill_id in self._attempts:
@@ -98,6 +122,9 @@ class PrefillRole:
     def cancel(self, prefill_id: bytes) -> None:
         self._attempts.end(prefill_id)
         self._close(prefill_id, "cancelled")
+
+    def _offer(self, number: int, prefix: CachedPrefix) -> None:
+        self._link.send(messages.Offered(number, list(prefix.token_ids), prefix.cache_salt, prefix.tenant))
 
     def shutdown(self) -> None:
         self._sender.shutdown()
@@ -134,8 +161,11 @@ class PrefillRole:
                 assert exchange is not None, "it pinned"
                 self._pins.remove(event.prefill_id)
                 exchange.unpin(event.prefill_id)
+                self._offers.unpinned(event.prefill_id)
             else:
                 self._released(event)
+        for pin_id in self._offers.pump():
+            self._sender.close(pin_id, "gone")
 
     def _serve(self, wanted: ContentWanted) -> None:
         """Sends another worker what the prefix cache has of a prompt, its host tier included."""
@@ -152,6 +182,7 @@ class PrefillRole:
             self._sender.close(pin_id, "gone")
             return
         self._pins.add(pin_id)
+        self._offers.asked(pin_id, wanted.chunks[:count])
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + count))
         self._sender.serve(pin_id, block_ids, start, stop)
 

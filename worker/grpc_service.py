@@ -59,11 +59,14 @@ class AttachService(WorkerServicer):
         self._description = description
         self._streams: dict[int, RouterStream] = {}
         self._opened = 0
+        self._offered = 0  # number of the stream that got the last offer
         self._cancels: set[asyncio.Task[None]] = set()
         self._handlers: dict[str, Callable[[RouterStream, pb.RouterMessage], Awaitable[None]]] = {
             "prefill": self._prefill,
             "decode": self._decode,
             "retarget": self._retarget,
+            "fetch_prefix": self._fetch_prefix,
+            "offer_declined": self._offer_declined,
             "cancel": self._cancel,
             "cache_resync": self._cache_resync,
         }
@@ -142,6 +145,17 @@ class AttachService(WorkerServicer):
         for stream in self._streams.values():
             stream.put_cache_events(message)
 
+    @property
+    def attached(self) -> bool:
+        """Whether the stream of a router is open."""
+        return bool(self._streams)
+
+    def offer(self, offer: messages.Offered) -> None:
+        """Gives an offer to one router. The routers take turns."""
+        later = (number for number in self._streams if number > self._offered)
+        self._offered = next(later, next(iter(self._streams), 0))
+        self.deliver(self._offered, streams.offer(offer))
+
     def _put_snapshot(self, stream: RouterStream) -> None:
         for message in self._backend.cache_snapshot():
             stream.put(message)
@@ -199,6 +213,20 @@ class AttachService(WorkerServicer):
             stream.put(_refused(decode_id, refusal))
         else:
             await self._backend.send(messages.Retarget(stream.number, decode_id, source, output_ids))
+
+    async def _fetch_prefix(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+        asked = message.fetch_prefix
+        try:
+            request = validation.prefix(asked.prefix, self._limits)
+            content = validation.content_source(asked)
+        except Refused as refusal:
+            log.info("a prefix is not fetched: %s", refusal)
+            return
+        if content is not None and not self._backend.draining:
+            await self._backend.send(messages.FetchPrefix(request, content))
+
+    async def _offer_declined(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+        await self._backend.send(messages.OfferDeclined(message.offer_declined.number))
 
     async def _cancel(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         attempt_id = validation.attempt_id(message.cancel.attempt_id, "attempt_id")

@@ -185,6 +185,8 @@ class Service:
         # Routers get the last status at once, because a new one must wait for the engine's step.
         self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
         self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+        if self._routers.attached:
+            await self.send(messages.OfferPrefixes())
         while not (await self._engine_status()).idle:
             if time.monotonic() > end:
                 log.warning("still busy after %.0f s: the remaining requests are handed back", timeout)
@@ -285,6 +287,8 @@ class Service:
             # Routers get the label at once, because a new status must wait for the engine's step.
             self._last_status.pool = pool
             self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+            if pool == pb.POOL_DECODE:
+                await self.send(messages.OfferPrefixes())
         return await self.status()
 
     def cache_snapshot(self) -> list[pb.WorkerMessage]:
@@ -331,6 +335,8 @@ class Service:
                 assert self._cache is not None
                 for changes in self._cache.changed(added, evicted):
                     self._routers.broadcast_cache_events(changes)
+            case messages.Offered():
+                self._routers.offer(message)
             case _:
                 raise AssertionError(f"unexpected message of the engine: {message}")
 
@@ -355,6 +361,7 @@ class Service:
             block_size=engine.block_size,
             num_blocks=engine.num_blocks,
             host_blocks=engine.host_blocks,
+            fetches_prefixes=config.engine.enable_prefix_caching,
             max_model_len=engine.max_model_len,
             max_num_seqs=config.engine.max_num_seqs,
             max_num_batched_tokens=config.engine.max_num_batched_tokens,

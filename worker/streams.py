@@ -70,6 +70,11 @@ class RouterStream:
                 self.unread_bytes -= message.ByteSize()
 
 
+def offer(message: messages.Offered) -> pb.WorkerMessage:
+    prefix = pb.Prefix(token_ids=message.token_ids, cache_salt=message.cache_salt, tenant=message.tenant)
+    return pb.WorkerMessage(offer=pb.Offer(number=message.number, prefix=prefix))
+
+
 def progress(
     message: messages.Tokens | messages.Scored | messages.Reserved | messages.PrefillStarted,
 ) -> pb.WorkerMessage:

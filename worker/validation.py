@@ -7,6 +7,7 @@ define the valid requests. They are applied here, once.
 """
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,9 +66,7 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
         raise _invalid("timeout_ms is 0: the request's deadline has passed")
     if not 0 <= asked.first_token_within < math.inf:
         raise _invalid(f"first_token_within is {asked.first_token_within}: give seconds, or 0")
-    for name, value in (("cache_salt", asked.cache_salt), ("tenant", asked.tenant)):
-        if len(value) > MAX_LABEL_BYTES:
-            raise _invalid(f"{name} has {len(value)} bytes, more than {MAX_LABEL_BYTES}")
+    _check_labels(asked)
     sampling, emitted = asked.sampling, len(asked.output_ids)
     length = len(asked.prompt_ids) + max(sampling.max_tokens, emitted + 1)
     if length > limits.max_model_len:
@@ -173,11 +172,34 @@ def source(value: pb.PrefillSource) -> messages.Source:
     return messages.Source(prefill_id, address, value.incarnation, value.attempt)
 
 
-def content_source(submit: pb.SubmitPrefill | pb.SubmitDecode) -> messages.ContentSource | None:
+def content_source(
+    submit: pb.SubmitPrefill | pb.SubmitDecode | pb.FetchPrefix,
+) -> messages.ContentSource | None:
     """Checks the source of cached KV, if there is one. Raises Refused(INVALID)."""
     if not submit.HasField("content"):
         return None
     return messages.ContentSource(_address(submit.content.kv_address), submit.content.incarnation)
+
+
+def prefix(asked: pb.Prefix, limits: Limits) -> EngineRequest:
+    """A request that begins with these tokens, under a new id. Raises Refused(INVALID)."""
+    # It has one token more, since the last token of a prompt is never cached.
+    prompt_ids = [*asked.token_ids, 0]
+    request = EngineRequest(
+        os.urandom(ID_BYTES), prompt_ids, cache_salt=asked.cache_salt, tenant=asked.tenant
+    )
+    _check_labels(asked)
+    try:
+        check_request(request, limits.vocab_size, limits.max_model_len)
+    except ValueError as error:
+        raise _invalid(str(error)) from error
+    return request
+
+
+def _check_labels(asked: pb.Request | pb.Prefix) -> None:
+    for name, value in (("cache_salt", asked.cache_salt), ("tenant", asked.tenant)):
+        if len(value) > MAX_LABEL_BYTES:
+            raise _invalid(f"{name} has {len(value)} bytes, more than {MAX_LABEL_BYTES}")
 
 
 def _address(address: str) -> str:

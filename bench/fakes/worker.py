@@ -162,6 +162,12 @@ class FakeWorker(WorkerServicer):
         for outputs in self._outputs:
             outputs.put_nowait(pb.WorkerMessage(status=self.status))
 
+    def offer(self, number: int, token_ids: list[int]) -> None:
+        """Offers a prefix to all routers."""
+        offer = pb.Offer(number=number, prefix=pb.Prefix(token_ids=token_ids))
+        for outputs in self._outputs:
+            outputs.put_nowait(pb.WorkerMessage(offer=offer))
+
     def change_cache(self, added: Iterable[int], evicted: Iterable[int] = (), *, lost: bool = False) -> None:
         """Changes the cache, and tells all routers unless the message is `lost`."""
         assert self.cache is not None
@@ -188,7 +194,7 @@ class FakeWorker(WorkerServicer):
             served_model_name=self.served_model_name, vocab_size=self.vocab_size,
             vocabulary_fingerprint=self.vocabulary_fingerprint,
             model_fingerprint=self.model_fingerprint, layout_fingerprint="l1", kv_address="127.0.0.1:1",
-            metrics_address=self.metrics_address,
+            metrics_address=self.metrics_address, fetches_prefixes=True,
             block_size=16, num_blocks=512, max_model_len=self.max_model_len, max_num_seqs=64,
             max_num_batched_tokens=2048,
         )  # fmt: skip
@@ -248,7 +254,8 @@ class FakeWorker(WorkerServicer):
                     self._cancel(message.cancel.attempt_id)
                 case "cache_resync":
                     self._put_snapshot(outputs)
-            if message.WhichOneof("kind") in ("prefill", "decode", "retarget"):
+            kind = message.WhichOneof("kind")
+            if kind in ("prefill", "decode", "retarget", "fetch_prefix", "offer_declined"):
                 self.submitted.append(message)
             self.arrived.set()
 

@@ -203,6 +203,16 @@ class CachedBlock(NamedTuple):
     """The names of the 64-token chunks that end in it."""
 
 
+class CachedPrefix(NamedTuple):
+    """The beginning of a prompt, with KV in the prefix cache."""
+
+    token_ids: Sequence[int]
+    chunks: Sequence[bytes]
+    """The names of its 64-token chunks."""
+    cache_salt: bytes
+    tenant: bytes
+
+
 class CacheObserver(Protocol):
     """Sees what enters and leaves the prefix cache, its host tier included. Owned by the caller.
 

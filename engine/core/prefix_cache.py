@@ -1,12 +1,14 @@
 """The prefix cache: which blocks are found by the names of their content, in the pool and in the host tier.
 Pure."""
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
 from content import CHUNK_TOKENS
-from engine.api.request import CacheObserver, EngineRequest
+from engine.api.request import CachedPrefix, CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.host_tier import HostTier
 from engine.core.prefix_names import PrefixNames
@@ -14,6 +16,9 @@ from engine.core.prefix_names import PrefixNames
 
 class _Cached(NamedTuple):
     chunks: Sequence[bytes]  # that end in the block
+    before: bytes  # the name of the block before it in its prompt; empty: none
+    token_ids: "array[int]"
+    salt: bytes
     tenant: bytes
 
 
@@ -44,7 +49,8 @@ class PrefixCache:
         self._observer = observer
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
-        self._cached: dict[bytes, _Cached] = {}  # by name, blocks that are in the pool or in the host tier
+        # By name, the blocks that are in the pool or in the host tier. The last used one is last.
+        self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
         pool.on_evicted = self._evicted
         self.host_tier: HostTier | None = None
         if host_places:
@@ -70,13 +76,42 @@ class PrefixCache:
             and names.blocks[index] not in self._cached
         ]
         for index, block in zip(entered, names.cached(entered), strict=True):
-            self._cached[block.name] = _Cached(block.chunks, names.tenant)
+            before = names.blocks[index - 1] if index else b""
+            self._cached[block.name] = _Cached(
+                block.chunks, before, names.token_ids(index), names.salt, names.tenant
+            )
             last = (index + 1) * self._block_size // CHUNK_TOKENS
             for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
                 first = chunk * CHUNK_TOKENS // self._block_size
                 self._blocks_of[name] = chunk, names.blocks[first : index + 1]
         if entered and self._observer is not None:
             self._observer.cached(names.cached(entered))
+
+    def used(self, names: Iterable[bytes]) -> None:
+        """A request begins with these cached blocks."""
+        for name in names:
+            self._cached.move_to_end(name)
+
+    def hottest(self) -> Iterator[CachedPrefix]:
+        """Cached prefixes, the last used first. None is the beginning of one before it."""
+        seen: set[bytes] = set()
+        for last in reversed(list(self._cached)):
+            if last in seen:
+                continue
+            blocks: list[_Cached] = []
+            name = last
+            while name in self._cached:
+                seen.add(name)
+                blocks.append(self._cached[name])
+                name = blocks[-1].before
+            if blocks and not name:  # otherwise the cache has lost the beginning
+                blocks.reverse()
+                yield CachedPrefix(
+                    [token for block in blocks for token in block.token_ids],
+                    [chunk for block in blocks for chunk in block.chunks],
+                    blocks[0].salt,
+                    blocks[0].tenant,
+                )
 
     def known(self, names: Sequence[bytes]) -> int:
         """How many of these blocks are in the pool or in the host tier, from the first on."""

@@ -15,11 +15,11 @@ The last two end with the transfer, at the latest at its deadlines. A pin is mad
 an import. A request that waits for an import has no block. So nothing here waits in a circle.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from content import CHUNK_TOKENS
-from engine.api.request import EngineRequest
+from engine.api.request import CachedPrefix, EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_names import PrefixNames
@@ -66,6 +66,10 @@ class PrefixExchange:
     @property
     def empty(self) -> bool:
         return not self._pins and not self._imports and not self._brought
+
+    def hottest(self) -> Iterator[CachedPrefix]:
+        """Prefixes that this cache has, the last used first. None is the beginning of one before it."""
+        return self._cache.hottest()
 
     def bring(self, chunks: Sequence[bytes], first_chunk: int, then: Callable[[], None]) -> bool:
         """Copies what the host tier has of these chunks to the pool, as far as `pin` may take it, and then

@@ -1,5 +1,6 @@
 """The names of one request's blocks and chunks, which its prefix cache and KV transfers use. Pure."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 from content import CHUNK_TOKENS, extend_names, name_of_prefix, salted
@@ -12,24 +13,32 @@ class PrefixNames:
     Attributes:
         blocks: of each full block, the name of all tokens up to its end.
         chunks: of each full chunk (`content`).
-        tenant: of the request.
+        salt, tenant: of the request.
     """
 
     def __init__(self, root: bytes, salt: bytes, block_size: int, tenant: bytes = b"") -> None:
+        self.salt = salt
         self.tenant = tenant
         self.blocks: list[bytes] = []
         self.chunks: list[bytes] = []
         self._root = salted(root, salt)
         self._block_size = block_size
+        self._token_ids = array("i")  # of `blocks` at least
 
     def extend(self, token_ids: Sequence[int], count: int) -> None:
         """Names all full blocks and chunks within the first `count` tokens."""
         if count < (len(self.blocks) + 1) * self._block_size:
             return
-        extend_names(self.chunks, token_ids, count, self._root)
+        tokens = self._token_ids
+        tokens.extend(token_ids[len(tokens) : count])
+        extend_names(self.chunks, tokens, count, self._root)
         for index in range(len(self.blocks) + 1, count // self._block_size + 1):
             end = index * self._block_size
-            self.blocks.append(name_of_prefix(self.chunks, token_ids, end, self._root))
+            self.blocks.append(name_of_prefix(self.chunks, tokens, end, self._root))
+
+    def token_ids(self, index: int) -> "array[int]":
+        """The tokens of a block."""
+        return self._token_ids[index * self._block_size : (index + 1) * self._block_size]
 
     def cached(self, indices: Sequence[int]) -> Iterator[CachedBlock]:
         """These blocks, with the chunks that end in them."""

@@ -69,6 +69,7 @@ class RequestMemory:
         live.num_cached = len(hits) * self._block_size
         live.num_published = len(hits)
         if self._cache is not None:
+            self._cache.used(self._names(live, self._cache).blocks[: len(hits)])
             self._cache.queries += len(live.token_ids)
             self._cache.hits += live.num_cached
 

@@ -38,6 +38,9 @@ from rpc.worker_pb2_grpc import WorkerStub
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT = 5.0
+OFFERS = 6.0
+"""Seconds that the stream of a worker stays open after the worker left the list. It may offer prefixes then,
+for a shorter time (`prefill_worker.offers`)."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
 POOL_NAMES: dict["pb.Pool", str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 
@@ -68,6 +71,10 @@ class Observer(Protocol):
 
     def prefill_ended(self, connection: "WorkerConnection", work: PrefillWork, *, computed: bool) -> None:
         """The first token came (`computed`), or the prefill was cancelled. Not called for lost streams."""
+        ...
+
+    def offered(self, connection: "WorkerConnection", offer: pb.Offer) -> None:
+        """The worker leaves its pool, and another one may fetch this prefix from it."""
         ...
 
     def breaker_changed(self, connection: "WorkerConnection") -> None: ...
@@ -104,6 +111,7 @@ class WorkerConnection:
         self.attempts = AttemptTable()
         self.breaker = CircuitBreaker()
         self.retired = False
+        self._may_offer = False  # it is retired, and its stream stays open for offers
         self._invalid_rates = False  # in `status`
         self._secret = secret
         self._tls = tls
@@ -135,9 +143,17 @@ class WorkerConnection:
         self._task.add_done_callback(lambda _: callback(self))
 
     def retire(self) -> None:
-        """Takes no new work from now on, and closes when the last attempt ends."""
+        """Takes no new work from now on. The stream closes when the last attempt has ended. A worker that
+        leaves may offer its prefixes before, for a bounded time."""
         self.retired = True
         self._observer.availability_changed(self)
+        if self.attached and self.description.fetches_prefixes:
+            self._may_offer = True
+            asyncio.get_running_loop().call_later(OFFERS, self._offers_over)
+        self._close_if_done()
+
+    def _offers_over(self) -> None:
+        self._may_offer = False
         self._close_if_done()
 
     async def close(self) -> None:
@@ -177,6 +193,14 @@ class WorkerConnection:
         if work is not None:
             self._observer.prefill_sent(self, work)
         self._observer.load_changed(self)
+
+    def fetch_prefix(self, prefix: pb.Prefix, content: pb.ContentSource) -> None:
+        """The worker should have this prefix in its cache."""
+        self._send(pb.RouterMessage(fetch_prefix=pb.FetchPrefix(prefix=prefix, content=content)))
+
+    def decline(self, offer: pb.Offer) -> None:
+        """No other worker lacks the prefix that this worker offers."""
+        self._send(pb.RouterMessage(offer_declined=pb.OfferDeclined(number=offer.number)))
 
     def retarget(self, message: pb.Retarget) -> None:
         self._send(pb.RouterMessage(retarget=message))
@@ -250,7 +274,7 @@ class WorkerConnection:
             self._call.cancel()
 
     def _close_if_done(self) -> None:
-        if self.retired and not self.attempts:
+        if self.retired and not self.attempts and not self._may_offer:
             self._task.cancel()
 
     # ------------------------------------------------------------ the stream
@@ -353,13 +377,18 @@ class WorkerConnection:
                 self._receive_failure(message.failed)
             case "cache":
                 self._receive_cache(message.cache)
+            case "offer":
+                self._observer.offered(self, message.offer)
             case "status":
-                changed = self._report(message.status)
-                self._observer.prefill_reported(self)
-                if changed:  # first: requests that start now must not go to a worker that drains or has left
-                    self._observer.availability_changed(self)
-                else:
-                    self._observer.load_changed(self)
+                self._receive_status(message.status)
+
+    def _receive_status(self, status: pb.WorkerStatus) -> None:
+        changed = self._report(status)
+        self._observer.prefill_reported(self)
+        if changed:  # first: requests that start now must not go to a worker that drains or has left
+            self._observer.availability_changed(self)
+        else:
+            self._observer.load_changed(self)
 
     def _receive_token(self, event: pb.TokenEvent) -> None:
         attempt = self.attempts.get(event.attempt_id)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from content import CHUNK_TOKENS, prompt_hints
 from router.policy import (
     FreeCapacity,
     Placement,
@@ -198,10 +199,9 @@ class WorkerPool:
         source = self._candidates.prefix_source(worker, chunks, tokens, self._rng)
         if source is None or not source.description.kv_address:
             return None  # a worker of an older version may serve no KV
-        described = source.description
-        if described.content_root != worker.description.content_root:
+        if source.description.content_root != worker.description.content_root:
             return None
-        return pb.ContentSource(kv_address=described.kv_address, incarnation=described.incarnation)
+        return _content_source(source)
 
     def choose_decode(
         self, chunks: list[int], tokens: int, avoid: Collection[str], *, promised: bool = False
@@ -304,6 +304,20 @@ class WorkerPool:
     def prefill_ended(self, connection: WorkerConnection, work: PrefillWork, *, computed: bool) -> None:
         self._candidates.prefill_ended(connection, work, computed=computed)
 
+    def offered(self, connection: WorkerConnection, offer: pb.Offer) -> None:
+        """Tells the worker that would compute prompts with this prefix to fetch it. Declines the offer if
+        that worker has the prefix, or cannot fetch it."""
+        described, prefix = connection.description, offer.prefix
+        chunks = prompt_hints(prefix.token_ids, described.content_root, prefix.cache_salt)
+        target = None
+        if chunks and self._may_fetch_prefixes:
+            tokens = len(prefix.token_ids)
+            target = self._candidates.choose_prefill(chunks[0], chunks, tokens, {connection.address})
+        if target is None or target.worker is connection or not _lacks(target, described.content_root):
+            connection.decline(offer)
+        else:
+            target.worker.fetch_prefix(prefix, _content_source(connection))
+
     def breaker_changed(self, connection: WorkerConnection) -> None:
         self._apply_breakers()
         if open_for := connection.breaker.open_for(time.monotonic()):
@@ -324,3 +338,16 @@ class WorkerPool:
     def _serve(self, connection: WorkerConnection, serves: bool) -> None:
         (self._serving.add if serves else self._serving.discard)(connection)
         self._candidates.availability_changed(connection, serves=serves)
+
+
+def _content_source(holder: WorkerConnection) -> pb.ContentSource:
+    described = holder.description
+    return pb.ContentSource(kv_address=described.kv_address, incarnation=described.incarnation)
+
+
+def _lacks(target: PrefillTarget, content_root: bytes) -> bool:
+    """Whether a worker lacks at least a chunk of a prefix with names of this root, and can fetch it."""
+    described = target.worker.description
+    if not described.fetches_prefixes or described.content_root != content_root:
+        return False
+    return target.work.tokens > max(CHUNK_TOKENS, described.block_size)

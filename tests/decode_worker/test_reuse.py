@@ -89,6 +89,29 @@ def cache_of(worker: WorkerProcess) -> pb.ContentSource:
     return pb.ContentSource(kv_address=worker.ready["kv_address"], incarnation=worker.ready["incarnation"])
 
 
+async def test_a_worker_that_leaves_its_pool_offers_what_it_has(caching_workers: Workers) -> None:
+    """This test is the router: it passes the offer on."""
+    async with paired(*caching_workers) as pair:
+        prompt = text(200, 200)
+        await pair.prefill.submit_prefill(request(prompt, sampling(max_tokens=1)), handover=False)
+        await pair.prefill.next_status()  # a later one has the pool
+        try:
+            await pair.prefill.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_DECODE))
+            offer = await asyncio.wait_for(pair.prefill.offers.get(), 10)
+            assert [*offer.prefix.token_ids] == prompt[:192]
+            content = cache_of(caching_workers[0])
+            await pair.decode.send(fetch_prefix=pb.FetchPrefix(prefix=offer.prefix, content=content))
+            chunks = {*await pair.decode.hints(prompt)}
+            async with asyncio.timeout(10):
+                while chunks:
+                    chunks -= {*(await pair.decode.caches.get()).added}
+            _, cached = await alone(pair.decode, prompt, SHORT)
+            assert cached == 192
+        finally:
+            await pair.prefill.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_PREFILL))
+        await assert_whole(*caching_workers)
+
+
 async def answered(
     stream: WorkerStream,
     prompt: list[int],
