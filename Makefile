@@ -71,7 +71,7 @@ bench: venv
 
 # The virtual path rpc= makes protoc write `from rpc import ..._pb2` into the stubs.
 proto: venv
-	$(BIN)/python -m grpc_tools.protoc -Irpc=proto --python_out=. --pyi_out=. --grpc_python_out=. rpc/worker.proto rpc/inference.proto
+	$(BIN)/python -m grpc_tools.protoc -Irpc=proto --python_out=. --pyi_out=. --grpc_python_out=. rpc/worker.proto rpc/inference.proto rpc/ext_proc.proto
 
 reference: venv
 	$(BIN)/python -m docs.reference.generate

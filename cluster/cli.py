@@ -157,6 +157,21 @@ def decode(worker: options.WorkerRole) -> int:
     return run_worker("decode", worker)
 
 
+@command(
+    ROLES,
+    "baton picker --router 10.0.0.5:8000 --router 10.0.0.6:8000 --host 0.0.0.0",
+    "baton picker --kubernetes-service baton --router-metrics-port 8002 --host 0.0.0.0",
+)
+def picker(picker: options.PickerRole) -> int:
+    """Run an endpoint picker: it tells a gateway to which router each request should go.
+
+    For gateways with the inference extension of the Kubernetes Gateway API, and for Envoy's ext_proc filter.
+    """
+    from cluster.roles import run_picker
+
+    return run_picker(picker)
+
+
 @command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")
 def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> int:
     """Show the workers of a cluster: pool, state, load, KV use."""

@@ -1,4 +1,4 @@
-"""Computes the addresses of ready workers from EndpointSlices. Takes lists and watch events; does no I/O.
+"""Computes the addresses of ready pods from EndpointSlices. Takes lists and watch events; does no I/O.
 
 The endpoints of a Service are spread over several slices. While Kubernetes moves an endpoint, two slices
 contain it. A dual-stack Service has an endpoint for each address family.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import msgspec
-
-PORT_NAME = "grpc"  # name of the Service port on which workers serve gRPC
 
 
 class Metadata(msgspec.Struct, rename="camel"):
@@ -49,7 +47,9 @@ class EndpointSlice(msgspec.Struct, rename="camel"):
 class EndpointSlices:
     """The table of present slices, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: str) -> None:
+        """`port`: the name of the Service port that the addresses are for."""
+        self._port = port
         self._slices: dict[str, EndpointSlice] = {}
 
     def replace(self, slices: Iterable[EndpointSlice]) -> None:
@@ -73,7 +73,7 @@ class EndpointSlices:
     def _ready(self) -> Iterator[tuple[str, str, str]]:
         """Family, pod uid and address of ready endpoints. "IPv4" sorts first, so `addresses` prefers it."""
         for each in self._slices.values():
-            port = next((p.port for p in each.ports or () if p.name == PORT_NAME), None)
+            port = next((p.port for p in each.ports or () if p.name == self._port), None)
             for endpoint in each.endpoints or ():
                 if port is not None and endpoint.addresses and endpoint.conditions.ready is not False:
                     host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"

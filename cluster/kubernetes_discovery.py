@@ -1,4 +1,4 @@
-"""Finds workers on Kubernetes: lists and watches the ready endpoints of Services.
+"""Finds workers or routers on Kubernetes: lists and watches the ready endpoints of Services.
 
 Life:
 
@@ -10,7 +10,7 @@ Life:
 While the API server cannot be reached, the last addresses stay and requests are retried with growing delays.
 This is the protocol of https://kubernetes.io/docs/reference/using-api/api-concepts/.
 
-The router's ServiceAccount needs only `list` and `watch` of `endpointslices` in its own namespace.
+The pod's ServiceAccount needs only `list` and `watch` of `endpointslices` in its own namespace.
 """
 
 from __future__ import annotations
@@ -83,10 +83,11 @@ _RETRIED = (
 class KubernetesDiscovery:
     """A `router.workers.discovery.Discovery`: the ready endpoints of `services` in this pod's own namespace.
 
-    Raises ValueError if the `kubernetes` package is not installed.
+    `port` is the name of the Service port that the addresses are for. Raises ValueError if the `kubernetes`
+    package is not installed.
     """
 
-    def __init__(self, services: Sequence[str]) -> None:
+    def __init__(self, services: Sequence[str], port: str) -> None:
         try:
             import kubernetes.aio  # noqa: F401
         except ImportError as error:
@@ -94,6 +95,7 @@ class KubernetesDiscovery:
                 "--kubernetes-service: the Kubernetes client is not installed; run "
                 "`pip install -e '.[kubernetes]'` in Baton's source directory"
             ) from error
+        self._port = port
         self._selector = f"{SERVICE_LABEL} in ({','.join(sorted(services))})"
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
@@ -105,7 +107,7 @@ class KubernetesDiscovery:
         from kubernetes.aio.client import ApiClient, DiscoveryV1Api
 
         async with ApiClient(configuration) as client:
-            source = _Source(DiscoveryV1Api(client), namespace, self._selector)
+            source = _Source(DiscoveryV1Api(client), namespace, self._selector, self._port)
             known: frozenset[str] | None = None
             while True:
                 async with contextlib.aclosing(source.changes()) as changes:
@@ -119,11 +121,11 @@ class KubernetesDiscovery:
 class _Source:
     """Follows the EndpointSlices of the API server. Owns their table and its version."""
 
-    def __init__(self, api: DiscoveryV1Api, namespace: str, selector: str) -> None:
+    def __init__(self, api: DiscoveryV1Api, namespace: str, selector: str, port: str) -> None:
         self._api = api
         self._namespace = namespace
         self._selector = selector
-        self._slices = EndpointSlices()
+        self._slices = EndpointSlices(port)
         self._version = ""
         self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
         self._backoff = 0.0
@@ -147,7 +149,7 @@ class _Source:
         except _RETRIED as error:
             trouble = str(error) or type(error).__name__
             if trouble != self._trouble:
-                log.warning("cannot watch the endpoints of workers: %s; keeping the last list", trouble)
+                log.warning("cannot watch the endpoints: %s; keeping the last list", trouble)
             self._trouble = trouble
         # A watch that ends within a second counts as a failure, so that no tight loop of requests can form.
         lasted = time.monotonic() - opened >= 1.0
@@ -205,14 +207,14 @@ class _Source:
     def _succeeded(self) -> None:
         if self._trouble:
             self._trouble = ""
-            log.info("the API server answers again: watching the endpoints of workers")
+            log.info("the API server answers again: watching the endpoints")
 
 
 def _error(status: _Status) -> Exception:
     if status.code == 410:
         return _Gone()
     remedy = (
-        " (the router's ServiceAccount needs list and watch of endpointslices)" if status.code == 403 else ""
+        " (the pod's ServiceAccount needs list and watch of endpointslices)" if status.code == 403 else ""
     )
     return _Refused(f"{status.code}: {status.message}{remedy}")
 

@@ -1,4 +1,4 @@
-"""`baton router`, `baton prefill`, `baton decode`: turns options into a configuration and runs the role."""
+"""`baton router`, `prefill`, `decode` and `picker`: turns options into a configuration and runs the role."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def run_router(given: options.RouterRole) -> int:
             max_waiting_tokens=given.front.max_waiting_tokens,
             workers=tuple(members.worker),
             workers_file=_path(members.workers_file),
-            discovery=_kubernetes(members.kubernetes_service),
+            discovery=_kubernetes(members.kubernetes_service, "grpc"),
             log_format=given.observe.log_format,
             log_level=given.observe.log_level,
             otlp_endpoint=given.observe.endpoint,
@@ -191,12 +191,33 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
     return replace(config, command=command, **named)
 
 
-def _kubernetes(services: Sequence[str]) -> Discovery | None:
+def run_picker(given: options.PickerRole) -> int:
+    from endpoint_picker import PickerConfig, main
+    from router.workers.discovery import StaticDiscovery
+
+    picker = given.picker
+    if bool(picker.router) == bool(picker.kubernetes_service):
+        raise ValueError("a picker needs routers: --router IP:PORT (repeatable) or --kubernetes-service NAME")
+    config = PickerConfig(
+        routers=_kubernetes(picker.kubernetes_service, "http") or StaticDiscovery(tuple(picker.router)),
+        metrics_port=picker.router_metrics_port,
+        host=picker.host,
+        port=picker.port,
+        tls=picker.tls(),
+        drain_timeout=given.drain.drain_timeout,
+        log_format=given.logs.log_format,
+        log_level=given.logs.log_level,
+    )
+    return main(config)
+
+
+def _kubernetes(services: Sequence[str], port: str) -> Discovery | None:
+    """Finds the ready endpoints of `services`, at the Service port of this name."""
     if not services:
         return None
     from cluster.kubernetes_discovery import KubernetesDiscovery
 
-    return KubernetesDiscovery(services)
+    return KubernetesDiscovery(services, port)
 
 
 def _supervised(ready_fd: int | None, start: Callable[[], int]) -> int:

@@ -14,7 +14,10 @@ from typing import Any, Literal
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
 
-_LOGGERS = ("router", "rpc", "worker", "prefill_worker", "decode_worker", "engine", "kv_transfer", "baton")
+_LOGGERS = (
+    "router", "rpc", "worker", "prefill_worker", "decode_worker", "engine", "kv_transfer", "endpoint_picker",
+    "baton",
+)  # fmt: skip
 
 
 class ExceptionsWithoutText(logging.Filter):

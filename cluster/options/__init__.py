@@ -15,6 +15,7 @@ from cluster.options.clients import (
 )
 from cluster.options.engine import EngineOptions, ModelOptions, Optimize, PaceOptions, ServedModel
 from cluster.options.front import FrontOptions
+from cluster.options.picker import PickerRole
 from cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions, StopOptions
 from cluster.options.process import (
     LogOptions,
@@ -45,6 +46,7 @@ __all__ = [
     "ObserveOptions",
     "Optimize",
     "PaceOptions",
+    "PickerRole",
     "PoolOptions",
     "PoolSize",
     "RayOptions",

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from cluster.options.declare import NO_ARGV, OLD_FILE, PORT, between, opt
-from cluster.options.security import tls_files
+from cluster.options.security import ServerTlsOptions
 
 if TYPE_CHECKING:
     from router.admission.keys import ApiKey
-    from rpc import TlsFiles
 
 
 @dataclass(frozen=True)
-class FrontOptions:
+class FrontOptions(ServerTlsOptions):
     """How a router serves clients."""
 
     panel: ClassVar[str] = "Clients"
@@ -65,16 +64,6 @@ class FrontOptions:
         Path | None,
         opt("TOML file of keys, names and limits; see docs/operations.md.", shown="none", **OLD_FILE),
     ] = None
-    ssl_certfile: Annotated[
-        Path | None, opt("Certificate chain (PEM) to serve clients with TLS.", shown="no TLS", **OLD_FILE)
-    ] = None
-    ssl_keyfile: Annotated[
-        Path | None, opt("Private key (PEM) of --ssl-certfile.", shown="none", **OLD_FILE)
-    ] = None
-    ssl_ca_certs: Annotated[
-        Path | None,
-        opt("Authorities (PEM) that must have signed the clients' certificates.", shown="none", **OLD_FILE),
-    ] = None
     max_body_bytes: Annotated[int, opt("Largest body of a request.", "BYTES", check=between(1))] = 16 << 20
     max_waiting_tokens: Annotated[
         int,
@@ -99,10 +88,6 @@ class FrontOptions:
     routing_policy: Annotated[
         Literal["sticky", "round-robin"], opt("How the router chooses a prefill worker.")
     ] = "sticky"
-
-    def tls(self) -> TlsFiles | None:
-        """The TLS files for clients; None without TLS. Raises ValueError for unusable files."""
-        return tls_files("ssl", self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
 
     def keys(self) -> tuple[ApiKey, ...]:
         """The API keys of both options. Raises ValueError for an invalid key."""

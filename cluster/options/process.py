@@ -104,15 +104,19 @@ class LogOptions:
 
 
 @dataclass(frozen=True)
-class ObserveOptions:
-    """Logs and traces. OTEL_EXPORTER_OTLP_ENDPOINT is the default of the flag."""
-
+class LogLineOptions:
     panel: ClassVar[str] = "Logs and traces"
     log_format: Annotated[Literal["text", "json"], opt("Format of a log line: for people, or JSON.")] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         opt("Lowest level that is logged. debug follows each request from process to process.")
     ] = "info"  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ObserveOptions(LogLineOptions):
+    """Logs and traces. OTEL_EXPORTER_OTLP_ENDPOINT is the default of the flag."""
+
     otlp_endpoint: Annotated[
         str | None,
         opt(

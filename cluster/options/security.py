@@ -1,4 +1,4 @@
-"""Options that authenticate routers and workers to each other."""
+"""Options that authenticate routers and workers to each other, and servers to their clients."""
 
 from __future__ import annotations
 
@@ -47,3 +47,23 @@ class SecretOptions:
         return tls_files(
             "cluster", self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs, mutual=True
         )
+
+
+@dataclass(frozen=True)
+class ServerTlsOptions:
+    """TLS for the clients of a process."""
+
+    ssl_certfile: Annotated[
+        Path | None, opt("Certificate chain (PEM) to serve clients with TLS.", shown="no TLS", **OLD_FILE)
+    ] = None
+    ssl_keyfile: Annotated[
+        Path | None, opt("Private key (PEM) of --ssl-certfile.", shown="none", **OLD_FILE)
+    ] = None
+    ssl_ca_certs: Annotated[
+        Path | None,
+        opt("Authorities (PEM) that must have signed the clients' certificates.", shown="none", **OLD_FILE),
+    ] = None
+
+    def tls(self) -> TlsFiles | None:
+        """The TLS files for clients; None without TLS. Raises ValueError for unusable files."""
+        return tls_files("ssl", self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)

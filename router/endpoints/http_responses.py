@@ -6,6 +6,7 @@ background → its builder gives it to `StoredResponses` → `retrieve`, `delete
 
 import asyncio
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,9 @@ from router.endpoints.frontend import Frontend
 from router.endpoints.http_generation import HttpGeneration
 from router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body
 from router.endpoints.http_response import collect
-from router.endpoints.stored_responses import StoredResponse, StoredResponses
+from router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
+from rpc.ports import url_host
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class HttpResponses:
         with self._frontend.admit(ACCOUNT.get(), turn.size) as entry:
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
-            return await self._generation.respond(request, active, self._builder(active, turn))
+            return await self._generation.respond(request, active, self._builder(request, active, turn))
 
     async def retrieve(self, request: web.Request) -> web.Response:
         if request.query.get("stream", "false").lower() not in ("false", "0"):
@@ -131,14 +133,15 @@ class HttpResponses:
         input = None if peek.store is False else bytes(peek.input)
         return _Turn(key, earlier, input, bool(peek.background), size)
 
-    def _builder(self, active: ActiveRequest, turn: _Turn) -> ResponsesBuilder:
+    def _builder(self, request: web.Request, active: ActiveRequest, turn: _Turn) -> ResponsesBuilder:
         def keep(response: dict[str, Any]) -> None:
             if turn.input is not None:
                 conversation = (*turn.earlier, turn.input, encode(response["output"]))
                 stored = StoredResponse(encode(response), conversation, turn.background)
                 self._stored.put(turn.key, response["id"], stored)
 
-        return ResponsesBuilder(active, self._config.model_name, self._services.tokenizer, keep)
+        model, tokenizer = self._config.model_name, self._services.tokenizer
+        return ResponsesBuilder(active, model, tokenizer, _new_id(request), keep)
 
     async def _create_in_background(self, request: web.Request, raw: bytearray, turn: _Turn) -> web.Response:
         prepared: asyncio.Future[ResponsesBuilder] = asyncio.get_running_loop().create_future()
@@ -165,7 +168,7 @@ class HttpResponses:
             with self._frontend.admit(ACCOUNT.get(), turn.size) as entry:
                 active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
                 del raw
-                builder = self._builder(active, turn)
+                builder = self._builder(request, active, turn)
                 self._running[turn.key, builder.id] = task, builder
                 prepared.set_result(builder)
                 await collect(active, builder)
@@ -187,6 +190,12 @@ class HttpResponses:
         finally:
             if builder is not None:
                 del self._running[turn.key, builder.id]
+
+
+def _new_id(request: web.Request) -> str:
+    """Returns an id that leads an endpoint picker back to this router."""
+    host, port, *_ = request.get_extra_info("sockname", ("", 0))
+    return home_tag(f"{url_host(host)}:{port}") + os.urandom(14).hex()
 
 
 def _json(payload: dict[str, Any]) -> web.Response:

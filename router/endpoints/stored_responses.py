@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
+import xxhash
+
 from router.admission.keys import ANY_CLIENT
 from router.errors import NotFound
 
@@ -13,6 +15,15 @@ MAX_RESPONSES = 1000
 MAX_BYTES = 256 << 20
 """Of all API keys together. Each has an equal part."""
 MAX_SECONDS = 24 * 3600.0
+
+
+def home_tag(address: str) -> str:
+    """How the ids of all responses begin that the router at `address` ("IP:PORT") makes.
+
+    An endpoint picker sends a request that names a response there. The tag is short, so that it does not tell
+    clients the address. The ids of different routers may begin alike; then the picker may be wrong.
+    """
+    return f"resp_{xxhash.xxh3_64_intdigest(address.encode()) & 0xFFFF:04x}"
 
 
 @dataclass(frozen=True, slots=True)

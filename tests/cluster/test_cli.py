@@ -53,7 +53,9 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-@pytest.mark.parametrize("command", ["serve", "router", "prefill", "decode", "chat", "status", "flip"])
+@pytest.mark.parametrize(
+    "command", ["serve", "router", "prefill", "decode", "picker", "chat", "status", "flip"]
+)
 def test_every_command_has_help_and_an_example(command: str) -> None:
     help_ = baton(command, "--help")
     assert help_.exit_code == 0
@@ -82,7 +84,7 @@ def test_help_shows_the_default_of_every_option(commands: typer.Typer) -> None:
 
 def test_help_shows_the_values_of_every_choice() -> None:
     """A metavar would hide them."""
-    names = set(options.__all__) - {"RouterRole", "WorkerRole"}  # groups of groups
+    names = set(options.__all__) - {"RouterRole", "WorkerRole", "PickerRole"}  # groups of groups
     groups = [group for name in names if is_dataclass(group := getattr(options, name))]
     every = [(field.name, *option_of(group, field)) for group in groups for field in fields(group)]
     choices = {name: info for name, kind, info in every if "Literal" in str(kind)}

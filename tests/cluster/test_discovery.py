@@ -180,7 +180,7 @@ class Kubernetes:
 
     def __init__(self, server: FakeKubernetes) -> None:
         self._server = server
-        self.discovery = KubernetesDiscovery(["baton-decode"])
+        self.discovery = KubernetesDiscovery(["baton-decode"], "grpc")
 
     async def join(self, address: str) -> None:
         self._server.put(address, "baton-decode", [endpoint(address.partition(":")[0])])

@@ -26,7 +26,7 @@ def at(*addresses: str, pod: str = "") -> dict[str, Any]:
 
 
 def addresses(*slices: EndpointSlice) -> set[str]:
-    table = EndpointSlices()
+    table = EndpointSlices("grpc")
     table.replace(slices)
     return set(table.addresses())
 
@@ -53,7 +53,7 @@ def test_slices_add_up_and_an_endpoint_in_two_of_them_counts_once() -> None:
 
 
 def test_an_endpoint_that_moves_is_never_away() -> None:
-    table = EndpointSlices()
+    table = EndpointSlices("grpc")
     table.replace([slice_of("a", at("10.0.0.1"))])
     table.put(slice_of("b", at("10.0.0.1")))
     assert table.addresses() == {"10.0.0.1:7001"}
@@ -65,7 +65,7 @@ def test_an_endpoint_that_moves_is_never_away() -> None:
 
 
 def test_a_list_replaces_what_was_there() -> None:
-    table = EndpointSlices()
+    table = EndpointSlices("grpc")
     table.replace([slice_of("a", at("10.0.0.1")), slice_of("b", at("10.0.0.2"))])
     table.replace([slice_of("b", at("10.0.0.2"))])
     assert table.addresses() == {"10.0.0.2:7001"}

@@ -50,7 +50,7 @@ async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 async def router(server: FakeKubernetes) -> AsyncIterator[Follower]:
     """It knows A, and watches."""
     server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
-    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+    async with Follower(KubernetesDiscovery(SERVICES, "grpc")) as router:
         await router.until(A)
         await watching(server)
         yield router
@@ -95,7 +95,7 @@ async def test_a_watch_that_ends_in_time_goes_on_from_the_last_bookmark(
 ) -> None:
     monkeypatch.setattr(kubernetes_discovery, "WATCH_SECONDS", 1)
     server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
-    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+    async with Follower(KubernetesDiscovery(SERVICES, "grpc")) as router:
         await router.until(A)
         await watching(server)
         server.bookmark()
@@ -129,7 +129,7 @@ async def test_a_periodic_list_finds_missed_changes(
     monkeypatch.setattr(kubernetes_discovery, "WATCH_SECONDS", 1)
     monkeypatch.setattr(kubernetes_discovery, "RESYNC_SECONDS", 0.5)
     server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
-    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+    async with Follower(KubernetesDiscovery(SERVICES, "grpc")) as router:
         await router.until(A)
         server.put("b", "baton-decode", [endpoint("10.0.0.2")], silently=True)
         server.delete("a", silently=True)
@@ -190,7 +190,7 @@ async def test_in_a_pod_it_uses_the_service_account_and_follows_its_token(
 
     monkeypatch.setattr(loading.InClusterConfigLoader, "_read_token_file", read_it_every_time)
     server.put("a", "baton-prefill", [endpoint("10.0.0.1")])
-    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+    async with Follower(KubernetesDiscovery(SERVICES, "grpc")) as router:
         await router.until(A)
         await watching(server)
         server.token = "the second token"
@@ -206,7 +206,7 @@ async def test_without_pod_and_kubeconfig_the_error_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    async with Follower(KubernetesDiscovery(SERVICES)) as router:
+    async with Follower(KubernetesDiscovery(SERVICES, "grpc")) as router:
         with pytest.raises(ValueError, match="run in a pod with a ServiceAccount"):
             await router.until(A)
 
@@ -215,7 +215,7 @@ async def test_without_the_client_library_the_remedy_is_named(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     monkeypatch.setitem(sys.modules, "kubernetes.aio", None)
     with pytest.raises(ValueError, match=re.escape("pip install -e '.[kubernetes]'")):
-        KubernetesDiscovery(SERVICES)
+        KubernetesDiscovery(SERVICES, "grpc")
 
 
 async def test_a_router_process_uses_the_workers_of_the_services(

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -11,7 +12,7 @@ from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessa
 from router.admission.keys import api_keys
 from router.api.openai_responses.reply import ResponseEvent, ResponseObject
 from router.endpoints import stored_responses
-from router.endpoints.stored_responses import StoredResponse, StoredResponses
+from router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from router.errors import NotFound
 from router.preparation import preparer
 from router.text.tokenizer import ModelTokenizer
@@ -30,6 +31,9 @@ async def test_the_openai_client_gets_items_and_continues_the_conversation(think
     async with client(thinking) as api:
         first = await api.responses.create(
             model="fake", input="Weather?", instructions="Be brief.", tools=[WEATHER], metadata={"a": "b"}
+        )
+        assert first.id.startswith(home_tag(urlsplit(thinking.url).netloc)), (
+            "a picker finds this router again"
         )
         reasoning, message, call = first.output
         assert isinstance(reasoning, ResponseReasoningItem)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rpc import inference_pb2, worker_pb2
+from rpc import ext_proc_pb2, inference_pb2, worker_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path.name for path in (ROOT / "proto").glob("*.proto"))
@@ -23,7 +23,7 @@ def test_checked_in_stubs_are_current(source, tmp_path):
         assert (ROOT / "rpc" / name).read_text() == text, f"{name} is stale: run `make proto`"
 
 
-@pytest.mark.parametrize("stubs", [worker_pb2, inference_pb2])
+@pytest.mark.parametrize("stubs", [worker_pb2, inference_pb2, ext_proc_pb2])
 def test_the_type_stubs_have_every_method(stubs):
     [service] = stubs.DESCRIPTOR.services_by_name.values()
     types = Path(stubs.__file__.replace("_pb2.py", "_pb2_grpc.pyi")).read_text()

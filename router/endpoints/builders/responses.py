@@ -1,6 +1,5 @@
 """Builds OpenAI's responses (POST /v1/responses)."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -32,11 +31,12 @@ class ResponsesBuilder(BlocksBuilder):
         request: ActiveRequest,
         model: str,
         tokenizer: ModelTokenizer,
+        id: str,
         on_end: Callable[[dict[str, Any]], None],
     ) -> None:
         """`on_end` gets the response when it is complete, incomplete or failed, before the client does."""
         super().__init__(request, tokenizer)
-        self.id = f"resp_{os.urandom(16).hex()}"
+        self.id = id
         self._on_end = on_end
         self._entries = LogprobEntries(request, tokenizer)
         self._logprobs = request.body.logprobs_wanted is not None

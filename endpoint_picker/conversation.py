@@ -1,0 +1,83 @@
+"""Finds what a request belongs to, so that the turns of a conversation go to one router. Pure.
+
+A router knows best where the KV of the requests is that it sent itself, and only the router that made a
+response can continue it (`previous_response_id`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+START_BYTES = 4096
+"""Of a prompt that stands for its conversation. Later turns begin with the same bytes."""
+_RESPONSE_PATH = re.compile(r"/v1/responses/(resp_[0-9a-f]+)(?:[/?]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a request belongs to. Both may be unknown."""
+
+    key: int | None = None
+    """64-bit hash of the conversation."""
+    response_id: str | None = None
+    """An earlier response that the request is about."""
+
+
+class _Fields(msgspec.Struct):
+    """The fields of all endpoints that may name a conversation. `Raw` skips over a value."""
+
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
+
+
+_fields = msgspec.json.Decoder(_Fields).decode
+_messages = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_message = msgspec.json.Decoder(_Message).decode
+
+
+def conversation(headers: Mapping[str, str], body: bytes | bytearray) -> Conversation:
+    """Returns the conversation of a request. `body` may be a part of the body, or empty.
+
+    A conversation has the name that routers take: `x-session-id`, `prompt_cache_key` or `user`. Without a
+    name it is known by how it begins: the system prompt and the first message of the user, or the prompt.
+    """
+    path = _RESPONSE_PATH.match(headers.get(":path", ""))
+    session = headers.get("x-session-id", "")
+    try:
+        fields = _fields(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        # Not JSON, or a part of it. The same conversation begins with the same bytes.
+        return Conversation(_hash(session.encode() or bytes(body[:START_BYTES])), path and path[1])
+    name = session or fields.prompt_cache_key or fields.user
+    key = _hash(_start(fields) if not name else name.encode(errors="replace"))
+    return Conversation(key, path[1] if path else fields.previous_response_id)
+
+
+def _hash(text: bytes) -> int | None:
+    return xxhash.xxh3_64_intdigest(text) if text else None
+
+
+def _start(fields: _Fields) -> bytes:
+    start = bytes(fields.prompt)[:START_BYTES] + bytes(fields.system) + bytes(fields.instructions)
+    for turns in (fields.messages, fields.input):
+        try:
+            for raw in _messages(turns) if bytes(turns) else ():
+                start += bytes(raw)
+                if _message(raw).role == "user":
+                    break
+        except msgspec.MsgspecError:  # `input` may be a text, and a message may have any form
+            start += bytes(turns)[:START_BYTES]
+    return start

@@ -1,0 +1,123 @@
+"""The routers that requests can go to, and the choice among them."""
+
+import asyncio
+import logging
+import random
+import re
+from collections.abc import Collection
+
+import aiohttp
+
+from endpoint_picker.conversation import Conversation
+from router.endpoints.stored_responses import home_tag
+from router.policy.ring import Ring
+from router.policy.sticky import BOUND
+from router.workers.discovery import Discovery
+
+log = logging.getLogger(__name__)
+
+SLACK = 10
+"""Requests that do not make a router busy: with few requests, each conversation stays at its router."""
+POLL_SECONDS = 1.0
+POLL_TIMEOUT = 2.0
+_REQUESTS = re.compile(rb"^vllm:num_requests_(?:waiting|running)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+def reported_requests(page: bytes) -> float:
+    """Returns the requests of a router, from its metrics. Raises ValueError if they are not there."""
+    if not (numbers := _REQUESTS.findall(page)):
+        raise ValueError("its metrics do not tell how many requests it has")
+    return sum(map(float, numbers))
+
+
+class Routers:
+    """The addresses that discovery finds, and the requests that each router has.
+
+    A router that does not answer is chosen only if no router answers. Runs on the event loop.
+
+    Attributes:
+        found: set from the first time on that discovery yielded a router.
+    """
+
+    def __init__(self, discovery: Discovery, metrics_port: int | None) -> None:
+        self.found = asyncio.Event()
+        self._discovery = discovery
+        self._metrics_port = metrics_port
+        self._requests: dict[str, float] = {}  # address → requests, as reported and as chosen since then
+        self._silent: set[str] = set()
+        self._ring = Ring({})
+        self._names: list[str] = []  # row of the ring → address
+
+    async def run(self) -> None:
+        """Follows discovery and the loads until it is cancelled."""
+        polling = asyncio.create_task(self._poll(), name="loads of routers")
+        try:
+            async for addresses in self._discovery.watch():
+                self._update(addresses)
+            await polling  # a fixed set of routers has no later changes
+        finally:
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
+
+    def choose(self, of: Conversation, allowed: Collection[str] | None = None) -> str | None:
+        """Returns the address of the router for a request; None if there is none.
+
+        `allowed`: the addresses to choose from. None: all.
+        """
+        candidates = {name for name in self._names if allowed is None or name in allowed}
+        candidates = candidates - self._silent or candidates
+        if not candidates:
+            return None
+        chosen = self._home(of, candidates)
+        self._requests[chosen] += 1
+        return chosen
+
+    def _home(self, of: Conversation, candidates: set[str]) -> str:
+        """The router that made the earlier response. Else the first one on the ring, from the conversation's
+        point on, that is not too busy, as in `router.policy.sticky`."""
+        if of.response_id is not None:
+            for name in sorted(candidates):
+                if of.response_id.startswith(home_tag(name)):
+                    return name
+        requests = self._requests
+        if of.key is None:
+            return min(candidates, key=lambda name: (requests[name], random.random()))
+        most = BOUND * sum(requests[name] for name in candidates) / len(candidates) + SLACK
+        # At least one router is not above the mean, so the walk finds one.
+        in_order = (self._names[row] for row in self._ring.walk(of.key))
+        return next(name for name in in_order if name in candidates and requests[name] <= most)
+
+    # ------------------------------------------------------------ what routers report
+
+    def _update(self, addresses: frozenset[str]) -> None:
+        self._requests = {name: self._requests.get(name, 0.0) for name in addresses}
+        self._silent &= addresses
+        self._names = sorted(addresses)
+        self._ring = Ring({name: row for row, name in enumerate(self._names)})
+        log.info("%d routers: %s", len(self._names), ", ".join(self._names))
+        if addresses:
+            self.found.set()
+
+    async def _poll(self) -> None:
+        # New connections, because a router that drains still answers on old ones.
+        connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            while True:
+                await asyncio.gather(*(self._ask(session, name) for name in self._names))
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def _ask(self, session: aiohttp.ClientSession, name: str) -> None:
+        host, _, port = name.rpartition(":")
+        try:
+            async with session.get(f"http://{host}:{self._metrics_port or port}/metrics") as response:
+                response.raise_for_status()
+                requests = reported_requests(await response.read())
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            if name not in self._silent and name in self._requests:
+                log.warning("router at %s: %s", name, str(error) or type(error).__name__)
+                self._silent.add(name)
+            return
+        if name in self._requests:
+            self._requests[name] = requests
+            self._silent.discard(name)

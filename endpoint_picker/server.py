@@ -1,0 +1,121 @@
+"""The process of an endpoint picker: starts, serves until a signal, and stops.
+
+1. Listens. It is ready when it has found a router.
+2. SIGTERM drains: it takes no new streams, and open ones finish within `drain_timeout`. A stream may last as
+   long as the response.
+"""
+
+import asyncio
+import contextlib
+import logging.config
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import setproctitle
+import uvloop
+from grpc.aio import ServicerContext
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from endpoint_picker.config import PickerConfig
+from endpoint_picker.exchange import Exchange
+from endpoint_picker.routers import Routers
+from rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
+from rpc import ext_proc_pb2 as pb
+from rpc.ext_proc_pb2_grpc import ExternalProcessorServicer, add_ExternalProcessorServicer_to_server
+
+log = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
+MAX_MESSAGE_BYTES = 17 << 20
+"""A buffered body is one message, and routers take bodies of 16 MiB by default."""
+_MESSAGE_SECONDS = 5.0
+"""Of a health check. The messages of a stream come when the client sends."""
+
+
+class Picker(ExternalProcessorServicer):
+    """Owns the streams of gateways."""
+
+    def __init__(self, routers: Routers) -> None:
+        self._routers = routers
+
+    async def Process(  # pyrefly: ignore[bad-override]
+        self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: ServicerContext
+    ) -> AsyncIterator[pb.ProcessingResponse]:
+        exchange = Exchange(self._routers)
+        async for message in request_iterator:
+            for answer in exchange.answers(message):
+                yield answer
+            if exchange.ended:
+                return
+
+
+@dataclass(frozen=True)
+class RunningPicker:
+    """A picker that listens."""
+
+    address: str
+    following: asyncio.Task[None]
+    """Follows discovery. Ends only with an error."""
+
+
+@contextlib.asynccontextmanager
+async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
+    """Listens while the context is open. At its end, open streams have `config.drain_timeout` to finish.
+
+    Raises ValueError when the port cannot be had.
+    """
+    routers = Routers(config.routers, config.metrics_port)
+    health = HealthServicer()
+    # The names that the protocol asks for. "" and "liveness": the process serves.
+    health.set("liveness", HealthCheckResponse.SERVING)
+    for name in ("readiness", SERVICE):
+        health.set(name, HealthCheckResponse.NOT_SERVING)
+
+    async def follow_readiness() -> None:
+        await routers.found.wait()
+        for name in ("readiness", SERVICE):
+            health.set(name, HealthCheckResponse.SERVING)
+
+    server = create_public_server(
+        MAX_MESSAGE_BYTES, health, [SERVICE], message_timeout=_MESSAGE_SECONDS, share=False
+    )
+    add_ExternalProcessorServicer_to_server(Picker(routers), server)
+    try:
+        port = add_port(server, config.host, config.port, config.tls)
+    except OSError as error:
+        raise ValueError(cannot_listen("--port", config.host, config.port, error)) from error
+    await server.start()
+    following = asyncio.create_task(routers.run(), name="routers")
+    readiness = asyncio.create_task(follow_readiness(), name="readiness")
+    try:
+        yield RunningPicker(f"{url_host(config.host)}:{port}", following)
+    finally:
+        health.stop()
+        await server.stop(config.drain_timeout)
+        for task in (following, readiness):
+            task.cancel()
+        await asyncio.gather(following, readiness, return_exceptions=True)
+
+
+async def serve(config: PickerConfig) -> None:
+    """Serves until SIGTERM or SIGINT."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    async with running(config) as picker:
+        log.info("listening on %s", picker.address)
+        stopped = asyncio.create_task(stopping.wait())
+        await asyncio.wait({stopped, picker.following}, return_when=asyncio.FIRST_COMPLETED)
+        if picker.following.done():
+            picker.following.result()
+        log.info("draining")
+
+
+def main(config: PickerConfig) -> int:
+    """Runs the picker until SIGTERM or SIGINT. Raises ValueError for a mistake of the user."""
+    setproctitle.setproctitle("baton: picker")
+    logging.config.dictConfig(config.logging())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config))
+    return 0
