@@ -1,7 +1,7 @@
 """What requests hold: blocks of KV, and a state slot if the model has state layers. Pure."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.core.block_pool import BlockPool
 from engine.core.live_request import LiveRequest, Phase
@@ -29,9 +29,8 @@ class RequestMemory:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def need(self, live: LiveRequest, num_tokens: int) -> int:
-        """Blocks that a request without blocks takes from the free ones, to have room for the tokens."""
-        hits = self.hits(live)
+    def need(self, num_tokens: int, hits: Sequence[int]) -> int:
+        """Free blocks that `take` takes."""
         return self.blocks_for(num_tokens) - len(hits) + self._pool.unreferenced(hits)
 
     def known(self, live: LiveRequest) -> int:
@@ -58,9 +57,9 @@ class RequestMemory:
 
     # Giving and taking back
 
-    def take(self, live: LiveRequest, num_tokens: int) -> None:
-        """Gives the request blocks for the tokens, and a state slot. The first blocks may be cached ones."""
-        hits = self.hits(live)
+    def take(self, live: LiveRequest, num_tokens: int, hits: Sequence[int]) -> None:
+        """Gives the request blocks for the tokens, and a state slot. The first blocks are `hits`, those of
+        the method of this name."""
         self._pool.share(hits)
         own = self._pool.allocate(self.blocks_for(num_tokens) - len(hits))
         live.blocks = array("i", [*hits, *own])

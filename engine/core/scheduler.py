@@ -150,23 +150,24 @@ class Scheduler:
         """Gives a request blocks for KV that comes from another worker, and for one more token. None: no
         room."""
         live = self._new(request, Phase.RESERVED)
-        tokens = len(live.token_ids) + 1
-        if not self._has_room_beside_queue(self.memory.need(live, tokens)):
+        tokens, hits = len(live.token_ids) + 1, self.memory.hits(live)
+        if not self._has_room_beside_queue(self.memory.need(tokens, hits)):
             return None
         self._register(live)
         live.hand_back = True
-        self.memory.take(live, tokens)
+        self.memory.take(live, tokens, hits)
         self.reserved.add(live)
         return live
 
     def start(self, request: EngineRequest) -> LiveRequest | None:
         """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
         live = self._new(request, Phase.WAITING)
-        if not self._has_room_beside_queue(self._need(live)):
+        hits = self.memory.hits(live)
+        if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
             return None
         self._register(live)
         live.hand_back = True
-        self._begin(live)
+        self._begin(live, hits)
         return live
 
     def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:
@@ -272,7 +273,7 @@ class Scheduler:
             if not self._may_join(live, plan):
                 break
             self.waiting.pop(0)
-            self._begin(live)
+            self._begin(live, self.memory.hits(live))
             if live.phase is Phase.RUNNING:
                 plan.started.append(live)
                 used += self._add_chunk(live, budget - used, plan)
@@ -420,12 +421,12 @@ class Scheduler:
 
     def _need(self, live: LiveRequest) -> int:
         """Blocks that a waiting request takes from the free ones when it starts."""
-        return self.memory.need(live, len(live.token_ids))
+        return self.memory.need(len(live.token_ids), self.memory.hits(live))
 
-    def _begin(self, live: LiveRequest) -> None:
+    def _begin(self, live: LiveRequest, hits: Sequence[int]) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
         what the host tier has of it is loaded."""
-        self.memory.take(live, len(live.token_ids))
+        self.memory.take(live, len(live.token_ids), hits)
         if self.memory.load(live, partial(self._load_ended, live)):
             live.flights += 1
             live.phase = Phase.LOADING
