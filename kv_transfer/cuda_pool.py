@@ -86,7 +86,7 @@ class CudaPool:
 
     def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         with torch.cuda.stream(self._stream):
-            for event in {id(event): event for event in after}.values():
+            for event in {id(event): event for event in after if event is not None}.values():
                 self._stream.wait_event(event)
             if exported := [item for item in batch if item.generation]:
                 self._gather_exported(exported)

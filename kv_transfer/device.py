@@ -60,7 +60,8 @@ class Pool(Protocol):
 
     def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         """Pool → slots. When the event that is returned has passed, the slots are filled and the pool is no
-        longer read. `after`: nothing, or for each slice the event after which it may be read."""
+        longer read. `after`: nothing, or for each slice the event after which it may be read. None: at
+        once."""
         ...
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:

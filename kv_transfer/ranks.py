@@ -112,10 +112,10 @@ class RankedPool:
         copied = all(done >= count for done, count in zip(self._copied, event.ordered, strict=True))
         return copied and (event.own is None or self._own.passed(event.own))
 
-    def gather(self, batch: Sequence[Staged], after: Sequence[_Ready] = ()) -> _Copies:
+    def gather(self, batch: Sequence[Staged], after: Sequence[_Ready | None] = ()) -> _Copies:
         by_rank: list[list[_Order]] = [[] for _ in self._heads]
-        for item, ready in zip(batch, after or [_Ready(None, 0)] * len(batch), strict=True):
-            by_rank[self._holders(item.piece)[0]].append(_Order(item, ready))
+        for item, ready in zip(batch, after or [None] * len(batch), strict=True):
+            by_rank[self._holders(item.piece)[0]].append(_Order(item, ready or _Ready(None, 0)))
         self._order(by_rank)
         own, events = _of_own(by_rank[0]), [order.ready.own for order in by_rank[0]]
         return self._copies(self._own.gather(own, events if after else ()) if own else None)

@@ -126,8 +126,7 @@ class ArenaSender:
         self._command(self._close, prefill_id, reason)
 
     def serve(self, pin_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
-        table = self._pool.table(block_ids, stop)
-        self._command(self._serve, pin_id, table, start, stop, self._pool.record())
+        self._command(self._serve, pin_id, self._pool.table(block_ids, stop), start, stop)
 
     def poll(self) -> list[Released | ContentWanted]:
         with contextlib.suppress(BlockingIOError):
@@ -285,8 +284,9 @@ class ArenaSender:
             if prefill.transfer is not None:
                 self._plan(prefill.transfer, *entry)
 
-    def _serve(self, pin_id: bytes, table: Any, start: int, stop: int, event: Any) -> None:
-        ready = [(layer, start, stop, event) for layer in range(self._layout.num_layers)]
+    def _serve(self, pin_id: bytes, table: Any, start: int, stop: int) -> None:
+        # No event: the steps that wrote the KV are over, and it need not wait for those under way.
+        ready = [(layer, start, stop, None) for layer in range(self._layout.num_layers)]
         self._prefills[pin_id] = OutgoingPrefill(
             pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN
         )
