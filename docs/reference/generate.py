@@ -53,8 +53,9 @@ completion is `[DONE]`. The events of `/v1/responses` and `/v1/messages` have th
 
 `/v1/responses` keeps its responses in the memory of one router process: the newest 1,000 of each API key,
 within an equal part of 256 MiB, for 24 hours. A response can be continued (`previous_response_id`), read
-and deleted only there, and only with the same key. A router with several processes or replicas needs a load
-balancer that sends a client to the same process; otherwise send the items again, with `store` false.
+and deleted only there, and only with the same key. An endpoint picker sends such requests to the
+right router ([gateways](../gateways.md)). Other load balancers must send a client to the same process;
+otherwise send the items again, with `store` false.
 
 Three headers are optional: `x-request-id` (the name of the request in logs and traces), `x-session-id` (the
 name of a conversation) and `x-request-timeout` (seconds).

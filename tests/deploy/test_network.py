@@ -122,3 +122,14 @@ def test_rays_nodes_reach_each_other_and_clients_only_the_router(overlays: dict[
     ]:
         assert not network.allows(*denied)
     assert not network.allows("worker", API_SERVER, 443)
+
+
+def test_a_picker_reads_the_load_of_routers_and_nothing_else(overlays: dict[str, list[Object]]) -> None:
+    names = {role: f"Deployment baton-{role}" for role in (ROUTER, PREFILL, "picker")}
+    network = Network(overlays["gateway"], names)
+    ports = (*PORTS, 9002)
+    assert {port for port in ports if network.allows("picker", ROUTER, port)} == {8002}
+    assert not any(network.allows("picker", PREFILL, port) for port in ports)
+    assert {port for port in ports if network.allows(CLIENT, "picker", port)} == {9002}
+    assert not any(network.allows(ROUTER, "picker", port) for port in ports)
+    assert network.allows("picker", API_SERVER, 443)

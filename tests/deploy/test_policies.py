@@ -55,6 +55,33 @@ def test_roles_are_probed_by_their_grpc_health(overlay: list[Object]) -> None:
                     assert container[probe]["grpc"] == {"port": port}, f"{pod}"
 
 
+def test_a_picker_is_ready_when_it_has_found_a_router(overlays: dict[str, list[Object]]) -> None:
+    [picker] = [pod for pod in pod_templates(overlays["gateway"]) if pod.owner == "Deployment baton-picker"]
+    [container] = picker.containers
+    services = {
+        probe: container[f"{probe}Probe"]["grpc"]["service"] for probe in ("startup", "liveness", "readiness")
+    }
+    assert services == {"startup": "liveness", "liveness": "liveness", "readiness": "readiness"}
+
+
+def test_the_pool_of_the_gateway_selects_the_routers_and_names_the_picker(
+    overlays: dict[str, list[Object]],
+) -> None:
+    [pool] = of_kind(overlays["gateway"], "InferencePool")
+    wanted = pool["spec"]["selector"]["matchLabels"].items()
+    [router] = [pod for pod in pod_templates(overlays["gateway"]) if wanted <= pod.labels.items()]
+    ports = {port["name"]: port["containerPort"] for c in router.containers for port in c["ports"]}
+    assert pool["spec"]["targetPorts"] == [{"number": ports["http"]}]
+    reference = pool["spec"]["endpointPickerRef"]
+    [service] = [
+        s for s in of_kind(overlays["gateway"], "Service") if s["metadata"]["name"] == reference["name"]
+    ]
+    assert [port["port"] for port in service["spec"]["ports"]] == [reference["port"]["number"]]
+    [route] = of_kind(overlays["gateway"], "HTTPRoute")
+    [backend] = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+
+
 def test_routers_learn_within_a_second_that_a_worker_is_ready(overlays: dict[str, list[Object]]) -> None:
     workers = [p for p in all_pods(overlays) if p.spec["containers"][0]["name"] == "worker"]
     assert {p.spec["containers"][0]["readinessProbe"]["periodSeconds"] for p in workers} == {1}
@@ -69,7 +96,7 @@ def test_there_is_time_to_drain(overlay: list[Object]) -> None:
         if "head" not in pod.owner:  # Ray's head holds no stream
             assert pod.spec["terminationGracePeriodSeconds"] >= DRAIN_SECONDS + waited + 10, f"{pod}"
         for container in pod.containers:
-            if container["name"] in ("router", "worker", "serve"):
+            if container["name"] in ("router", "worker", "serve", "picker"):
                 assert "preStop" in container["lifecycle"], f"{pod}"
 
 
@@ -105,7 +132,7 @@ def test_containers_write_only_to_volumes(overlay: list[Object]) -> None:
         for container in pod.containers:
             mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
             assert "emptyDir" in mounts["/tmp"], f"{pod}"
-            if container["name"] != "router":
+            if container["name"] not in ("router", "picker"):
                 assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory", f"{pod}"
 
 

@@ -1,4 +1,4 @@
-"""API servers of the oldest and newest supported Kubernetes, and three operators, accept the manifests."""
+"""API servers of the oldest and newest supported Kubernetes, and several operators, accept the manifests."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ EXPECTED = {
     "single-gpu": {"Deployment": 3, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
     "tensor-parallel": {"Deployment": 3, "HorizontalPodAutoscaler": 0, "ServiceMonitor": 1},
     "cpu-demo": {"Deployment": 3, "PodDisruptionBudget": 3, "PersistentVolumeClaim": 0},
+    "gateway": {
+        "Deployment": 4,
+        "InferencePool": 1,
+        "HTTPRoute": 1,
+        "PodDisruptionBudget": 4,
+        "ServiceMonitor": 1,
+    },
     "kuberay": {"RayCluster": 1, "Deployment": 1, "ServiceMonitor": 1, "PersistentVolumeClaim": 2},
 }
 
