@@ -140,7 +140,7 @@ class Frontend:
         with self._services.active.preparing():
             limit = min(self._services.request_timeout, math.inf if timeout is None else timeout)
             async with _deadline(limit, began):
-                prepared = await self._preparer.prepare(kind, raw, self._served, entry.key.name, history)
+                prepared = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
             assert isinstance(prepared, Prepared)
             body = prepared.options
             limit = min(limit, math.inf if body.timeout is None else body.timeout)
@@ -176,7 +176,7 @@ class Frontend:
         account.enter()
         try:
             async with _deadline(self._services.request_timeout, time.monotonic()):
-                response = await self._preparer.prepare(kind, raw, self._served, account.key.name)
+                response = await self._preparer.prepare(kind, raw, self._served, account.key)
         finally:
             account.leave()
         assert isinstance(response, bytes)

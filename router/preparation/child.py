@@ -48,9 +48,9 @@ def main(name: str) -> None:
 
 
 def reply_to(request: bytes, tokenizer: ModelTokenizer) -> bytes:
-    kind, served, history, raw = read_request(request)
+    kind, served, history, salt, raw = read_request(request)
     try:
-        return encode_prepared(prepare(kind, raw, tokenizer, served, history))
+        return encode_prepared(prepare(kind, raw, tokenizer, served, history, salt))
     except ApiError as error:
         return encode_error(error)
     except MemoryError:

@@ -1,7 +1,8 @@
 """Makes token ids of the bytes of a client. Pure. The largest bodies take seconds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -68,11 +69,17 @@ class Prepared:
 
 
 def prepare(
-    kind: Kind, raw: bytes | bytearray, tokenizer: ModelTokenizer, served: Served, history: bytes = b""
+    kind: Kind,
+    raw: bytes | bytearray,
+    tokenizer: ModelTokenizer,
+    served: Served,
+    history: bytes = b"",
+    salt: bytes = b"",
 ) -> Prepared | bytes:
     """Returns a request to generate, or the JSON response of an endpoint that only counts or converts.
 
     `history`: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
+    `salt`: of the client's API key.
 
     Raises InvalidRequest and ModelNotFound.
     """
@@ -82,12 +89,12 @@ def prepare(
     with named_as_in(kind):
         match body:
             case ChatBody():
-                prepared = _chat(body, tokenizer, served)
+                prepared = _chat(body, tokenizer, served, salt)
             case ResponsesBody():
-                prepared = _chat(body.chat(history), tokenizer, served)
+                prepared = _chat(body.chat(history), tokenizer, served, salt)
                 prepared = replace(_bounded(prepared, served), repeated=body.repeated)
             case MessagesBody():
-                prepared = _bounded(_chat(body.chat(), tokenizer, served), served)
+                prepared = _bounded(_chat(body.chat(), tokenizer, served, salt), served)
             case CompletionBody():
                 prepared = _completion(body, tokenizer, served)
             case TokenizeBody():
@@ -101,14 +108,16 @@ def prepare(
     return prepared
 
 
-def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served) -> Prepared:
+def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes) -> Prepared:
     field = body.prompt_field
     if len(body.messages) > served.context:
         text = f"{field}: {len(body.messages)} messages do not fit into a context of {served.context}"
         raise ContextLengthExceeded(text, param=field)
     text = _rendered(tokenizer, body, body.messages)
-    special = bool(body.add_special_tokens)
-    prompt = _encoded(tokenizer, text, body, served, add_special_tokens=special)
+    encode = partial(tokenizer.encode_chat, scope=(salt, body.cache_salt))
+    if body.add_special_tokens:
+        encode = tokenizer.encode
+    prompt = _encoded(tokenizer, text, body, served, encode)
     beginning: Beginning = "answer"
     if tokenizer.reasoning_parser is not None:
         if not body.continue_final_message:
@@ -139,8 +148,8 @@ def _completion(body: CompletionBody, tokenizer: ModelTokenizer, served: Served)
             _check_ids(prompt, field, tokenizer)
             prompts.append(prompt)
         else:
-            special = body.add_special_tokens
-            prompts.append(_encoded(tokenizer, prompt, body, served, add_special_tokens=special))
+            encode = partial(tokenizer.encode, add_special_tokens=body.add_special_tokens)
+            prompts.append(_encoded(tokenizer, prompt, body, served, encode))
     echoes = [
         sent if isinstance(sent, str) else tokenizer.decode(prompt, skip_special_tokens=False)
         for sent, prompt in (zip(body.prompt, prompts, strict=True) if body.echo else ())
@@ -207,8 +216,7 @@ def _encoded(
     text: str,
     body: ChatOptions | CompletionOptions,
     served: Served,
-    *,
-    add_special_tokens: bool,
+    encode: Callable[[str], list[int]],
 ) -> list[int]:
     """Returns the token ids of a prompt. Raises ContextLengthExceeded when it leaves no room for output."""
     field = body.prompt_field
@@ -216,7 +224,6 @@ def _encoded(
     if body.truncate_prompt_tokens is None and len(text) > served.context * tokenizer.longest_token:
         reason = f"{field}: {len(text)} characters do not fit into a context of {served.context}"
         raise ContextLengthExceeded(reason, param=field)
-    encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    token_ids = body.truncated(encoded, served.context)
+    token_ids = body.truncated(encode(text), served.context)
     output_room(len(token_ids), field, served.context)
     return token_ids

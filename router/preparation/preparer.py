@@ -3,6 +3,7 @@
 import logging
 import sys
 
+from router.admission.keys import ApiKey
 from router.child_pool import ChildDied, ChildPool
 from router.errors import ApiError, InvalidRequest
 from router.preparation import child
@@ -29,13 +30,14 @@ class Preparer:
         self._children = ChildPool(command, CHILDREN, tokenizer.state, long_bytes=LONG_BYTES)
 
     async def prepare(
-        self, kind: Kind, raw: bytes | bytearray, served: Served, key: str, history: bytes = b""
+        self, kind: Kind, raw: bytes | bytearray, served: Served, key: ApiKey, history: bytes = b""
     ) -> Prepared | bytes:
-        """As `prepare.prepare`. `key` names the client's API key. Raises ApiError."""
+        """As `prepare.prepare`. `key` is the client's. Raises ApiError."""
         if len(raw) + len(history) <= SMALL_BYTES:
-            return prepare(kind, raw, self._tokenizer, served, history)
+            return prepare(kind, raw, self._tokenizer, served, history, key.cache_salt)
+        head = request_head(kind, served, history, key.cache_salt)
         try:
-            return read_reply(await self._children.call(key, request_head(kind, served, history), raw))
+            return read_reply(await self._children.call(key.name, head, raw))
         except ChildDied as died:
             if not died.caused_by_request:
                 raise ApiError(f"the router has no process to prepare this request: {died}") from died

@@ -1,7 +1,7 @@
 """The messages between a router and the children that prepare bodies.
 
-A request is a line of JSON, [kind, model name, context length, bytes of the history], then the history, then
-the client's bytes. A reply is MessagePack.
+A request is a line of JSON, [kind, model name, context length, salt in hexadecimal, bytes of the history],
+then the history, then the client's bytes. A reply is MessagePack.
 """
 
 import json
@@ -52,16 +52,17 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Prepared | _Response | _Error | _Crash).decode
 
 
-def request_head(kind: Kind, served: Served, history: bytes = b"") -> bytes:
+def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes = b"") -> bytes:
     """Returns what precedes the client's bytes."""
-    return json.dumps([kind, served.model_name, served.context, len(history)]).encode() + b"\n" + history
+    head = [kind, served.model_name, served.context, salt.hex(), len(history)]
+    return json.dumps(head).encode() + b"\n" + history
 
 
-def read_request(request: bytes) -> tuple[Kind, Served, bytes, bytes]:
-    """Returns the kind, the model, the history and the client's bytes."""
+def read_request(request: bytes) -> tuple[Kind, Served, bytes, bytes, bytes]:
+    """Returns the kind, the model, the history, the salt and the client's bytes."""
     head, _, rest = request.partition(b"\n")
-    kind, model_name, context, length = json.loads(head)
-    return kind, Served(model_name, context), rest[:length], rest[length:]
+    kind, model_name, context, salt, length = json.loads(head)
+    return kind, Served(model_name, context), rest[:length], bytes.fromhex(salt), rest[length:]
 
 
 def encode_prepared(prepared: Prepared | bytes) -> bytes:

@@ -1,13 +1,14 @@
 """Turns text into tokens and tokens into text, for all models that a router can serve."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from router.text.chat_encoder import ChatEncoder
 from router.text.chat_template import ChatTemplate
 from router.text.gguf_tokenizer import read_gguf
 from router.text.model_files import locate, read_directory
@@ -17,7 +18,7 @@ from rpc import vocabulary_fingerprint
 
 
 class ModelTokenizer:
-    """A model's tokenizer and chat template. Immutable, and shared by all requests.
+    """A model's tokenizer and chat template. Shared by all requests.
 
     Attributes:
         max_model_len: context length of the model. Its workers may serve a shorter one.
@@ -38,6 +39,7 @@ class ModelTokenizer:
         reasoning_parser: type[ReasoningParser] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._chat_encoder = ChatEncoder(tokenizer)
         self.takes_tools = template is not None and template.takes_tools
         self.tool_format = tool_format
         self.reasoning_parser = reasoning_parser
@@ -94,6 +96,13 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_chat(self, text: str, scope: Hashable) -> list[int]:
+        """As `encode` without special tokens, in a tenth of the time if the text repeats earlier turns.
+
+        Only texts of the same scope profit from each other. Otherwise the time that this takes would tell a
+        client what others have sent."""
+        return self._chat_encoder.encode(text, scope)
 
     def render_chat(
         self,
