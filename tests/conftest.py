@@ -1,8 +1,8 @@
 """Fixtures for all packages, and which tests run at the same time.
 
-`make test` has three processes. One runs all tests that start clusters and workers, one after the other. The
-others run the rest meanwhile, module by module, and at the end all share it. Tests of clusters often wait, so
-with two processes two cores would be idle for a part of the time.
+`make test` has three processes. One runs the tests of clusters (`tests/system`), one after the other: this
+takes longest, so it starts first. The others run the rest meanwhile, module by module, and at the end all
+share it. Tests of clusters often wait, so with two processes two cores would be idle for a part of the time.
 """
 
 import gc
@@ -41,8 +41,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-CLUSTERS = frozenset({"system", "worker", "prefill_worker", "decode_worker"})
-"""Packages with tests that start clusters and workers."""
+SCOPES = ("system", "decode_worker")
+"""Packages whose tests share clusters or workers: one process runs all tests of such a package."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _scope(item.nodeid) != "system")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,13 +54,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
-        """One process runs all of a scope. The scope with the most tests, "clusters", comes first."""
+        """One process runs all of a scope. Scopes start in the order of the collection."""
 
         def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.partition("::")[0]
-            return "clusters" if Path(module).parts[1] in CLUSTERS else module
+            return _scope(nodeid)
 
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+def _scope(nodeid: str) -> str:
+    module = nodeid.partition("::")[0]
+    package = Path(module).parts[1]
+    return package if package in SCOPES else module
 
 
 @pytest.fixture(scope="module")
