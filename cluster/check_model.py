@@ -34,22 +34,19 @@ def faults(
     quantization: str = "auto",
     tensor_parallel_size: int = 1,
     enable_expert_parallel: bool = False,
-    hands_over: bool = False,
     tokenizer: str | None = None,
 ) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
     A name on the hub is not checked, and weights are not checked without torch. The files of the embedded
-    model are not checked, because `model.resolve` has verified its digest. `hands_over`: there are prefill
-    workers.
+    model are not checked, because `model.resolve` has verified its digest.
     """
     ranks = tensor_parallel_size > 1 or enable_expert_parallel
     verified = found.name == EMBEDDED_NAME and not ranks and quantization == "auto" and tokenizer is None
     if verified or not Path(found.location).exists():
         return []
     arguments = [
-        found.location, load_format, quantization, tensor_parallel_size, enable_expert_parallel, hands_over,
-        tokenizer,
+        found.location, load_format, quantization, tensor_parallel_size, enable_expert_parallel, tokenizer,
     ]  # fmt: skip
     command = [sys.executable, "-m", "cluster.check_model", json.dumps(arguments)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -59,17 +56,14 @@ def faults(
     return [Fault(**fault) for fault in json.loads(child.stdout)]
 
 
-def check_files(
-    found: ResolvedModel, engine: EngineOptions, tokenizer: str | None, *, hands_over: bool
-) -> None:
-    """Raises ValueError for a model that `baton serve` cannot serve. `hands_over` as in `faults`."""
+def check_files(found: ResolvedModel, engine: EngineOptions, tokenizer: str | None) -> None:
+    """Raises ValueError for a model that `baton serve` cannot serve."""
     for fault in faults(
         found,
         load_format=engine.load_format,
         quantization=engine.quantization,
         tensor_parallel_size=engine.tensor_parallel_size,
         enable_expert_parallel=engine.enable_expert_parallel,
-        hands_over=hands_over,
         tokenizer=tokenizer,
     ):
         own = fault.message.startswith("--")
@@ -82,7 +76,6 @@ def _faults(
     quantization: str,
     tensor_parallel_size: int,
     enable_expert_parallel: bool,
-    hands_over: bool,
     tokenizer: str | None,
 ) -> list[Fault]:
     from router.text.tokenizer import load_tokenizer
@@ -94,7 +87,7 @@ def _faults(
         from engine.loader import check_model
 
         engine = EngineConfig(model=location, load_format=load_format, quantization=quantization)
-        check_model(engine, hands_over=hands_over)
+        check_model(engine)
         if tensor_parallel_size > 1 or enable_expert_parallel:
             what = "ranks"
             check_model(

@@ -60,7 +60,7 @@ def run(plan: Plan) -> int:
     # Each check starts a process that imports torch. It does not depend on the KV dtype.
     pools: tuple[Pool, ...] = ("prefill", "decode")
     for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in pools}:
-        check_files(found, engine, plan.model.tokenizer, hands_over=plan.pool.prefill.most > 0)
+        check_files(found, engine, plan.model.tokenizer)
     if plan.ray.ray_address is not None:
         from cluster.joined import serve  # imports ray
 

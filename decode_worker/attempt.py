@@ -24,6 +24,7 @@ class Attempt:
     deadline: float  # time.monotonic(), before which the KV must arrive
     phase: AttemptPhase = AttemptPhase.FETCHING
     block_ids: Sequence[int] = ()  # of a reservation
+    state_slot: int = 0  # of a reservation, if the model has state layers
     cached: int = 0  # positions from the start on, with their KV in the prefix cache already
     fetched: int = 0  # tokens of a prompt that is computed here, with KV from another worker's prefix cache
     joined_at: float = 0.0  # time.monotonic() at which the request joined the batch with its prompt computed

@@ -109,7 +109,7 @@ class DecodeRole:
         if source is None:
             self._compute(request, attempt, message.content)
         elif reservation := self.engine.reserve(request):
-            attempt.block_ids, attempt.cached = reservation
+            attempt.block_ids, attempt.cached, attempt.state_slot = reservation
             self._attempts.reserved(decode_id)
             self._fetch(decode_id)
         else:
@@ -215,6 +215,7 @@ class DecodeRole:
             block_ids=attempt.block_ids,
             num_tokens=attempt.prompt_tokens + attempt.output_tokens,
             start=attempt.cached,
+            state_slot=attempt.state_slot,
         )
 
     # ------------------------------------------------------------ ends

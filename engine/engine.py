@@ -46,7 +46,7 @@ from engine.models.cache_spec import CacheSpec
 from engine.step import NO_CHOICE, NOT_FINITE, RowLogprobs, ScoredLogprobs
 
 if TYPE_CHECKING:
-    from engine.kernels import KV
+    from engine.kernels import KV, LayerState
 
 GRAMMAR_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for a grammar."""
@@ -232,7 +232,7 @@ class Engine:
         for live in started:
             if live.handover and self._kv_sink is not None:
                 self._kv_sink.prefill_started(
-                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached
+                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
                 )
 
     def _land(self, flight: Flight, result: StepResult) -> None:
@@ -302,12 +302,13 @@ class Engine:
 
     def reserve(self, request: EngineRequest) -> Reservation | None:
         """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
-        into `kv_cache`, if the prefix cache does not have it. Returns None if there is no room now."""
+        into `kv_cache`, if the prefix cache does not have it, and the states after these positions into
+        `states`. Returns None if there is no room now."""
         live = self._scheduler.reserve(request)
         if live is None:
             return None
         self._prepare(live)
-        return Reservation(tuple(live.blocks), live.num_cached)
+        return Reservation(tuple(live.blocks), live.num_cached, live.state_slot)
 
     def start(self, request: EngineRequest) -> Sequence[int] | None:
         """Gives a request its blocks at once, prefills it here, and then decodes it. Returns the block table,
@@ -408,6 +409,11 @@ class Engine:
     @property
     def kv_cache(self) -> "list[KV]":
         return self._runner.kv_cache
+
+    @property
+    def states(self) -> "list[LayerState]":
+        """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
+        return self._runner.states
 
     @property
     def blocks_free(self) -> int:

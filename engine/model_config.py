@@ -245,14 +245,6 @@ class ModelConfig:
                 f"{self.experts.num_experts} experts"
             )
 
-    def check_handover(self) -> None:
-        """Raises `ValueError` if requests of this model cannot be handed over to another worker."""
-        if self.mamba is not None:
-            raise ValueError(
-                f"{self.architecture} has layers with states, and prefill workers hand over KV alone; serve "
-                "it with --prefill 0, so that decode workers compute the prompts"
-            )
-
     @property
     def num_parameters(self) -> int:
         """Number of parameters in the matrices, which are nearly all."""

@@ -26,7 +26,7 @@ from kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from kv_transfer.arena_transport import ArenaTransport
 from kv_transfer.config import TransferConfig, TransferDeadlines
 from kv_transfer.heartbeat import Heartbeat
-from kv_transfer.layout import KVLayout
+from kv_transfer.layout import KVLayout, StateType
 from kv_transfer.protocol.messages import MAX_CHUNKS, FirstToken
 from kv_transfer.spawn import (
     Drain,
@@ -74,6 +74,7 @@ __all__ = [
     "Receiver",
     "Released",
     "Sender",
+    "StateType",
     "StatsRequest",
     "TraceWriter",
     "TransferConfig",

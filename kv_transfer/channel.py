@@ -33,6 +33,7 @@ class _SliceMessage(Local):
     slot: int
     seq: int
     layer: int
+    state: int | None  # as in `layout.Slice`
     head_start: int
     head_count: int
     token_start: int
@@ -180,6 +181,7 @@ class FetchIn(Local):
     ranges: tuple[tuple[int, int], ...]
     head_start: int
     head_count: int
+    states_of: int | None = None  # positions that the states cover; None: states are not asked for
     chunks: tuple[bytes, ...] = ()  # FETCH_CONTENT: of the one range, in place of a prefill
 
 
@@ -270,11 +272,13 @@ class Copy(Local):
 
     slot: int
     layer: int
+    state: int | None  # as in `layout.Slice`
     head_start: int
     head_count: int
     token_start: int  # in the first of the blocks
     token_count: int
     block_ids: Sequence[int]
+    state_slot: int
     layers_ready: int  # gather only when the rank has counted so many layers
     dtype: str | None  # as in `device.Staged`
 

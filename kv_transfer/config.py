@@ -80,6 +80,12 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"slot_bytes is {self.slot_bytes}, less than one position of one layer "
                 f"({self.layout.bytes_per_token_layer} bytes): use larger slots"
             )
+        for state in self.layout.states:
+            if self.slot_bytes < state.head_bytes:
+                raise ValueError(
+                    f"slot_bytes is {self.slot_bytes}, less than one head of the state {state.name} "
+                    f"({state.head_bytes} bytes): use larger slots"
+                )
         if self.num_slots < 4:
             raise ValueError(f"num_slots is {self.num_slots}: an arena needs at least 4 slots")
         if not 1 <= self.lanes <= MAX_LANES:

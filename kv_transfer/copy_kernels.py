@@ -10,11 +10,16 @@ each row is one run of bytes, moved as 32-bit words whatever the dtype: read onc
 is ever looked at. In torch: `index_select`, `index_copy_`. The scales of FP8 are a pool of their own, where
 the positions of a head are neighbours. In dense memory the scale of a head is a row of one word.
 
+A slice of a state is moved in the same way: dense[row, h, :] = pool[slot, row, head start + h, :]. For the
+kernel its heads are positions, of a request with one block, and its rows are what keys and values are of KV.
+
 The checksum of a slice is the sum of its 32-bit words, each mixed with its place in the slice. For one place
 the mix is a bijection, so one wrong word is always found. The kernel that moves a slice can sum it, too.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -26,7 +31,7 @@ from kv_transfer.layout import Range, Slice
 
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread
 WARPS = 4
-FIELDS = 10  # of a line: see `line`
+FIELDS = 11  # of a line: see `line`
 MARK_FIELDS = 2
 SUM_FIELDS = 3
 CONVERTED_FIELDS = 10
@@ -51,7 +56,7 @@ def line(
     return [
         pool.data_ptr(), blocks.data_ptr(), dense, piece.token_start, piece.token_count,
         (heads[0] - first_head) * words, (heads[1] - heads[0]) * words, piece.head_count * words,
-        checksum, first_word + skipped,
+        checksum, first_word + skipped, piece.token_count,
     ]  # fmt: skip
 
 
@@ -81,6 +86,55 @@ def launch(
         SUMS=sums,
         num_warps=WARPS,
     )
+
+
+def state_line(
+    pool: Tensor, slot: Tensor, dense_address: int, piece: Slice, heads: Range, first_head: int,
+    *, checksum: int = 0,
+) -> list[int]:  # fmt: skip
+    """As `line`, for `launch_states`. pool [slots, rows, heads from `first_head` on, head_dim]; slot [1]
+    int64, on the device; dense [rows, heads of the slice, head_dim]."""
+    parts, words = _parts(pool)
+    skipped = (heads[0] - piece.head_start) * parts * words
+    return [
+        pool.data_ptr(), slot.data_ptr(), dense_address + 4 * skipped, (heads[0] - first_head) * parts,
+        (heads[1] - heads[0]) * parts, 0, words, words, checksum, skipped, piece.head_count * parts,
+    ]  # fmt: skip
+
+
+def launch_states(
+    table: Tensor, pool: Tensor, most_heads: int, *, into_pool: bool, sums: bool = False
+) -> None:
+    """As `launch`, for slices of one state of any layers. `pool`: of any of the layers."""
+    parts, words = _parts(pool)
+    slot_words, row_words = (stride * pool.itemsize // 4 for stride in pool.stride()[:2])
+    columns = triton.next_power_of_2(words)
+    per_program = max(1, WORDS // columns)
+    _copy[(triton.cdiv(most_heads * parts, per_program), pool.shape[1], len(table))](
+        table,
+        words,
+        row_words,
+        LINE=FIELDS,
+        BLOCK=slot_words // words,
+        TOKENS=per_program,
+        COLUMNS=columns,
+        INTO_POOL=into_pool,
+        SCALES=False,
+        SUMS=sums,
+        num_warps=WARPS,
+    )
+
+
+def _parts(pool: Tensor) -> tuple[int, int]:
+    """Into how many parts the kernel cuts a head of a state, and the 32-bit words of each. A program moves
+    whole parts. A slot has a whole number of them, too: this is the size of the request's one block."""
+    assert pool[0, 0].is_contiguous(), "heads are runs of bytes"
+    head, slot, row = (n * pool.itemsize for n in (pool.shape[3], *pool.stride()[:2]))
+    assert head % 4 == slot % 4 == row % 4 == 0, "moved as 32-bit words"
+    words = math.gcd(head // 4, slot // 4)
+    while words > WORDS and words % 2 == 0:
+        words //= 2
+    return head // 4 // words, words
 
 
 def launch_marks(table: Tensor) -> None:
@@ -195,6 +249,7 @@ def _copy(
     first = tl.load(entry + 5)  # word in a row of the pool
     width = tl.load(entry + 6)  # words to move of each row
     dense_width = tl.load(entry + 7)  # words of a row of dense
+    dense_tokens = tl.load(entry + 10)  # rows of dense, of each half
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < width)[None, :]
@@ -207,7 +262,7 @@ def _copy(
     else:
         row = block * BLOCK + position % BLOCK
         paged = pool + half * pool_half + row[:, None] * pool_width + first + column[None, :]
-    place = (half * tokens + token.to(tl.int64)[:, None]) * dense_width + column[None, :]
+    place = (half * dense_tokens + token.to(tl.int64)[:, None]) * dense_width + column[None, :]
     if INTO_POOL:
         words = tl.load(dense + place, mask=inside, other=0)
         tl.store(paged, words, mask=inside)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +15,11 @@ from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemory, Unreachable
 from kv_transfer.protocol.messages import Export
 from kv_transfer.transport import PagedKV
+
+_Summed = tuple[Staged, int, int]
+"""With the address of its dense memory, and where its checksum is added."""
+_Launch = tuple[Callable[..., None], list[list[int]]]
+"""Of a kernel, with its lines of the table."""
 
 
 class CudaPool:
@@ -29,13 +35,16 @@ class CudaPool:
     def __init__(self, kv: PagedKV, arena: Arena, *, exported: bool) -> None:
         """`exported` as in `pools.open_pool`."""
         layout = kv.layout
-        self._layers = list(kv.layers)
-        self._scales = list(kv.scales)
+        kv_layers = layout.kv_layers
+        self._layers = dict(zip(kv_layers, kv.layers, strict=True))
+        self._scales = dict(zip(kv_layers, kv.scales, strict=False))  # none, or of all layers
+        self._states = [dict(zip(layout.state_layers, layers, strict=True)) for layers in kv.states]
         self._device = kv.layers[0].device
         self._block_size = kv.block_size
         self._layout = layout
         self._layouts = of_each_dtype(layout)
         self._heads = kv.heads
+        self._state_heads = kv.state_heads
         self._slot_bytes = arena.slot_bytes
         self._num_slots = arena.num_slots
         self._exported: DeviceMemory | None = None  # slots that peers read, beside those of the arena
@@ -47,13 +56,19 @@ class CudaPool:
         self._pulls = torch.cuda.Stream(self._device, priority=-1)
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
-        # Compiles all kernels now, not during the first transfer: one position of block 0, there and back,
-        # and none for the kernels that convert, since they would not give back the same bytes.
-        row = Staged(Slice(0, 0, layout.num_kv_heads, 0, 1), 0, self.table([0], 1))
-        nothing = Staged(Slice(0, 0, layout.num_kv_heads, 0, 0), 0, row.table)
+        # Compiles all kernels now, not during the first transfer: one position of block 0, and a head of each
+        # state in slot 0, there and back. None for the kernels that convert, since they would not give back
+        # the same bytes.
+        table, layer = self.table([0], 1), kv_layers[0]
+        pieces = [Slice(layer, 0, layout.num_kv_heads, 0, 1)]
+        pieces += [
+            Slice(layout.state_layers[0], first, 1, 1, 0, i) for i, (first, _) in enumerate(kv.state_heads)
+        ]
+        nothing = Staged(Slice(layer, 0, layout.num_kv_heads, 0, 0), 0, table)
         with torch.cuda.stream(self._stream):
-            dense = torch.empty(layout.bytes_per_token_layer, dtype=torch.uint8, device=self._device)
-            there = [(row, dense.data_ptr())]
+            size = max(slice_bytes(layout, piece) for piece in pieces)
+            dense = torch.empty((len(pieces), -(-size // 16) * 16), dtype=torch.uint8, device=self._device)
+            there = [(Staged(piece, 0, table), x.data_ptr()) for piece, x in zip(pieces, dense, strict=True)]
             for into_pool in (False, True):
                 self._copy(there, into_pool=into_pool)
             if exported:
@@ -61,7 +76,7 @@ class CudaPool:
                 mark = sums.data_ptr()
                 copy_kernels.launch_marks(self._upload([mark, 0]).view(1, -1))
                 for into_pool in (False, True):
-                    self._copy(there, into_pool=into_pool, sums=[mark])
+                    self._copy(there, into_pool=into_pool, sums=[mark] * len(there))
                 copy_kernels.launch_sums(self._upload([dense.data_ptr(), 1, mark]).view(1, -1), 1)
             for dtype in ITEM_BYTES:
                 if dtype != layout.dtype and convertible(dtype, layout.dtype):
@@ -70,11 +85,11 @@ class CudaPool:
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def table(self, block_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
-        """int64 [blocks] on the device."""
+    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> torch.Tensor:
+        """int64 [blocks + 1] on the device: the blocks, and behind them the slot of the states."""
         assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
         with torch.cuda.stream(self._stream):
-            return self._upload(list(block_ids))
+            return self._upload([*block_ids, state_slot])
 
     def record(self) -> Event:
         event = torch.cuda.Event()
@@ -112,14 +127,7 @@ class CudaPool:
             for slot, at, size in copies:
                 dense[at : at + size].copy_(self._arena[slot : slot + size], non_blocking=True)
             copied = self.record()
-            by_dtype: dict[str, list[tuple[Staged, int]]] = {}
-            for item, address in zip(batch, addresses, strict=True):
-                by_dtype.setdefault(item.dtype or self._layout.dtype, []).append((item, address))
-            for dtype, items in by_dtype.items():
-                if dtype == self._layout.dtype:
-                    self._copy(items, into_pool=True)
-                else:
-                    self._convert(items, dtype)
+            self._into_pool(list(zip(batch, addresses, strict=True)))
             return copied, self.record()
 
     def export(self) -> Export:
@@ -166,14 +174,7 @@ class CudaPool:
                 memory_of_copies.record_stream(self._stream)
             sums = torch.zeros(len(batch), dtype=torch.int64, device=self._device)
             sum_at = [sums.data_ptr() + 8 * i for i in range(len(batch))]
-            items, dtype = list(zip(batch, addresses, strict=True)), batch[0].dtype or self._layout.dtype
-            if dtype == self._layout.dtype:
-                self._copy(items, into_pool=True, sums=sum_at)
-            else:  # one peer, one dtype
-                words = [slice_bytes(self._layouts[item.dtype], item.piece) // 4 for item in batch]
-                lines = [field for line in zip(addresses, words, sum_at, strict=True) for field in line]
-                copy_kernels.launch_sums(self._upload(lines).view(len(batch), -1), max(words))
-                self._convert(items, dtype)
+            self._into_pool(list(zip(batch, addresses, strict=True)), sum_at)
             found = torch.empty(len(marks) + len(sums), dtype=torch.int64, pin_memory=True)
             found.copy_(torch.cat((marks, sums)), non_blocking=True)
             event = self.record()
@@ -194,6 +195,7 @@ class CudaPool:
         unpin(self._arena)
         self._layers.clear()
         self._scales.clear()
+        self._states.clear()
         self._arena = torch.empty(0)
 
     def _stage(
@@ -209,38 +211,83 @@ class CudaPool:
         base = dense.data_ptr()
         return batch, dense, [base + at for at in offsets], copies
 
+    def _into_pool(self, items: Sequence[tuple[Staged, int]], sums: Sequence[int] = ()) -> None:
+        """As `_copy`, from memory in any dtype."""
+        by_dtype: dict[str, list[tuple[tuple[Staged, int], int]]] = {}
+        for item, checksum in zip(items, sums or [0] * len(items), strict=True):
+            by_dtype.setdefault(item[0].dtype or self._layout.dtype, []).append((item, checksum))
+        for dtype, some in by_dtype.items():
+            of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
+            if dtype == self._layout.dtype:
+                self._copy(of_dtype, into_pool=True, sums=checksums if sums else ())
+                continue
+            if sums:
+                words = [slice_bytes(self._layouts[dtype], x.piece) // 4 for x, _ in of_dtype]
+                lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
+                table = self._upload([field for line in lines for field in line]).view(len(words), -1)
+                copy_kernels.launch_sums(table, max(words))
+            self._convert(of_dtype, dtype)
+
     def _copy(
         self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = ()
     ) -> None:
         """Each item with the address of its dense memory. `sums`: for each, where its checksum is added."""
-        pools = [self._layers, self._scales] if self._scales else [self._layers]
+        summed = [(*item, checksum) for item, checksum in zip(items, sums or [0] * len(items), strict=True)]
+        kv = [item for item in summed if item[0].piece.state is None]
+        launches = self._kv_launches(kv) if kv else []
+        for state in range(len(self._states)):
+            if of_state := [item for item in summed if item[0].piece.state == state]:
+                launches.append(self._state_launch(state, of_state))
+        table = self._upload([field for _, lines in launches for line in lines for field in line])
+        parts = table.view(-1, copy_kernels.FIELDS).split([len(lines) for _, lines in launches])
+        for (launch, _), part in zip(launches, parts, strict=True):
+            launch(part, into_pool=into_pool, sums=bool(sums))
+
+    def _kv_launches(self, items: Sequence[_Summed]) -> list[_Launch]:
+        tokens = max(x.piece.token_count for x, *_ in items)
+        heads = max(x.piece.head_count for x, *_ in items)
         values = 2 * self._layout.head_dim * ITEM_BYTES[self._layout.dtype]  # bytes of a head; scales follow
+        launches: list[_Launch] = []
+        for pool in [self._layers, self._scales] if self._scales else [self._layers]:
+            lines = [
+                copy_kernels.line(
+                    pool[x.piece.layer], x.table, address + (pool is self._scales) * values * _heads(x.piece),
+                    x.piece, held_heads(x.piece, self._heads), self._heads[0], checksum=checksum,
+                    first_word=(pool is self._scales) * values // 4 * _heads(x.piece),
+                )
+                for x, address, checksum in items
+            ]  # fmt: skip
+            layer = next(iter(pool.values()))
+            launch = partial(copy_kernels.launch, pool=layer, most_tokens=tokens, most_heads=heads)
+            launches.append((launch, lines))
+        return launches
+
+    def _state_launch(self, state: int, items: Sequence[_Summed]) -> _Launch:
+        pool, own = self._states[state], self._state_heads[state]
+        heads = max(x.piece.head_count for x, *_ in items)
         lines = [
-            copy_kernels.line(
-                pool[x.piece.layer], x.table, address + (pool is self._scales) * values * _heads(x.piece),
-                x.piece, held_heads(x.piece, self._heads), self._heads[0], checksum=checksum,
-                first_word=(pool is self._scales) * values // 4 * _heads(x.piece),
+            copy_kernels.state_line(
+                pool[x.piece.layer], x.table[-1:], address, x.piece, held_heads(x.piece, own), own[0],
+                checksum=checksum,
             )
-            for pool in pools for (x, address), checksum in zip(items, sums or [0] * len(items), strict=True)
+            for x, address, checksum in items
         ]  # fmt: skip
-        tables = self._upload([field for line in lines for field in line]).view(len(pools), len(items), -1)
-        tokens = max(x.piece.token_count for x, _ in items)
-        heads = max(x.piece.head_count for x, _ in items)
-        for pool, table in zip(pools, tables, strict=True):
-            copy_kernels.launch(table, pool[0], tokens, heads, into_pool=into_pool, sums=bool(sums))
+        layer = next(iter(pool.values()))
+        return partial(copy_kernels.launch_states, pool=layer, most_heads=heads), lines
 
     def _convert(self, items: Sequence[tuple[Staged, int]], dtype: str) -> None:
         """As `_copy`, into the pool, from memory in another dtype."""
         lines = [
             copy_kernels.line_to_convert(
-                self._layers[x.piece.layer], self._scales[x.piece.layer] if self._scales else None, x.table,
+                self._layers[x.piece.layer], self._scales.get(x.piece.layer), x.table,
                 address, x.piece, held_heads(x.piece, self._heads), self._heads[0],
             )
             for x, address in items
         ]  # fmt: skip
         table = self._upload([field for line in lines for field in line]).view(len(lines), -1)
         most = max(1, *(_heads(x.piece) for x, _ in items))
-        copy_kernels.launch_converting(table, self._layers[0], getattr(torch, dtype), most)
+        pool = next(iter(self._layers.values()))
+        copy_kernels.launch_converting(table, pool, getattr(torch, dtype), most)
 
     def _upload(self, numbers: list[int]) -> torch.Tensor:
         """int64, on the device once the current stream gets there."""

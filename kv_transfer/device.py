@@ -1,11 +1,12 @@
 """Where torch begins: KV between the engine's paged pool and arena slots.
 
 `HostPool` copies at once. `CudaPool` enqueues on a side stream of its own and answers with events; it never
-waits for the device. In both, a *table* is where one request's positions lie in the pool.
+waits for the device. In both, a *table* is where one request's positions and its states lie in the pool.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,8 +46,8 @@ class Pool(Protocol):
         """Call first in each thread that uses the pool."""
         ...
 
-    def table(self, block_ids: Sequence[int], num_tokens: int) -> Any:
-        """Where positions [0, num_tokens) lie."""
+    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Any:
+        """Where positions [0, num_tokens) and the states of a request lie."""
         ...
 
     def record(self) -> Event:
@@ -105,21 +106,30 @@ class HostPool:
 
     def __init__(self, kv: PagedKV, arena: Arena) -> None:
         # layer → [2, rows, heads, bytes of a head], and [2, blocks, block_size, heads]
-        self._rows = [t.flatten(1, 2).view(torch.uint8).numpy() for t in kv.layers]
-        self._scales = [t.transpose(2, 3).numpy() for t in kv.scales]
+        rows = [t.flatten(1, 2).view(torch.uint8).numpy() for t in kv.layers]
+        self._rows = dict(zip(kv.layout.kv_layers, rows, strict=True))
+        scales = [t.transpose(2, 3).numpy() for t in kv.scales]
+        self._scales = dict(zip(kv.layout.kv_layers, scales, strict=False))  # none, or of all layers
+        # state type → layer → [slots, rows, heads, bytes of a head]
+        self._states = [
+            dict(zip(kv.layout.state_layers, [t.view(torch.uint8).numpy() for t in layers], strict=True))
+            for layers in kv.states
+        ]
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._layouts = of_each_dtype(kv.layout)
         self._heads = kv.heads
+        self._state_heads = kv.state_heads
         self._arena = arena
         self._exported = False
 
     def enter_thread(self) -> None:
         pass
 
-    def table(self, block_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
+    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Sequence[int]:
+        """The blocks, and behind them the slot of the states."""
         assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
-        return list(block_ids)
+        return [*block_ids, state_slot]
 
     def record(self) -> Event:
         return None
@@ -131,12 +141,7 @@ class HostPool:
         for item in batch:
             if self._exported:  # a late reader sees that it was late, also if these bytes go over TCP
                 mark(self._arena, item.slot, item.generation, 0)
-            dense = Dense.of(self._arena.slot(item.slot), item.piece, self._layout)
-            for pool, staged in self._rows_of(item, dense.values):
-                staged[:] = pool
-            if dense.scales is not None:
-                for places, staged in self._scales_of(item, dense.scales):
-                    staged[:] = self._scales[item.piece.layer][places]
+            self._gather(item, self._arena.slot(item.slot))
             if item.generation:
                 filled = self._arena.slot(item.slot)[: slice_bytes(self._layout, item.piece)]
                 mark(self._arena, item.slot, item.generation, xxhash.xxh3_64_intdigest(filled))
@@ -162,7 +167,23 @@ class HostPool:
             whole.append(memory.mark(item.slot) == (item.generation, checksum))
         return None, lambda: whole
 
+    def _gather(self, item: Staged, slot: memoryview) -> None:
+        if item.piece.state is not None:
+            pool, staged = self._state(item, slot)
+            staged[:] = pool
+            return
+        dense = Dense.of(slot, item.piece, self._layout)
+        for pool, staged in self._rows_of(item, dense.values):
+            staged[:] = pool
+        if dense.scales is not None:
+            for places, staged in self._scales_of(item, dense.scales):
+                staged[:] = self._scales[item.piece.layer][places]
+
     def _scatter(self, item: Staged, slot: memoryview) -> None:
+        if item.piece.state is not None:
+            pool, staged = self._state(item, slot)
+            pool[:] = staged
+            return
         dtype = item.dtype or self._layout.dtype
         dense = Dense.of(slot, item.piece, self._layouts[dtype])
         if dtype != self._layout.dtype:
@@ -176,6 +197,19 @@ class HostPool:
     def close(self) -> None:
         self._rows.clear()
         self._scales.clear()
+        self._states.clear()
+
+    def _state(self, item: Staged, slot: memoryview) -> tuple[np.ndarray, np.ndarray]:
+        """The heads of a slice of a state that this rank holds: in the pool, and in `slot`."""
+        piece = item.piece
+        assert piece.state is not None
+        pool = self._states[piece.state][piece.layer][item.table[-1]]
+        shape = len(pool), piece.head_count, pool.shape[2]
+        staged = np.frombuffer(slot, np.uint8, math.prod(shape)).reshape(shape)
+        first_head, _ = self._state_heads[piece.state]
+        first, last = held_heads(piece, self._state_heads[piece.state])
+        pool = pool[:, first - first_head : last - first_head]
+        return pool, staged[:, first - piece.head_start : last - piece.head_start]
 
     def _rows_of(self, item: Staged, staged: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Neighbouring rows of the pool, and where they are in `staged` [2, tokens, heads, …]."""
@@ -209,7 +243,7 @@ class NoPool:
     def enter_thread(self) -> None:
         pass
 
-    def table(self, block_ids: Sequence[int], num_tokens: int) -> Sequence[int]:
+    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Sequence[int]:
         return block_ids
 
     def record(self) -> Event:

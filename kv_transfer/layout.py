@@ -3,6 +3,9 @@
 On the wire a slice is a dense ``[2 (K, V), tokens, heads, head_dim]`` of one layer, for one range of
 positions and one range of KV heads. In FP8 the scales follow: ``[2, tokens, heads]`` float32. Both sides map
 positions to their own block tables; a block size never travels.
+
+A layer may keep states of fixed size for a request, in place of KV. Then a slice is a dense ``[rows, heads,
+head_dim]`` of one state of one layer, for one range of heads.
 """
 
 from __future__ import annotations
@@ -19,6 +22,21 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 SCALE_BYTES = 4  # of each K and each V head of a position in FP8
 
 
+class StateType(msgspec.Struct, frozen=True):
+    """A state that each state layer of a model keeps for a request: [rows, heads, head_dim]."""
+
+    name: str
+    rows: int
+    heads: int  # of the model, over all ranks
+    head_dim: int
+    dtype: str  # a key of ITEM_BYTES; the same on both sides
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head, over all rows."""
+        return self.rows * self.head_dim * ITEM_BYTES[self.dtype]
+
+
 class KVLayout(msgspec.Struct, frozen=True):
     """What both sides must agree on before a byte of KV travels: the shape of a model's whole KV cache.
 
@@ -26,10 +44,12 @@ class KVLayout(msgspec.Struct, frozen=True):
     that are `convertible`: KV travels in the dtype of the sender.
     """
 
-    num_layers: int
+    num_layers: int  # with KV or states
     num_kv_heads: int  # of the model, over all ranks
     head_dim: int
-    dtype: str  # a key of ITEM_BYTES
+    dtype: str  # of KV: a key of ITEM_BYTES
+    states: tuple[StateType, ...] = ()  # of each state layer
+    state_layers: tuple[int, ...] = ()  # all other layers have KV
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
@@ -43,7 +63,14 @@ class KVLayout(msgspec.Struct, frozen=True):
     def fingerprint(self) -> str:
         """Readable on purpose: a mismatch is refused with both sides' fingerprints in the message."""
         shape = f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim}"
+        if self.states:
+            shape += f" kv_layers={','.join(map(str, self.kv_layers))}"
+            shape += "".join(f" {s.name}={s.rows}x{s.heads}x{s.head_dim}:{s.dtype}" for s in self.states)
         return f"kv{WIRE_VERSION} {shape}"
+
+    @property
+    def kv_layers(self) -> list[int]:
+        return [layer for layer in range(self.num_layers) if layer not in self.state_layers]
 
     @property
     def head_bytes(self) -> int:
@@ -57,7 +84,12 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_layers * self.bytes_per_token_layer
+        return len(self.kv_layers) * self.bytes_per_token_layer
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states of a request."""
+        return len(self.state_layers) * sum(state.heads * state.head_bytes for state in self.states)
 
 
 def scales_of(dtype: str) -> str:
@@ -73,13 +105,14 @@ def convertible(sent: str, kept: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One payload: `[2, token_count, head_count, head_dim]` of one layer."""
+    """One payload: `[2, token_count, head_count, head_dim]` of one layer, or heads of a state of it."""
 
     layer: int
     head_start: int
     head_count: int
-    token_start: int
-    token_count: int
+    token_start: int  # of a state: how many positions it covers
+    token_count: int  # of a state: 0
+    state: int | None = None  # index into `KVLayout.states`; None: KV
 
 
 Range = tuple[int, int]  # [start, stop) of positions
@@ -112,13 +145,29 @@ def cut(layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: i
         start += count
 
 
-def heads_of(layout: KVLayout, rank: int, ranks: int) -> Range:
-    """The KV heads that a rank holds. With fewer heads than ranks each is held by several ranks in a row."""
-    first = rank * layout.num_kv_heads // ranks
-    return first, first + max(1, layout.num_kv_heads // ranks)
+def cut_state(
+    layout: KVLayout, layer: int, state: int, positions: int, heads: Range, slot_bytes: int
+) -> Iterator[Slice]:
+    """Cut heads of a state of one layer, which covers so many positions, as `cut` does with positions."""
+    first, stop = heads
+    pieces = -(-(stop - first) // (slot_bytes // layout.states[state].head_bytes))
+    for i in range(pieces, 0, -1):
+        count = -(-(stop - first) // i)
+        yield Slice(layer, first, count, positions, 0, state)
+        first += count
+
+
+def heads_of(layout: KVLayout, rank: int, ranks: int, state: int | None = None) -> Range:
+    """The heads that a rank holds of KV, or of a state. With fewer heads than ranks each is held by several
+    ranks in a row."""
+    heads = layout.num_kv_heads if state is None else layout.states[state].heads
+    first = rank * heads // ranks
+    return first, first + max(1, heads // ranks)
 
 
 def slice_bytes(layout: KVLayout, piece: Slice) -> int:
+    if piece.state is not None:
+        return piece.head_count * layout.states[piece.state].head_bytes
     return piece.token_count * piece.head_count * layout.head_bytes
 
 

@@ -13,11 +13,10 @@ from kv_transfer.transport import PagedKV
 def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
     """`exported`: `export`, or `open` and `pull`, will be called."""
     layout = kv.layout
-    assert len(kv.layers) == layout.num_layers, (
-        f"{len(kv.layers)} layers of KV, layout has {layout.num_layers}"
-    )
+    num_layers = len(layout.kv_layers)
+    assert len(kv.layers) == num_layers, f"{len(kv.layers)} layers of KV, layout has {num_layers}"
     first, last = kv.heads
-    assert len(kv.scales) == (layout.num_layers if layout.dtype == FP8 else 0), "FP8 has scales"
+    assert len(kv.scales) == (num_layers if layout.dtype == FP8 else 0), "FP8 has scales"
     for scales, tensor in zip(kv.scales, kv.layers, strict=False):
         shape = (2, tensor.shape[1], last - first, kv.block_size)
         assert tuple(scales.shape) == shape, f"{tuple(scales.shape)} is not {shape}"
@@ -30,6 +29,13 @@ def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
         assert tensor.dtype == getattr(torch, layout.dtype), (
             f"KV is {tensor.dtype}, layout says {layout.dtype}"
         )
+    for state, layers, (first, last) in zip(layout.states, kv.states, kv.state_heads, strict=True):
+        assert len(layers) == len(layout.state_layers), f"{len(layers)} layers with the state {state.name}"
+        for tensor in layers:
+            shape = (tensor.shape[0], state.rows, last - first, state.head_dim)
+            assert tensor[0, 0].is_contiguous(), "the heads of a state must be contiguous"
+            assert tuple(tensor.shape) == shape, f"{tuple(tensor.shape)} is not {shape}"
+            assert tensor.dtype == getattr(torch, state.dtype), f"{state.name} is {tensor.dtype}"
     match torch.device(kv.device).type:
         case "cuda":
             from kv_transfer.cuda_pool import CudaPool

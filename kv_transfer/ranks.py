@@ -65,6 +65,7 @@ class _Copies(NamedTuple):
 class _Table(NamedTuple):
     own: Any
     block_ids: Sequence[int]
+    state_slot: int
 
 
 class _Order(NamedTuple):
@@ -83,7 +84,11 @@ class RankedPool:
         self._channels = channels
         self._block_size = kv.block_size
         self._layers_ready = kv.layers_ready
-        self._heads = [heads_of(kv.layout, rank, kv.ranks) for rank in range(kv.ranks)]
+        # Of each rank. By state type; None: KV.
+        self._heads = {
+            state: [heads_of(kv.layout, rank, kv.ranks, state) for rank in range(kv.ranks)]
+            for state in (None, *range(len(kv.layout.states)))
+        }
         self._ordered = [0] * len(channels)
         self._copied = [0] * len(channels)
         self._heard = [0.0] * len(channels)  # when a rank last copied, or had nothing to do
@@ -91,8 +96,8 @@ class RankedPool:
     def enter_thread(self) -> None:
         self._own.enter_thread()
 
-    def table(self, block_ids: Sequence[int], num_tokens: int) -> _Table:
-        return _Table(self._own.table(block_ids, num_tokens), block_ids)
+    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> _Table:
+        return _Table(self._own.table(block_ids, num_tokens, state_slot), block_ids, state_slot)
 
     def record(self) -> _Ready:
         return _Ready(self._own.record(), self._layers_ready())
@@ -113,7 +118,7 @@ class RankedPool:
         return copied and (event.own is None or self._own.passed(event.own))
 
     def gather(self, batch: Sequence[Staged], after: Sequence[_Ready | None] = ()) -> _Copies:
-        by_rank: list[list[_Order]] = [[] for _ in self._heads]
+        by_rank: list[list[_Order]] = [[] for _ in range(1 + len(self._channels))]
         for item, ready in zip(batch, after or [None] * len(batch), strict=True):
             by_rank[self._holders(item.piece)[0]].append(_Order(item, ready or _Ready(None, 0)))
         self._order(by_rank)
@@ -121,7 +126,7 @@ class RankedPool:
         return self._copies(self._own.gather(own, events if after else ()) if own else None)
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[_Copies, _Copies]:
-        by_rank: list[list[_Order]] = [[] for _ in self._heads]
+        by_rank: list[list[_Order]] = [[] for _ in range(1 + len(self._channels))]
         for item in batch:
             for rank in self._holders(item.piece):
                 by_rank[rank].append(_Order(item, _Ready(None, 0)))
@@ -147,7 +152,8 @@ class RankedPool:
     def _holders(self, piece: Slice) -> list[int]:
         """The ranks that hold heads of the slice."""
         start, stop = piece.head_start, piece.head_start + piece.head_count
-        return [rank for rank, (first, last) in enumerate(self._heads) if first < stop and start < last]
+        heads = self._heads[piece.state]
+        return [rank for rank, (first, last) in enumerate(heads) if first < stop and start < last]
 
     def _order(self, by_rank: Sequence[Sequence[_Order]]) -> None:
         for i, batch in enumerate(by_rank[1:]):
@@ -161,8 +167,8 @@ class RankedPool:
         first, start = divmod(piece.token_start, size)
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
         return Copy(
-            item.slot, piece.layer, piece.head_start, piece.head_count, start, piece.token_count, blocks,
-            ready.layers_ready, item.dtype,
+            item.slot, piece.layer, piece.state, piece.head_start, piece.head_count, start, piece.token_count,
+            blocks, item.table.state_slot, ready.layers_ready, item.dtype,
         )  # fmt: skip
 
     def _copies(self, own: Event | None) -> _Copies:
@@ -183,7 +189,7 @@ class RankCopier:
         self._layers_ready = 0
         # By the count of layers that are ready with it. Older ones have passed: few steps are under way.
         self._events: dict[int, Event] = {}
-        self._keep = 16 * len(kv.layers)
+        self._keep = 16 * kv.layout.num_layers
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._orders_wait = False  # in the thread that gathers, for layers
         self._gathers = pools.open_pool(kv, sending.arena)
@@ -242,6 +248,8 @@ class RankCopier:
 
 
 def _staged(pool: Pool, order: Copy) -> Staged:
-    piece = Slice(order.layer, order.head_start, order.head_count, order.token_start, order.token_count)
-    table = pool.table(order.block_ids, order.token_start + order.token_count)
+    piece = Slice(
+        order.layer, order.head_start, order.head_count, order.token_start, order.token_count, order.state
+    )
+    table = pool.table(order.block_ids, order.token_start + order.token_count, order.state_slot)
     return Staged(piece, order.slot, table, order.dtype)

@@ -122,13 +122,16 @@ class ArenaReceiver:
         block_ids: Sequence[int],
         num_tokens: int,
         start: int = 0,
+        state_slot: int = 0,
     ) -> None:
         assert 0 <= start <= num_tokens
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         heads = self._layout.num_kv_heads
-        request = FetchIn(os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads)
-        fetch = self._open(decode_id, request, self._pool.table(block_ids, num_tokens))
+        request = FetchIn(
+            os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads, num_tokens
+        )
+        fetch = self._open(decode_id, request, self._pool.table(block_ids, num_tokens, state_slot))
         if replaced is not None:  # it may still be written for that one, whatever becomes of this one
             fetch.last_scatter = replaced.last_scatter
 
@@ -145,7 +148,7 @@ class ArenaReceiver:
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first_chunk, first_chunk + len(chunks)))
         request = FetchIn(
             os.urandom(16), b"", kv_address, incarnation, 0, ((start, stop),), 0, self._layout.num_kv_heads,
-            tuple(chunks),
+            chunks=tuple(chunks),
         )  # fmt: skip
         self._open(fetch_id, request, self._pool.table(block_ids, stop))
 
@@ -260,17 +263,22 @@ class ArenaReceiver:
         from kv_transfer.device import Staged
 
         fetch = self._by_transfer[m.transfer_id]
-        piece = Slice(m.layer, m.head_start, m.head_count, m.token_start, m.token_count)
+        piece = Slice(m.layer, m.head_start, m.head_count, m.token_start, m.token_count, m.state)
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
-        start, stop = fetch.request.ranges[0]
-        assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
+        if piece.state is None:
+            start, stop = fetch.request.ranges[0]
+            assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
+        else:
+            stop = fetch.request.states_of
+            assert (piece.token_start, piece.token_count) == (stop, 0), piece
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
         fetch.bytes += m.length
         fetch.heads += piece.token_count * piece.head_count
         if piece.token_start + piece.token_count == stop and not fetch.request.chunks:
             fetch.pace.came(m.layer, self._layout.num_layers, taken_at)
-        return Staged(piece, slot, fetch.table, m.dtype, m.generation if isinstance(m, ArrivedAt) else 0)
+        dtype = m.dtype if piece.state is None else None
+        return Staged(piece, slot, fetch.table, dtype, m.generation if isinstance(m, ArrivedAt) else 0)
 
     def _inject(self, batch: list[Staged]) -> None:
         now = time.monotonic()
@@ -352,7 +360,7 @@ class ArenaReceiver:
         now = time.monotonic()
         stats = InjectStats(
             done.size,
-            fetch.heads // (self._layout.num_layers * self._layout.num_kv_heads),
+            fetch.heads // (len(self._layout.kv_layers) * self._layout.num_kv_heads),
             done.frames,
             fetch_at=fetch.started,
             first_frame_at=done.first_frame_at or now,

@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from content import CHUNK_TOKENS
@@ -39,7 +39,7 @@ from kv_transfer.channel import (
     StopOut,
     ToSender,
 )
-from kv_transfer.layout import cut, heads_of, intersect, slice_bytes
+from kv_transfer.layout import Slice, cut, cut_state, heads_of, intersect, slice_bytes
 from kv_transfer.peer_memory import Unreachable
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
@@ -75,8 +75,12 @@ class ArenaSender:
 
         self._pool = open_ranks(kv, end, exported=exports)
         self._layout = kv.layout
-        # Each slice has heads of one rank. Ranks may hold the same head.
-        self._heads = sorted({heads_of(kv.layout, rank, kv.ranks) for rank in range(kv.ranks)})
+        self._kv_layers = kv.layout.kv_layers
+        # Each slice has heads of one rank. Ranks may hold the same head. By state type; None: KV.
+        self._heads = {
+            state: sorted({heads_of(kv.layout, rank, kv.ranks, state) for rank in range(kv.ranks)})
+            for state in (None, *range(len(kv.layout.states)))
+        }
         self._trace = trace
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._events: deque[Released | ContentWanted] = deque()
@@ -110,8 +114,9 @@ class ArenaSender:
     def expect(self, prefill_id: bytes) -> None:
         self._command(self._expect, prefill_id)
 
-    def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
-        self._command(self._open, prefill_id, self._pool.table(block_ids, num_tokens), num_tokens)
+    def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> None:
+        table = self._pool.table(block_ids, num_tokens, state_slot)
+        self._command(self._open, prefill_id, table, num_tokens)
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         if start < stop:
@@ -239,7 +244,7 @@ class ArenaSender:
         transfer.prefill.gathers += 1
         generation = next(self._generations) if transfer.account.reached else 0
         message = SliceOut(
-            transfer.id, slot, transfer.seq, piece.layer, piece.head_start, piece.head_count,
+            transfer.id, slot, transfer.seq, piece.layer, piece.state, piece.head_start, piece.head_count,
             piece.token_start, piece.token_count, slice_bytes(self._layout, piece), generation,
         )  # fmt: skip
         transfer.seq += 1
@@ -276,8 +281,11 @@ class ArenaSender:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is not None:
             return  # closed meanwhile
-        layers = range(self._layout.num_layers) if layer is None else (layer,)
-        prefill.launched = layers[-1] == self._layout.num_layers - 1 and stop == prefill.num_tokens
+        is_last = stop == prefill.num_tokens
+        if layer in self._layout.state_layers and not is_last:
+            return  # its states are not final
+        layers = self._kv_layers if layer is None else (layer,)
+        prefill.launched = is_last and layers[-1] == self._layout.num_layers - 1
         for i in layers:
             entry = (i, start, stop, event)
             prefill.ready.append(entry)
@@ -286,7 +294,7 @@ class ArenaSender:
 
     def _serve(self, pin_id: bytes, table: Any, start: int, stop: int) -> None:
         # No event: the steps that wrote the KV are over, and it need not wait for those under way.
-        ready = [(layer, start, stop, None) for layer in range(self._layout.num_layers)]
+        ready = [(layer, start, stop, None) for layer in self._kv_layers]
         self._prefills[pin_id] = OutgoingPrefill(
             pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN
         )
@@ -362,9 +370,10 @@ class ArenaSender:
         prefill = transfer.prefill
         last = transfer.ranges[-1][1] if transfer.ranges else 0
         first_head, head = transfer.heads
-        position = (head - first_head) * self._layout.head_bytes  # the least that a frame carries
+        # The least that a frame carries.
+        least = [(head - first_head) * self._layout.head_bytes, *(x.head_bytes for x in self._layout.states)]
         there = last <= prefill.num_tokens and head <= self._layout.num_kv_heads
-        if not there or position > transfer.slot_bytes:
+        if not there or max(least) > transfer.slot_bytes:
             self._channel.send(RefuseFetch(transfer.id))
             self._drop_transfer(prefill)
             return
@@ -374,12 +383,23 @@ class ArenaSender:
             self._send_commit(transfer, prefill.first_token)
 
     def _plan(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
-        heads = list(intersect(*transfer.heads, self._heads))
+        is_state = layer in self._layout.state_layers
+        cut_layer = self._cut_states if is_state else self._cut_kv
+        for piece in cut_layer(transfer, layer, start, stop):
+            transfer.pending.append((piece, event))
+            transfer.frames += 1
+            transfer.bytes += slice_bytes(self._layout, piece)
+
+    def _cut_kv(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int) -> Iterator[Slice]:
+        heads = list(intersect(*transfer.heads, self._heads[None]))
         for tokens, held in itertools.product(intersect(start, stop, transfer.ranges), heads):
-            for piece in cut(self._layout, layer, tokens, held, transfer.slot_bytes):
-                transfer.pending.append((piece, event))
-                transfer.frames += 1
-                transfer.bytes += slice_bytes(self._layout, piece)
+            yield from cut(self._layout, layer, tokens, held, transfer.slot_bytes)
+
+    def _cut_states(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int) -> Iterator[Slice]:
+        """In full, whatever positions the peer asks for."""
+        for state in range(len(self._layout.states)):
+            for held in self._heads[state]:
+                yield from cut_state(self._layout, layer, state, stop, held, transfer.slot_bytes)
 
     def _send_commit(self, transfer: OutgoingTransfer, first_token: FirstToken) -> None:
         """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""

@@ -24,7 +24,7 @@ class PagedKV:
     """The KV cache of an engine, or of one rank of it. The engine owns the tensors."""
 
     layers: Sequence[torch.Tensor]
-    """Of each layer: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]."""
+    """Of each layer with KV: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]."""
     block_size: int
     """Tokens."""
     layout: KVLayout
@@ -36,12 +36,22 @@ class PagedKV:
     """With several ranks: how many layers are ready so far, over all steps that hand over KV. All ranks count
     the same layers."""
     scales: Sequence[torch.Tensor] = ()
-    """Of each layer, if the layout has scales: [2, num_blocks, KV heads of this rank, block_size] float32."""
+    """Of each layer with KV, if the layout has scales: [2, num_blocks, KV heads of this rank, block_size]
+    float32."""
+    states: Sequence[Sequence[torch.Tensor]] = ()
+    """Of each state of the layout, of each layer with states: [slots, rows, heads of this rank, head_dim].
+    Heads and their numbers are neighbours. The slots and rows need not be."""
 
     @property
     def heads(self) -> Range:
         """The KV heads of this rank."""
         return heads_of(self.layout, self.rank, self.ranks)
+
+    @property
+    def state_heads(self) -> list[Range]:
+        """The heads of this rank, of each state."""
+        states = range(len(self.layout.states))
+        return [heads_of(self.layout, self.rank, self.ranks, state) for state in states]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +141,13 @@ class Sender(Protocol):
     def expect(self, prefill_id: bytes) -> None:
         """The prefill is accepted but not scheduled yet. Its FETCH waits without a deadline."""
 
-    def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int) -> None:
-        """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`."""
+    def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> None:
+        """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`. So
+        does the slot of its states, if the layout has states."""
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
-        """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all."""
+        """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all layers
+        with KV. Of a layer with states: they cover [0, stop). They are final if this is the whole prefill."""
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         """All positions of all layers are ready. The prefill is held until the decode worker's ACK."""
@@ -179,8 +191,10 @@ class Receiver(Protocol):
         block_ids: Sequence[int],
         num_tokens: int,
         start: int = 0,
+        state_slot: int = 0,
     ) -> None:
-        """Fetches positions [start, num_tokens) into `block_ids`, which no enqueued step may touch.
+        """Fetches positions [start, num_tokens) into `block_ids`, which no enqueued step may touch. If the
+        layout has states, those that cover [0, num_tokens) come, too, into `state_slot`.
 
         It replaces a fetch of this decode id that is live, or whose failure is not reported yet. `attempt`
         numbers the decode attempts of a request: a fetch of a newer attempt replaces those of older ones.

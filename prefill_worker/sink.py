@@ -24,10 +24,10 @@ class SenderSink:
         self._cached: list[tuple[bytes, int]] = []  # prefills of the next step: positions in the prefix cache
 
     def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.opened.add(request_id)
-        self.sender.open(request_id, block_ids, num_tokens)
+        self.sender.open(request_id, block_ids, num_tokens, state_slot)
         if num_cached:
             self._cached.append((request_id, num_cached))
         if request_id in self.awaited:

@@ -287,5 +287,4 @@ def _ready(engine: Engine) -> messages.EngineReady:
         num_blocks=engine.num_blocks,
         host_blocks=0 if engine.host_tier is None else engine.host_tier.num_places,
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.tokenizer)),
-        has_states=engine.model_config.mamba is not None,
     )

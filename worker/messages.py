@@ -165,7 +165,6 @@ class EngineReady(_Message):
     num_blocks: int
     host_blocks: int  # of the host tier; 0: there is none
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
-    has_states: bool  # the model has layers with states, which no transfer carries
 
 
 class Tokens(_Message):

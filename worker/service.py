@@ -33,7 +33,6 @@ DRAIN_CHECK = 0.05
 SERVER_STOP = 1.0
 POOLS: dict[Role, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 NAMES = {pool: name for name, pool in POOLS.items()}
-NO_PREFILLS = "{} has layers with states, and prefill workers hand over KV alone"
 
 
 def run(config: WorkerConfig) -> int:
@@ -88,7 +87,6 @@ class Service:
         self._reporting: asyncio.Task[None] | None = None
         self._last_status = pb.WorkerStatus()
         self._pool = POOLS[config.role]
-        self._has_states = False
         self._questions = count()
         self._status_answers: dict[int, asyncio.Future[EngineStatus]] = {}  # by question
 
@@ -125,9 +123,6 @@ class Service:
         port, metrics_port, host = self._open_ports()
         self._ready.stage("starting the engine process", 0.0)
         engine = await self._tree.start_engine(self._ready.stage)
-        if engine.has_states and config.role == "prefill":
-            raise StartError(f"--prefill: {NO_PREFILLS.format(config.model_name)}; use --prefill 0")
-        self._has_states = engine.has_states
         self._ready.stage("starting the transfer process", 0.0)
         kv_address = await self._tree.start_transfer(engine)
         metrics_address = f"{host}:{metrics_port}"
@@ -278,8 +273,6 @@ class Service:
         return self._last_status
 
     async def set_pool(self, pool: pb.Pool) -> pb.WorkerStatus:
-        if pool == pb.POOL_PREFILL and self._has_states:
-            raise ValueError(NO_PREFILLS.format(self._config.model_name))
         if pool != self._pool:
             log.info("moves from the %s pool to the %s pool", NAMES[self._pool], NAMES[pool])
             self._pool = pool

@@ -136,13 +136,15 @@ class StepResult:
 
 
 class Reservation(NamedTuple):
-    """The blocks of a request with KV from another worker."""
+    """What a request with KV from another worker holds."""
 
     block_ids: Sequence[int]
     """Its block table."""
     num_cached: int
     """Positions [0, num_cached) have their KV already. Other requests may read these blocks, so nothing may
     write them. It is a multiple of the block size."""
+    state_slot: int = 0
+    """Where its states belong, if the model has state layers."""
 
 
 class MixedStep(NamedTuple):
@@ -243,10 +245,12 @@ class KVSink(Protocol):
     """
 
     def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         """The request got its blocks. They hold all `num_tokens` positions and stay the request's until its
-        release. Positions below `num_cached` have their KV already."""
+        release. Positions below `num_cached` have their KV already. `state_slot` is where its states are, if
+        the model has state layers. It stays the request's as long as the blocks."""
 
     def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
-        """K and V of `layer` are written for these chunks (on CUDA: enqueued on the current stream)."""
+        """K and V of `layer`, or its states, are written for these chunks (on CUDA: enqueued on the current
+        stream)."""

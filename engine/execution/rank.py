@@ -29,6 +29,7 @@ class Follower:
         self.cache_spec = started.cache_spec
         self.block_size = started.runner.block_size
         self.kv_cache = started.runner.kv_cache
+        self.states = started.runner.states
         self._runner = started.runner
         self._commands = commands(config, started, files)
 

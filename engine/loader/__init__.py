@@ -46,14 +46,11 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
     return DummyCheckpoint(read_config(path), str(path), config.seed, device)
 
 
-def check_model(engine: EngineConfig, *, hands_over: bool = False) -> None:
+def check_model(engine: EngineConfig) -> None:
     """Finds errors of a checkpoint without reading its weights. Raises `ValueError` for files that are
     missing or cut short, tensors that are missing or have another shape, unsupported models, and a
-    tensor_parallel_size that does not fit the heads or the experts. `hands_over`: there are prefill
-    workers."""
+    tensor_parallel_size that does not fit the heads or the experts."""
     checkpoint = open_checkpoint(engine, torch.device("cpu"))
-    if hands_over:
-        checkpoint.config.check_handover()
     checkpoint.config.of_rank(engine.tensor_parallel_size)
     if engine.enable_expert_parallel:
         checkpoint.config.check_expert_parallel(engine.tensor_parallel_size)

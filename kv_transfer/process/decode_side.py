@@ -47,7 +47,7 @@ from kv_transfer.protocol.fetches import (
     Refuse,
     Transfer,
 )
-from kv_transfer.protocol.frame import FrameError, FrameType, Header
+from kv_transfer.protocol.frame import FrameError, FrameType, Header, kind_of
 from kv_transfer.protocol.messages import (
     Aborted,
     Commit,
@@ -57,6 +57,7 @@ from kv_transfer.protocol.messages import (
     Have,
     Reach,
     SliceAt,
+    StateSliceAt,
     Taken,
 )
 from kv_transfer.receiver_pacing import credit
@@ -134,8 +135,9 @@ class DecodeSide:
                 self._channel.post(FailedIn(transfer_id, "draining", retry=False))
             case FetchIn(transfer_id, prefill_id, address, incarnation, attempt, ranges, first, heads):
                 peer, held = (address, incarnation), (first, first + heads)
+                states_of, chunks = message.states_of, message.chunks
                 effects = self._fetches.fetch(
-                    transfer_id, peer, prefill_id, attempt, ranges, held, now, message.chunks
+                    transfer_id, peer, prefill_id, attempt, ranges, held, now, states_of, chunks
                 )
                 self._apply(effects)
                 self._peers.want(peer, now)
@@ -231,8 +233,9 @@ class DecodeSide:
             return
         self._channel.hold(
             Arrived(
-                transfer.id, ticket.slot, header.seq, header.layer, header.head_start, header.head_count,
-                header.token_start, header.token_count, header.length, transfer.incoming.layout.dtype,
+                transfer.id, ticket.slot, header.seq, header.layer, header.state, header.head_start,
+                header.head_count, header.token_start, header.token_count, header.length,
+                transfer.incoming.layout.dtype,
             )
         )  # fmt: skip
         if complete:
@@ -300,9 +303,10 @@ class DecodeSide:
             raise ProtocolError("order", "SLICE without REACH")
         if m.slot >= export.num_slots or m.length > min(session.slot_bytes, export.slot_bytes):
             raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
+        kind, state_type = kind_of(m.state_type if isinstance(m, StateSliceAt) else None)
         header = Header(
-            FrameType.KV, transfer_id, m.layer, head_start=m.head_start, head_count=m.head_count,
-            token_start=m.token_start, token_count=m.token_count, seq=m.seq, length=m.length,
+            FrameType.KV, transfer_id, m.layer, kind, m.head_start, m.head_count, m.token_start,
+            m.token_count, m.seq, m.length, state_type=state_type,
         )  # fmt: skip
         try:
             slot = self._pipe.take()
@@ -326,8 +330,8 @@ class DecodeSide:
         message to the engine. The engine injects nothing with a slice that was wrong."""
         self._channel.post(
             ArrivedAt(
-                transfer.id, slot, m.seq, m.layer, m.head_start, m.head_count, m.token_start, m.token_count,
-                m.length, session.number, m.slot, m.generation, transfer.incoming.layout.dtype,
+                transfer.id, slot, m.seq, m.layer, header.state, m.head_start, m.head_count, m.token_start,
+                m.token_count, m.length, session.number, m.slot, m.generation, transfer.incoming.layout.dtype,
             )
         )  # fmt: skip
         if self._handed_over(header, transfer):

@@ -38,7 +38,7 @@ from kv_transfer.process.lane import OutgoingFrame
 from kv_transfer.process.nixl_memory import NixlMemory
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header
+from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header, kind_of
 from kv_transfer.protocol.held import Effect, HeldPrefills, Pin, Release, Start, Stop, Waiting
 from kv_transfer.protocol.messages import (
     Abort,
@@ -53,6 +53,7 @@ from kv_transfer.protocol.messages import (
     FetchContent,
     Reach,
     SliceAt,
+    StateSliceAt,
     Taken,
 )
 from kv_transfer.sender_pacing import window
@@ -136,18 +137,17 @@ class PrefillSide:
         if generation:
             self.table.begin_send(s.transfer_id, now)
             self._exported[s.slot] = held.session, s
-            self._sessions[held.session].send(
-                SliceAt(
-                    s.slot, generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
-                    s.token_count, s.length,
-                ),
-                s.transfer_id,
+            where = (
+                s.slot, generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start, s.token_count,
+                s.length,
             )  # fmt: skip
+            message = SliceAt(*where) if s.state is None else StateSliceAt(*where, s.state)
+            self._sessions[held.session].send(message, s.transfer_id)
             return
+        kind, state_type = kind_of(s.state)
         header = Header(
-            FrameType.KV, s.transfer_id, layer=s.layer, head_start=s.head_start, head_count=s.head_count,
-            token_start=s.token_start, token_count=s.token_count, seq=s.seq, length=s.length,
-            receiver_rank=held.receiver_rank,
+            FrameType.KV, s.transfer_id, s.layer, kind, s.head_start, s.head_count, s.token_start,
+            s.token_count, s.seq, s.length, receiver_rank=held.receiver_rank, state_type=state_type,
         )  # fmt: skip
         frame = OutgoingFrame(header, self._arena.slot(s.slot)[: s.length], s.slot)
         self._sessions[held.session].send_frame(frame)

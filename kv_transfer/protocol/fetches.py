@@ -139,11 +139,11 @@ class Fetches:
 
     def fetch(
         self, transfer_id: bytes, peer: PeerKey, prefill_id: bytes, attempt: int, ranges: Sequence[Range],
-        heads: Range, now: float, chunks: Sequence[bytes] = (),
+        heads: Range, now: float, states_of: int | None = None, chunks: Sequence[bytes] = (),
     ) -> list[Effect]:  # fmt: skip
-        """With `chunks`, those of the one range: a FETCH_CONTENT."""
+        """`states_of` as in `Incoming`. With `chunks`, those of the one range: a FETCH_CONTENT."""
         source = self._source(peer)
-        incoming = Incoming(source.layout, ranges, heads, slot_bytes=self._slot_bytes)
+        incoming = Incoming(source.layout, ranges, heads, slot_bytes=self._slot_bytes, states_of=states_of)
         transfer = Transfer(transfer_id, prefill_id, attempt, source, incoming, now, now, chunks)
         self.open[transfer_id] = source.transfers[transfer_id] = transfer
         return self._ask(source, transfer)

@@ -21,7 +21,7 @@ HEADER_BYTES = 64
 MAX_TRAILER_BYTES = 16
 NO_TRANSFER = bytes(16)
 KIND_KV = 0
-KIND_STATE = 1  # of layers with a state; not built yet
+KIND_STATE = 1  # of layers with states
 
 _BODY = struct.Struct("<4sBBH16sHHHHIIIIBBB9s")  # the 60 bytes that the last field covers
 _CHECK = struct.Struct("<I")
@@ -46,12 +46,13 @@ class FrameType(enum.IntEnum):
     REACH = 13
     SLICE = 14
     TAKEN = 15
+    STATE_SLICE = 16
 
 
 _TYPES = {int(t): t for t in FrameType}
 _OF_TRANSFER = {
     FrameType.FETCH, FrameType.FETCH_CONTENT, FrameType.HAVE, FrameType.COMMIT, FrameType.ACK,
-    FrameType.ABORT, FrameType.ABORTED, FrameType.SLICE,
+    FrameType.ABORT, FrameType.ABORTED, FrameType.SLICE, FrameType.STATE_SLICE,
 }  # fmt: skip
 
 
@@ -76,7 +77,17 @@ class Header(NamedTuple):
     length: int = 0
     sender_rank: int = 0
     receiver_rank: int = 0
-    state_type: int = 0  # of kind state: its place in the registry
+    state_type: int = 0  # of kind state: index into `KVLayout.states`
+
+    @property
+    def state(self) -> int | None:
+        """As in `layout.Slice`."""
+        return self.state_type if self.kind == KIND_STATE else None
+
+
+def kind_of(state: int | None) -> tuple[int, int]:
+    """Kind and state type of a frame with this `Header.state`."""
+    return (KIND_KV, 0) if state is None else (KIND_STATE, state)
 
 
 def pack(h: Header) -> bytes:

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.layout import KVLayout, Range
-from kv_transfer.protocol.frame import KIND_KV, KIND_STATE, Header
+from kv_transfer.protocol.frame import KIND_KV, Header
 from kv_transfer.protocol.messages import Commit, FirstToken
+
+Part = tuple[int | None, int]
+"""A state type, or None for KV, and a layer."""
 
 
 class TransferState(enum.Enum):
@@ -45,30 +48,43 @@ class _Rank:
 class Incoming:
     def __init__(
         self, layout: KVLayout, ranges: Sequence[Range], heads: Range, *, slot_bytes: int,
-        rank: int = 0, sender_ranks: int = 1,
+        states_of: int | None = None, rank: int = 0, sender_ranks: int = 1,
     ) -> None:  # fmt: skip
         """Positions `ranges` (ascending, disjoint) of KV heads `heads`, for receiver rank `rank`. `layout` is
-        that of the sender, as far as it is known: see `sent_as`."""
+        that of the sender, as far as it is known: see `sent_as`. `states_of`: the positions that the states
+        cover, if the layout has states. None: no states were asked for."""
         self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
         self.heads = heads
         self.frames = 0  # verified
         self.bytes = 0
         self._rank = rank
+        self._states_of = states_of
         self._slot_bytes = slot_bytes
         self._ranks = {i: _Rank() for i in range(sender_ranks)}
         self.sent_as(layout)
-        # Of each layer: heads of a frame → disjoint positions that so came, ascending, neighbours joined.
-        self._covered: list[dict[Range, list[Range]]] = [{} for _ in range(layout.num_layers)]
+        # Of each part: heads of a frame → disjoint positions that so came, ascending, neighbours joined. A
+        # state counts as one position.
+        self._covered: dict[Part, dict[Range, list[Range]]] = {part: {} for part in self._missing}
 
     def sent_as(self, layout: KVLayout) -> None:
         """The session is up, so the layout of the sender is known. No frame has come yet."""
         assert self.state is TransferState.RESERVED
         self.layout = layout
         tokens = sum(stop - start for start, stop in self.ranges)
-        self._layer_bytes = tokens * (self.heads[1] - self.heads[0]) * layout.head_bytes
-        self._missing = [self._layer_bytes] * layout.num_layers
-        self._missing_frames = layout.num_layers * -(-self._layer_bytes // self._slot_bytes)
+        heads = tokens * (self.heads[1] - self.heads[0])
+        # The heads of each part, and the bytes of one of them.
+        parts: dict[Part, Range] = {(None, layer): (heads, layout.head_bytes) for layer in layout.kv_layers}
+        if self._states_of is not None:
+            parts |= {
+                (number, layer): (state.heads, state.head_bytes)
+                for number, state in enumerate(layout.states)
+                for layer in layout.state_layers
+            }
+        self._most_frames = sum(count for count, _ in parts.values())
+        self._missing = {part: count * size for part, (count, size) in parts.items()}
+        self._expected_bytes = sum(self._missing.values())
+        self._count_missing_frames()
 
     @property
     def live(self) -> bool:
@@ -77,7 +93,7 @@ class Incoming:
 
     @property
     def missing_frames(self) -> int:
-        """The fewest frames that could carry the missing bytes, each frame being of one layer."""
+        """The fewest frames that could carry the missing bytes, each frame being of one part."""
         return self._missing_frames if self.live else 0
 
     @property
@@ -93,29 +109,31 @@ class Incoming:
     def begin(self, h: Header) -> None:
         """A KV frame's header came; Fault unless exactly this frame is still missing."""
         assert self.live
-        if h.kind == KIND_STATE:
-            raise Fault("state", "frames of kind state are not supported")
-        rank = self._ranks.get(h.sender_rank)
-        if (
-            rank is None
-            or h.receiver_rank != self._rank
-            or h.kind != KIND_KV
-            or h.state_type
-            or h.layer >= self.layout.num_layers
-        ):
+        rank, part = self._ranks.get(h.sender_rank), (h.state, h.layer)
+        if h.state is not None and part not in self._missing:
+            raise Fault("state", f"no such state was asked for: {h}")
+        kind_is_known = h.state is not None or (h.kind == KIND_KV and h.state_type == 0)
+        if rank is None or h.receiver_rank != self._rank or not kind_is_known or part not in self._missing:
             raise Fault("frame_fields", f"no such rank, kind or layer: {h}")
         start, stop = h.token_start, h.token_start + h.token_count
         first, last = h.head_start, h.head_start + h.head_count
-        if h.length != h.token_count * h.head_count * self.layout.head_bytes or h.length == 0:
+        if h.state is None:
+            size, heads = h.token_count * self.layout.head_bytes, self.heads
+            was_asked = any(a <= start and stop <= b for a, b in self.ranges)
+        else:
+            state = self.layout.states[h.state]
+            size, heads = state.head_bytes, (0, state.heads)
+            was_asked = start == stop == self._states_of
+        if h.length != h.head_count * size or h.length == 0:
             raise Fault("frame_length", f"length {h.length} for {h.token_count} × {h.head_count}")
-        if not self.heads[0] <= first < last <= self.heads[1]:
+        if not heads[0] <= first < last <= heads[1]:
             raise Fault("frame_range", f"heads {first}–{last} were not asked for")
-        if not any(a <= start and stop <= b for a, b in self.ranges):
+        if not was_asked:
             raise Fault("frame_range", f"positions {start}–{stop} were not asked for")
         if rank.commit is not None and h.seq >= rank.commit.frames:
             raise Fault("sequence", f"frame {h.seq} of {rank.commit.frames}")
         self._mark(rank.seen, h.seq)
-        self._cover(h.layer, (first, last), start, stop)
+        self._cover(part, (first, last), start, max(stop, start + 1))
         self.state = TransferState.RECEIVING
 
     def verified(self, h: Header) -> bool:
@@ -124,9 +142,9 @@ class Incoming:
         self._ranks[h.sender_rank].verified += 1
         self.frames += 1
         self.bytes += h.length
-        before = self._missing[h.layer]
-        self._missing[h.layer] = before - h.length
-        size = self._slot_bytes
+        part, size = (h.state, h.layer), self._slot_bytes
+        before = self._missing[part]
+        self._missing[part] = before - h.length
         self._missing_frames -= -(-before // size) - -(-(before - h.length) // size)
         return self._check_complete()
 
@@ -148,15 +166,15 @@ class Incoming:
         """The sender has only the positions of the one range below `stop`. Raises Fault if frames came that
         contradict this."""
         assert self.live
-        [(start, _)] = self.ranges
-        if any(parts[-1][1] > stop for layer in self._covered for parts in layer.values()):
+        assert self._states_of is None, "states are not fetched by content"
+        [(start, asked)] = self.ranges
+        if any(parts[-1][1] > stop for heads in self._covered.values() for parts in heads.values()):
             raise Fault("frame_range", f"a frame came of positions beyond {stop}")
-        less = self._layer_bytes
         self.ranges = ((start, stop),)
-        self._layer_bytes = (stop - start) * (self.heads[1] - self.heads[0]) * self.layout.head_bytes
-        less -= self._layer_bytes
-        self._missing = [missing - less for missing in self._missing]
-        self._missing_frames = sum(-(-missing // self._slot_bytes) for missing in self._missing)
+        less = (asked - stop) * (self.heads[1] - self.heads[0]) * self.layout.head_bytes
+        self._missing = {part: missing - less for part, missing in self._missing.items()}
+        self._expected_bytes -= less * len(self._missing)
+        self._count_missing_frames()
 
     def injected(self) -> None:
         assert self.state is TransferState.COMPLETE
@@ -170,14 +188,17 @@ class Incoming:
             if rank.commit is None or rank.verified < rank.commit.frames:
                 return False
         committed = sum(r.commit.bytes for r in self._ranks.values() if r.commit)
-        if not committed == self.bytes == self._layer_bytes * self.layout.num_layers:
+        if not committed == self.bytes == self._expected_bytes:
             raise Fault("commit", f"COMMIT counts {committed} bytes, {self.bytes} came")
         self.state = TransferState.COMPLETE
         return True
 
+    def _count_missing_frames(self) -> None:
+        self._missing_frames = sum(-(-missing // self._slot_bytes) for missing in self._missing.values())
+
     def _mark(self, seen: bytearray, seq: int) -> None:
-        # Every frame carries at least one position of one head of one layer, which bounds the bitmap.
-        if seq >= self._layer_bytes // self.layout.head_bytes * self.layout.num_layers:
+        # Every frame has at least one head of one position, or of one state. This bounds the bitmap.
+        if seq >= self._most_frames:
             raise Fault("sequence", f"sequence number {seq} is beyond any possible frame")
         byte, bit = divmod(seq, 8)
         if byte >= len(seen):
@@ -186,13 +207,13 @@ class Incoming:
             raise Fault("sequence", f"sequence number {seq} came twice")
         seen[byte] |= 1 << bit
 
-    def _cover(self, layer: int, heads: Range, start: int, stop: int) -> None:
-        for (first, last), covered in self._covered[layer].items():
+    def _cover(self, part: Part, heads: Range, start: int, stop: int) -> None:
+        for (first, last), covered in self._covered[part].items():
             i = bisect_left(covered, (start, start))
             twice = (i > 0 and covered[i - 1][1] > start) or (i < len(covered) and covered[i][0] < stop)
             if twice and first < heads[1] and heads[0] < last:
-                raise Fault("frame_range", f"positions {start}–{stop} of layer {layer} came twice")
-        covered = self._covered[layer].setdefault(heads, [])
+                raise Fault("frame_range", f"positions {start}–{stop} of layer {part[1]} came twice")
+        covered = self._covered[part].setdefault(heads, [])
         i = bisect_left(covered, (start, start))
         if i > 0 and covered[i - 1][1] == start:
             i -= 1

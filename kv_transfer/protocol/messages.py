@@ -213,6 +213,12 @@ class SliceAt(Message):
     length: U32
 
 
+class StateSliceAt(SliceAt):
+    """The same, for a slice of a state."""
+
+    state_type: U8
+
+
 class Taken(Message):
     """receiver → sender: it has read these slots."""
 
@@ -226,7 +232,7 @@ class Ping(Message):
 
 Control = (
     Fetch | FetchContent | Have | Credit | CreditReturned | Commit | Ack | Abort | Aborted | Ping
-    | Export | Reach | SliceAt | Taken
+    | Export | Reach | SliceAt | StateSliceAt | Taken
 )  # fmt: skip
 
 _TYPES: dict[type[Message], FrameType] = {
@@ -243,11 +249,12 @@ _TYPES: dict[type[Message], FrameType] = {
     Export: FrameType.EXPORT,
     Reach: FrameType.REACH,
     SliceAt: FrameType.SLICE,
+    StateSliceAt: FrameType.STATE_SLICE,
     Taken: FrameType.TAKEN,
 }
 # What each side may be sent. A type that is not here is a protocol error.
 _TO_SENDER = (Fetch, FetchContent, Credit, Ack, Abort, Ping, Reach, Taken)
-_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping, Export, SliceAt)
+_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping, Export, SliceAt, StateSliceAt)
 _encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[Side, dict[FrameType, Any]] = {
     "sender": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_SENDER},

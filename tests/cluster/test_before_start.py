@@ -70,7 +70,7 @@ def test_an_unusable_model_is_refused_before_the_start(
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert "architecture NewForCausalLM is not supported" in result.output
-    checked = check_model._faults(str(tmp_path), "auto", "auto", 1, False, False, None)
+    checked = check_model._faults(str(tmp_path), "auto", "auto", 1, False, None)
     monkeypatch.setattr(check_model, "faults", lambda found, **_: checked)
     found = list(the_model(DoctorOptions(model=str(tmp_path))))
     assert [(f.check, f.level) for f in found] == [("model", "bad"), ("tokenizer", "bad")]
@@ -121,9 +121,7 @@ def test_pools_with_different_kv_dtypes_need_one_check_of_the_model(monkeypatch:
     """Each check imports torch in a process of its own."""
     checked: list[EngineOptions] = []
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    monkeypatch.setattr(
-        serve, "check_files", lambda found, engine, tokenizer, hands_over: checked.append(engine)
-    )
+    monkeypatch.setattr(serve, "check_files", lambda found, engine, tokenizer: checked.append(engine))
     CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", "--decode-kv-cache-dtype", "fp8"])
     assert len(checked) == 1
 

@@ -26,7 +26,7 @@ class Everything:
         engine._kv_sink = self
 
     def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.tables[request_id] = block_ids
 

@@ -40,7 +40,7 @@ class Pair:
         prefill._kv_sink = self
 
     def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.tables[request_id] = list(block_ids)
 

@@ -275,7 +275,7 @@ class Recorder:
         self.events: list[tuple[Any, ...]] = []
 
     def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.events.append(("started", request_id, list(block_ids), num_tokens, num_cached))
 

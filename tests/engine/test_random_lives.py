@@ -75,7 +75,9 @@ class Lives:
         for engine in (prefill, decode):
             engine._runner.run = partial(self.run, engine._runner)
 
-    def prefill_started(self, request_id: bytes, block_ids: Any, num_tokens: int, num_cached: int) -> None:
+    def prefill_started(
+        self, request_id: bytes, block_ids: Any, num_tokens: int, num_cached: int, state_slot: int
+    ) -> None:
         self.tables[request_id] = list(block_ids)
         self.moved[request_id] = Counter(dict.fromkeys(range(3), num_cached))
 

@@ -72,7 +72,7 @@ class LayersSeen:
         self.order: list[int] = []
 
     def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.tables[request_id] = list(block_ids)
 

@@ -26,6 +26,7 @@ from kv_transfer.layout import heads_of
 from kv_transfer.ranks import RankCopier
 from prefill_worker.sink import SenderSink
 from tests.device import DEVICE
+from tests.engine.test_models import greedy
 from tests.kv_transfer.ranks import positions, rows_of
 from tests.kv_transfer.transfer_process import TransferProcess
 from worker.attempts import Attempts
@@ -64,21 +65,23 @@ class NotingSink(SenderSink):
         self.cached: dict[bytes, int] = {}
 
     def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.tables[request_id] = list(block_ids)
         self.lengths[request_id] = num_tokens
         self.cached[request_id] = num_cached
-        super().prefill_started(request_id, block_ids, num_tokens, num_cached)
+        super().prefill_started(request_id, block_ids, num_tokens, num_cached, state_slot)
 
 
 class Side:
     """An engine with all its ranks, and the transfer process of its worker."""
 
-    def __init__(self, path: Path, kv_heads: int, ranks: int, **config: Any) -> None:
+    def __init__(self, path: Path, layout: kv.KVLayout | int, ranks: int, **config: Any) -> None:
+        """`layout`: a number of KV heads stands for that of a tiny Llama."""
         self.sink = NotingSink()
-        fp8 = config.get("kv_cache_dtype") == "fp8"
-        layout = kv.KVLayout(3, kv_heads, 8, "float8_e4m3fn" if fp8 else "float32")
+        if isinstance(layout, int):
+            fp8 = config.get("kv_cache_dtype") == "fp8"
+            layout = kv.KVLayout(3, layout, 8, "float8_e4m3fn" if fp8 else "float32")
         self.transfer = TransferProcess(layout, slots=32, slot_bytes=16384)
         settings = EngineConfig(
             str(path), dtype="float32", tensor_parallel_size=ranks, num_threads=1, max_num_seqs=8, **config
@@ -182,13 +185,14 @@ class Pair:
             request.id, prefill_id=request.id, kv_address=prefill.transfer.address, attempt=0,
             incarnation=prefill.transfer.incarnation, block_ids=reservation.block_ids,
             num_tokens=len(request.prompt_ids), start=reservation.num_cached,
+            state_slot=reservation.state_slot,
         )  # fmt: skip
         return reservation
 
     def _assert_same(self, request_id: bytes, reservation: Reservation) -> None:
         """The K and V that decode got are those at prefill, bit for bit, or converted."""
         start, stop = reservation.num_cached, self.prefill.sink.lengths[request_id]
-        for layer in range(3):
+        for layer in range(len(self.prefill.engine.kv_cache)):
             here = self.decode.rows(reservation.block_ids, layer, start, stop)
             there = self.prefill.rows(self.prefill.sink.tables[request_id], layer, start, stop)
             error = (here - there).abs().amax(dim=-1) / there.abs().amax(dim=-1)
@@ -309,3 +313,34 @@ def test_kv_in_fp8(
     else:
         assert [found[0] for found in tokens] == [found[0] for found in expected]
         assert [len(found) for found in tokens] == [len(found) for found in expected]
+
+
+STATES = (
+    kv.StateType("x", 3, 8, 16, "float32"),
+    kv.StateType("B", 3, 2, 16, "float32"),
+    kv.StateType("C", 3, 2, 16, "float32"),
+    kv.StateType("ssm", 1, 8, 256, "float32"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill_ranks", "decode_ranks"),
+    [("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Bamba", 2, 4)],
+)
+def test_states_are_handed_over(
+    tmp_path: Path, save_tiny: Any, kind: str, prefill_ranks: int, decode_ranks: int
+) -> None:
+    """The tokens are those of transformers, wherever a prompt ends within a chunk. 4 ranks share 2 groups."""
+    reference, rng = save_tiny(tmp_path, kind), random.Random(4)
+    layout = kv.KVLayout(3, 2, 16, "float32", STATES, (0, 2))
+    settings = {"num_blocks": 60, "max_num_batched_tokens": 16}
+    prefill = Side(tmp_path, layout, prefill_ranks, block_size=16, **settings)
+    decode = Side(tmp_path, layout, decode_ranks, block_size=32, **settings)
+    prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 2, 15, 16, 17, 31, 32, 33, 70)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
+    with closing(prefill), closing(decode):
+        pair = Pair(prefill, decode)
+        tokens = pair.run(requests[:5]) + pair.run(requests[5:])
+    for prompt, found in zip(prompts, tokens, strict=True):
+        assert found == [token for token, _ in greedy(reference, prompt, 6)], f"{len(prompt)} tokens"

@@ -60,6 +60,9 @@ def test_every_request_of_a_large_step_is_named() -> None:
     heartbeat.close()
 
 
+STATE = kv.StateType("ssm", 1, 2, 1025, "float32")
+
+
 @pytest.mark.parametrize("slot_bytes", [0, 5000, 128 << 20])
 def test_bad_slot_sizes_are_named(slot_bytes: int) -> None:
     with pytest.raises(ValueError, match="slot_bytes"):
@@ -71,6 +74,7 @@ def test_bad_slot_sizes_are_named(slot_bytes: int) -> None:
     [
         ({"slot_bytes": 5000}, "slot_bytes"),
         ({"layout": kv.KVLayout(2, 100, 256, "float32")}, "larger slots"),
+        ({"layout": kv.KVLayout(2, 1, 8, "float32", (STATE,), (1,))}, "one head of the state ssm"),
         ({"num_slots": 2}, "num_slots"),
         ({"lanes": 0}, "lanes"),
         ({"lanes": 65}, "lanes"),

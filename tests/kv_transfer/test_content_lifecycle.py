@@ -80,7 +80,7 @@ class ContentWorld(World):
     def do_fetch(self) -> None:
         self.used += 1
         transfer_id, ranges = bytes([self.used]) * 16, ((192, 320),)
-        effects = self.fetches.fetch(transfer_id, PEER, b"", 0, ranges, (0, 1), self.now, CHUNKS)
+        effects = self.fetches.fetch(transfer_id, PEER, b"", 0, ranges, (0, 1), self.now, chunks=CHUNKS)
         self.apply_decode(effects)
 
     def do_frame(self, i: int) -> None:

@@ -132,3 +132,54 @@ def test_checksums_of_what_is_moved(kernel_device: str, fp8: bool, into_pool: bo
     assert again.tolist()[0] == found[0]
     assert again.tolist()[1] != found[1], "one bit differs"
     assert again.tolist()[1] == checksum(slots[1].cpu().numpy())
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "head_dim", "beside"),
+    [(3, 8, 16, 32), (1, 5, 6 * 4096, 0), (2, 3, 10, 6)],
+)
+def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim: int, beside: int) -> None:
+    """Heads 2 to `heads` of a rank, of which one slice has some. Other numbers lie beside them in a row."""
+    from kv_transfer import copy_kernels
+
+    generator = torch.Generator().manual_seed(rows)
+    width, first_head = (heads - 2) * head_dim, 2
+    whole = torch.randint(-(2**31), 2**31 - 1, (4, rows, width + beside), generator=generator).to(torch.int32)
+    pieces = [Slice(0, 0, 4, 9, 0, 0), Slice(0, 2, heads - 2, 9, 0, 0)]
+    held = [(2, min(4, heads)), (2, heads)]
+
+    def pool(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(torch.float32)[..., beside:].unflatten(2, (-1, head_dim))
+
+    source = whole.to(kernel_device)
+    slots = torch.tensor([3, 1], device=kernel_device)
+    dense = [
+        torch.zeros(rows, p.head_count, head_dim, dtype=torch.int32, device=kernel_device) for p in pieces
+    ]
+    sums = torch.zeros(2, dtype=torch.int64, device=kernel_device)
+
+    def launch(of: torch.Tensor, *, into_pool: bool) -> None:
+        lines = [
+            copy_kernels.state_line(
+                pool(of), slots[i : i + 1], dense[i].data_ptr(), pieces[i], held[i], first_head,
+                checksum=sums[i].data_ptr(),
+            )
+            for i in range(2)
+        ]  # fmt: skip
+        table = torch.tensor(lines, device=kernel_device)
+        copy_kernels.launch_states(table, pool(of), heads, into_pool=into_pool, sums=True)
+
+    launch(source, into_pool=False)
+    for i, (slot, (first, last)) in enumerate(zip((3, 1), held, strict=True)):
+        expected = torch.zeros_like(dense[i].cpu())
+        part = pool(whole)[slot, :, first - first_head : last - first_head].view(torch.int32)
+        expected[:, first - pieces[i].head_start : last - pieces[i].head_start] = part
+        assert torch.equal(dense[i].cpu(), expected)
+    assert sums.tolist()[1] == checksum(dense[1].cpu().numpy().flatten())
+
+    target, expected = torch.ones_like(source), torch.ones_like(whole)
+    launch(target, into_pool=True)
+    for slot, (first, last) in zip((3, 1), held, strict=True):
+        heads_of_slot = slice(first - first_head, last - first_head)
+        pool(expected)[slot, :, heads_of_slot] = pool(whole)[slot, :, heads_of_slot]
+    assert torch.equal(target.cpu(), expected)

@@ -329,7 +329,7 @@ def fetch(bench: Bench, until: Any) -> bytes:
 def arrive(bench: Bench, transfer_id: bytes, slot: int, layer: int) -> bytes:
     data = os.urandom(20 * 64)
     bench.arena.slot(slot)[: len(data)] = data
-    bench.channel.send(ch.Arrived(transfer_id, slot, layer, layer, 0, 1, 0, 20, len(data), "float32"))
+    bench.channel.send(ch.Arrived(transfer_id, slot, layer, layer, None, 0, 1, 0, 20, len(data), "float32"))
     return data
 
 
@@ -368,10 +368,10 @@ def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
     arrive(bench, transfer_id, 4, 0)
-    bench.channel.send(ch.Arrived(transfer_id, 2, 1, 1, 0, 1, 0, 12, 12 * 64, "float32"))
+    bench.channel.send(ch.Arrived(transfer_id, 2, 1, 1, None, 0, 1, 0, 12, 12 * 64, "float32"))
     receiver.poll()
     assert receiver.next_injection == math.inf, "one of two layers, and the first tokens of the other"
-    bench.channel.send(ch.Arrived(transfer_id, 3, 2, 1, 0, 1, 12, 8, 8 * 64, "float32"))
+    bench.channel.send(ch.Arrived(transfer_id, 3, 2, 1, None, 0, 1, 12, 8, 8 * 64, "float32"))
     before = time.monotonic()
     receiver.poll()
     assert before <= receiver.next_injection <= time.monotonic()

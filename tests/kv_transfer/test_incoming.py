@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
-from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.layout import KVLayout, Slice, StateType, cut, cut_state, slice_bytes
+from kv_transfer.protocol.frame import FrameType, Header, kind_of
 from kv_transfer.protocol.incoming import Fault, Incoming, TransferState
 from kv_transfer.protocol.messages import Commit, FirstToken
 
@@ -19,11 +19,12 @@ LAYOUT = KVLayout(2, 4, 8, "float32")
 FIRST = FirstToken(3)
 
 
-def header(piece: Slice, seq: int, **changed: Any) -> Header:
+def header(piece: Slice, seq: int, *, layout: KVLayout = LAYOUT, **changed: Any) -> Header:
+    kind, state_type = kind_of(piece.state)
     return Header(
-        FrameType.KV, layer=piece.layer, head_start=piece.head_start, head_count=piece.head_count,
+        FrameType.KV, layer=piece.layer, kind=kind, head_start=piece.head_start, head_count=piece.head_count,
         token_start=piece.token_start, token_count=piece.token_count, seq=seq,
-        length=slice_bytes(LAYOUT, piece),
+        length=slice_bytes(layout, piece), state_type=state_type,
     )._replace(**changed)  # fmt: skip
 
 
@@ -190,3 +191,84 @@ def test_a_second_commit() -> None:
         it.commit(0, Commit(FIRST, 2, 4096))
     with pytest.raises(Fault):
         it.begin(frames_of([(0, 8)])[3])  # beyond its count
+
+
+# Of 3 layers the first has KV; the others have a state of 1,024 bytes and one of 512 bytes.
+HYBRID = KVLayout(
+    3, 4, 8, "float32", (StateType("a", 2, 4, 32, "float32"), StateType("b", 1, 2, 64, "float32")), (1, 2)
+)
+
+
+def of_hybrid(piece: Slice, seq: int, **changed: Any) -> Header:
+    return header(piece, seq, layout=HYBRID, **changed)
+
+
+def hybrid_frames() -> list[Header]:
+    pieces = [*cut(HYBRID, 0, (0, 8), (0, 4), 4096)]
+    for layer in (1, 2):
+        for state, heads in ((0, (0, 4)), (1, (0, 2))):
+            pieces += cut_state(HYBRID, layer, state, 8, heads, 512)
+    return [of_hybrid(piece, seq) for seq, piece in enumerate(pieces)]
+
+
+def hybrid(states_of: int | None = 8) -> Incoming:
+    return Incoming(HYBRID, ((0, 8),), (0, 4), slot_bytes=512, states_of=states_of)
+
+
+@given(st.permutations(range(8)))
+def test_a_transfer_is_complete_with_all_of_its_states(order: list[int]) -> None:
+    frames, it = hybrid_frames(), hybrid()
+    assert [h.length for h in frames] == [2048, *[512] * 3, *[512] * 3]
+    assert it.missing_frames == 10  # KV of 2,048 bytes in slots of 512
+    commit = Commit(FIRST, len(frames), sum(h.length for h in frames))
+    done = [it.commit(0, commit) if i == 7 else take(it, frames[i]) for i in order]
+    assert done == [False] * 7 + [True]
+    assert it.missing_frames == 0
+
+
+@pytest.mark.parametrize("missing", range(7))
+def test_a_commit_that_leaves_out_a_frame_of_a_state(missing: int) -> None:
+    it, frames = hybrid(), hybrid_frames()
+    del frames[missing]
+    for seq, h in enumerate(frames):
+        take(it, h._replace(seq=seq))
+    with pytest.raises(Fault) as fault:
+        it.commit(0, Commit(FIRST, 6, sum(h.length for h in frames)))
+    assert fault.value.kind == "commit"
+
+
+STATE = Slice(1, 0, 2, 8, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        (of_hybrid(STATE, 0)._replace(layer=0), "state"),
+        (of_hybrid(STATE, 0)._replace(layer=3), "state"),
+        (of_hybrid(STATE, 0)._replace(state_type=2), "state"),
+        (header(WHOLE, 0, layer=1), "frame_fields"),  # KV of a layer that has states
+        (of_hybrid(STATE, 0, sender_rank=1), "frame_fields"),
+        (of_hybrid(STATE, 0)._replace(head_count=1), "frame_length"),
+        (of_hybrid(Slice(1, 3, 2, 8, 0, 0), 0), "frame_range"),
+        (of_hybrid(Slice(1, 0, 2, 7, 0, 0), 0), "frame_range"),  # after fewer positions
+        (of_hybrid(Slice(1, 0, 2, 7, 1, 0), 0), "frame_range"),
+        (of_hybrid(Slice(1, 1, 3, 8, 0, 0), 0), "frame_range"),  # twice
+        (of_hybrid(STATE, 8 * 4 + 2 * (4 + 2)), "sequence"),
+    ],
+)
+def test_a_frame_of_a_state_that_does_not_belong(bad: Header, kind: str) -> None:
+    it = hybrid()
+    it.begin(of_hybrid(Slice(1, 2, 2, 8, 0, 0), 9))
+    with pytest.raises(Fault) as fault:
+        it.begin(bad)
+    assert fault.value.kind == kind
+
+
+def test_states_are_not_fetched_by_content() -> None:
+    it = hybrid(states_of=None)
+    with pytest.raises(Fault, match="no such state"):
+        it.begin(of_hybrid(STATE, 0))
+    it.narrow(4)
+    [kv] = cut(HYBRID, 0, (0, 4), (0, 4), 4096)
+    take(it, of_hybrid(kv, 0))
+    assert it.commit(0, Commit(FIRST, 1, 1024))

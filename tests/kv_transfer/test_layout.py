@@ -6,9 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.layout import KVLayout, Slice, cut, intersect, runs, slice_bytes
+from kv_transfer.layout import (
+    KVLayout,
+    Slice,
+    StateType,
+    cut,
+    cut_state,
+    heads_of,
+    intersect,
+    runs,
+    slice_bytes,
+)
 
 LAYOUT = KVLayout(4, 8, 64, "bfloat16")
+STATES = StateType("conv", 3, 2, 128, "bfloat16"), StateType("ssm", 1, 128, 8192, "float32")
+HYBRID = KVLayout(4, 8, 64, "bfloat16", STATES, (0, 1, 3))
 
 
 @given(
@@ -55,8 +67,19 @@ def test_intersect() -> None:
     assert list(intersect(10, 50, [(0, 12), (20, 30), (45, 60), (60, 70)])) == [(10, 12), (20, 30), (45, 50)]
 
 
+def test_a_state_is_cut_by_heads() -> None:
+    pieces = [*cut_state(HYBRID, 3, 1, 77, (32, 128), 1 << 20)]
+    assert pieces == [Slice(3, first, 32, 77, 0, 1) for first in (32, 64, 96)]
+    assert [slice_bytes(HYBRID, piece) for piece in pieces] == [1 << 20] * 3
+    assert [slice_bytes(HYBRID, piece) for piece in cut_state(HYBRID, 0, 0, 9, (0, 2), 4096)] == [2 * 3 * 256]
+    assert [heads_of(HYBRID, rank, 4, 0) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
     assert LAYOUT.fingerprint == "kv3 layers=4 kv_heads=8 head_dim=64"
+    states = "kv_layers=2 conv=3x2x128:bfloat16 ssm=1x128x8192:float32"
+    assert HYBRID.fingerprint == f"kv3 layers=4 kv_heads=8 head_dim=64 {states}"
+    assert (LAYOUT.bytes_per_token, HYBRID.bytes_per_token) == (8192, 2048)
     assert LAYOUT.bytes_per_token_layer == 2 * 8 * 64 * 2
     fp8 = KVLayout(4, 8, 64, "float8_e4m3fn")
     assert fp8.fingerprint == LAYOUT.fingerprint

@@ -83,7 +83,6 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
             32,
             48,
             vocabulary_fingerprint="v",
-            has_states=True,
         ),
     ],
 )

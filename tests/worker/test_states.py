@@ -1,18 +1,26 @@
-"""Workers with a model that has state layers: they compute prompts, but do not hand requests over."""
+"""Workers with a model that has state layers: they hand over requests with their states."""
 
 import json
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-import grpc
-import grpc.aio
-import pytest
-from typer.testing import CliRunner
-
-from cluster import check_model, serve
-from cluster.cli import app
 from rpc import worker_pb2 as pb
-from tests.cluster.test_before_start import in_this_process
-from tests.cluster_helpers import assert_whole, attached, request, sampling, side_by_side, tiny_model
+from tests.bad_network import BadNetwork
+from tests.cluster_helpers import (
+    Pair,
+    WorkerProcess,
+    assert_whole,
+    attached,
+    metrics,
+    request,
+    sampling,
+    side_by_side,
+    tiny_model,
+)
+
+STATE = 1
+"""Kind of a frame."""
 
 
 def hybrid_model(directory: Path) -> Path:
@@ -23,36 +31,42 @@ def hybrid_model(directory: Path) -> Path:
     return directory
 
 
-async def test_a_decode_worker_computes_prompts_and_no_worker_hands_them_over(tmp_path: Path) -> None:
-    engine = {"load_format": "dummy", "num_blocks": 64, "enable_prefix_caching": True}
+def network_to(worker: WorkerProcess) -> Any:
+    return closing(BadNetwork(int(worker.ready["kv_address"].rpartition(":")[2]), kind=STATE))
+
+
+async def test_states_survive_damage_and_the_death_of_a_prefill_worker(tmp_path: Path) -> None:
+    """A worker has one slot for states, so a slot that is not freed fails the next request."""
+    engine = {"load_format": "dummy", "num_blocks": 64, "max_num_seqs": 1, "max_num_batched_tokens": 32}
     settings = {"model": hybrid_model(tmp_path / "hybrid"), "engine": engine}
+    roles = {"prefill": "prefill", "other prefill": "prefill", "decode": "decode"}
+    prompt, params = range(100, 170), sampling(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
+    asked = request(prompt, params)
     with side_by_side(
-        tmp_path, {role: {"role": role, **settings} for role in ("decode", "prefill")}
+        tmp_path, {name: {"role": role, **settings} for name, role in roles.items()}
     ) as workers:
-        decode = workers["decode"].wait_ready()
-        async with attached(decode) as stream:
-            asked = request(range(40), sampling(max_tokens=5, ignore_eos=True))
-            await stream.send(decode=pb.SubmitDecode(decode_id=asked.request_id, request=asked))
-            await stream.reserved(asked.request_id)
-            assert len(await stream.tokens(asked.request_id)) == 5
-            with pytest.raises(grpc.aio.AioRpcError, match="has layers with states") as refused:
-                await stream.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_PREFILL))
-            assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-        await assert_whole(decode)
-        workers["prefill"].wait_told()
-        assert "hand over KV alone; use --prefill 0" in workers["prefill"].told[-1]["error"]
+        prefill, other, decode = (workers[name].wait_ready() for name in roles)
+        async with attached(prefill) as p, attached(other) as q, attached(decode) as d:
+            await d.send(decode=pb.SubmitDecode(decode_id=asked.request_id, request=asked))
+            await d.reserved(asked.request_id)
+            expected = [token.token_id for token, _ in await d.tokens(asked.request_id)]
+            assert len(set(expected)) > 2
+            with network_to(prefill) as network:
+                pair = Pair(p, d, network.address, prefill.ready["incarnation"])
+                network.fault, network.hits = "corrupt", 1
+                assert (await pair.generate(prompt, params)).tokens == expected
+                assert network.suffered == 1
+                await assert_whole(prefill, decode)
+                assert metrics(decode)['baton:kv_checksum_failures_total{kind="payload"}'] == 1
 
-
-def test_prefill_workers_are_refused_before_the_start_and_in_a_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    monkeypatch.setattr(check_model.subprocess, "run", in_this_process)
-    model = str(hybrid_model(tmp_path / "hybrid"))
-    flags = ["--port", "0", "--device", "cpu", "--load-format", "dummy"]
-    for command in (["serve", *flags], ["plan"]):
-        result = CliRunner().invoke(app, [*command, "--model", model])
-        assert result.exit_code != 0
-        said = " ".join(result.output.replace("│", " ").split())
-        assert "BambaForCausalLM has layers with states" in said
-        assert "serve it with --prefill 0" in said
+                network.fault, network.hits = "half-open", 1
+                _, decode_id = await pair.submit(asked)
+                await d.reserved(decode_id)
+                prefill.popen.kill()
+            pair = Pair(q, d, other.ready["kv_address"], other.ready["incarnation"])
+            again = await q.submit_prefill(asked, handover=True)
+            await d.send(retarget=pb.Retarget(decode_id=decode_id, source=pair.source(again)))
+            assert [token.token_id for token, _ in await d.tokens(decode_id)] == expected
+            longer = await pair.generate(prompt, params, expected[:3])
+            assert longer.tokens == expected[3:]
+            await assert_whole(other, decode)
