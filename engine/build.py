@@ -50,9 +50,11 @@ def build_engine(
         started.runner.followers = commands(config, started, files)
     model = started.model_config
     tokenizer = tokenizer_source(config, started.source)
-    if config.enable_prefix_caching and started.num_slots:
+    if config.enable_prefix_caching and started.num_slots and not started.num_copies:
+        log.warning("prefix caching is off: no memory is left for copies of states; lower --max-num-seqs")
+    if config.host_cache_size and started.num_slots:
         log.warning(
-            "prefix caching is off: %s has layers with states, which a prefix cache would have to keep, too",
+            "--host-cache-size: there is no host tier for %s, which has layers with states",
             model.architecture,
         )
     return Engine(
@@ -66,6 +68,7 @@ def build_engine(
         started.cache_spec,
         started.num_blocks,
         started.num_slots,
+        started.num_copies,
         started.largest,
         overlap=device.type == "cuda" if config.overlap is None else config.overlap,
         kv_sink=kv_sink,

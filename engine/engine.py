@@ -34,8 +34,10 @@ from engine.core.meters import Meters
 from engine.core.pace import Pace
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.scheduler import Chunk, Schedule, Scheduler
+from engine.core.state_copies import StateCopies
 from engine.core.state_pool import StatePool
 from engine.core.step_builder import build_adjustments, build_step, is_plain
+from engine.execution.memory import COPY_TOKENS
 from engine.execution.moments import Landings
 from engine.execution.runner import ModelRunner
 from engine.flight import Flight
@@ -74,6 +76,7 @@ class Engine:
         cache_spec: Sequence[CacheSpec],
         num_blocks: int,
         num_slots: int,
+        num_copies: int,
         largest: tuple[int, float],
         *,
         overlap: bool,
@@ -82,7 +85,8 @@ class Engine:
         tick: Callable[[], None],
         computing: Callable[[Collection[bytes]], None],
     ) -> None:
-        """`num_slots`: requests with states; 0: no layer has states, so there may be a prefix cache. `tick`
+        """`num_slots`: requests with states; 0: no layer has states. `num_copies`: copies of states that the
+        prefix cache may have; their slots follow. With states and without copies there is no cache. `tick`
         and `computing` as in `build_engine`. The runner's cache is open, with `num_blocks`.
         `content_root`: as in `Started`. `tokenizer`: the file or directory that has it."""
         self.model_config = model_config
@@ -108,6 +112,8 @@ class Engine:
             raise ValueError(
                 f"--host-cache-size {config.host_cache_size}: a block takes {self.block_bytes} bytes"
             )
+        has_cache = config.enable_prefix_caching and (num_copies > 0 or not num_slots)
+        copies = StateCopies(num_slots, num_copies, COPY_TOKENS, self.block_size) if num_copies else None
         self._scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size=self.block_size,
@@ -115,10 +121,11 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
             full_step=int(min(dense_step, self._graph_rows)),
-            content_root=content_root if config.enable_prefix_caching and not num_slots else None,
+            content_root=content_root if has_cache else None,
             cache_observer=cache_observer,
             states=StatePool(num_slots) if num_slots else None,
-            host_places=config.host_cache_size // self.block_bytes,
+            copies=copies,
+            host_places=0 if num_slots else config.host_cache_size // self.block_bytes,
             prompt_tokens_per_s=lambda: self.prompt_tokens_per_s,
         )
         self._meters = Meters(*largest)
@@ -172,12 +179,15 @@ class Engine:
             return False
         ids = frozenset([chunk.live.id for chunk in plan.chunks])
         self._computing(ids.union(*(flight.ids for flight in self._flights)))
+        memory = self._scheduler.memory
         step, sampled, scored = build_step(
             plan.chunks,
             self.model_config.vocab_size,
             block_size=self.block_size,
             table_width=self._runner.table_width,
             has_states=self._scheduler.states is not None,
+            restores=memory.take_restores(),
+            saves=memory.saves((chunk.live, chunk.stop) for chunk in plan.chunks),
         )
         moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
 

@@ -66,6 +66,8 @@ class Step:
     draws: Draws[np.ndarray]  # [sampled] each
     scored: Scored | None = None
     state_slots: np.ndarray | None = None  # [requests] int32: their states; None: no layer has states
+    restores: Sequence[tuple[int, int]] = ()  # (from, to) slots of states that are copied before the step
+    saves: Sequence[tuple[int, int]] = ()  # the same, after the step
 
 
 def arrange(
@@ -82,14 +84,15 @@ def arrange(
     table_width: int | None,
     scored: Scored | None = None,
     state_slots: Sequence[int] | None = None,
+    restores: Sequence[tuple[int, int]] = (),
+    saves: Sequence[tuple[int, int]] = (),
 ) -> Step:
     """Lays out a step.
 
     Chunk i computes positions [starts[i], stops[i]) of a request with block table tables[i]; chunks of one
     token come first. `token_ids` has the tokens of all chunks in order. `sampled` has the numbers of the
     chunks that get a token, ascending. `table_width`: blocks in a row of the block tables; None: as many as
-    the longest table has. `hands_over`, `scored` and `state_slots` as in
-    `Step`."""
+    the longest table has. The other arguments are as in `Step`."""
     ends_at = np.array(stops)
     lengths = ends_at - np.array(starts)
     num_decodes = int((lengths == 1).sum())
@@ -112,6 +115,8 @@ def arrange(
         draws=draws,
         scored=scored,
         state_slots=None if state_slots is None else np.array(state_slots, dtype=np.int32),
+        restores=restores,
+        saves=saves,
     )
 
 

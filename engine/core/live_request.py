@@ -97,6 +97,8 @@ class LiveRequest:
     """Block table: position p is in slot blocks[p // block_size] * block_size + p % block_size."""
     state_slot: int = 0
     """Of a model with state layers: where the states of the request are, as long as it has blocks."""
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
+    """Copies of its states that launched steps write and that have no name yet: position, slot."""
     num_computed: int = 0
     """KV of positions [0, num_computed) is in the cache, or a launched step writes it."""
     num_cached: int = 0

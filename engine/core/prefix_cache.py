@@ -12,6 +12,7 @@ from engine.api.request import CachedPrefix, CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.host_tier import HostTier
 from engine.core.prefix_names import PrefixNames
+from engine.core.state_copies import StateCopies
 
 
 class _Cached(NamedTuple):
@@ -28,6 +29,7 @@ class PrefixCache:
     Attributes:
         queries, hits: tokens that requests looked up, and how many of these were found.
         host_tier: blocks that the pool may have evicted. None: there is no such tier.
+        copies: of the states of a model with state layers. None: another model.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class PrefixCache:
         observer: CacheObserver | None,
         host_places: int,
         prompt_tokens_per_s: Callable[[], float],
+        copies: StateCopies | None = None,
     ) -> None:
         """`host_places`: blocks of the host tier. 0: there is none. `prompt_tokens_per_s`: as in
         `HostTier`."""
         self.queries = 0
         self.hits = 0
+        self.copies = copies
         self._pool = pool
         self._block_size = block_size
         self._root = content_root
@@ -113,6 +117,13 @@ class PrefixCache:
                     blocks[0].tenant,
                 )
 
+    def usable(self, names: Sequence[bytes]) -> int:
+        """How many of these blocks, which have KV, a request can begin with to compute the rest: those before
+        the last copy of its states."""
+        if self.copies is None:
+            return len(names)
+        return next((count for count in range(len(names), 0, -1) if names[count - 1] in self.copies), 0)
+
     def known(self, names: Sequence[bytes]) -> int:
         """How many of these blocks are in the pool or in the host tier, from the first on."""
         return sum(1 for _ in takewhile(self._cached.__contains__, names))
@@ -163,6 +174,8 @@ class PrefixCache:
             self._gone(name)
 
     def _gone(self, name: bytes) -> None:
+        if self.copies is not None:
+            self.copies.drop(name)
         for chunk in self._cached.pop(name).chunks:
             if chunk in self._blocks_of and self._blocks_of[chunk][1][-1] == name:
                 del self._blocks_of[chunk]

@@ -1,7 +1,8 @@
 """What requests hold: blocks of KV, and a state slot if the model has state layers. Pure."""
 
+import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.block_pool import BlockPool
 from engine.core.live_request import LiveRequest, Phase
@@ -20,7 +21,9 @@ class RequestMemory:
         self._pool = pool
         self._states = states
         self._cache = cache
+        self._copies = None if cache is None else cache.copies
         self._block_size = block_size
+        self._restores: dict[int, int] = {}  # state slot → slot of the copy that it begins with
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
 
@@ -37,13 +40,19 @@ class RequestMemory:
         """Blocks that the pool or the host tier has of the beginning of a request."""
         if self._cache is None:
             return 0
-        return self._cache.known(self._names(live, self._cache).blocks[: self._usable(live)])
+        names = self._names(live, self._cache).blocks[: self._usable(live)]
+        return self._cache.usable(names[: self._cache.known(names)])
 
     def hits(self, live: LiveRequest) -> list[int]:
-        """Cached blocks of the pool that the request begins with."""
+        """Cached blocks of the pool that the request begins with. The states of a reservation come from a
+        prefill worker, so it needs no copy of them."""
         if self._cache is None:
             return []
-        return self._pool.lookup(self._names(live, self._cache).blocks[: self._usable(live)])
+        names = self._names(live, self._cache).blocks[: self._usable(live)]
+        blocks = self._pool.lookup(names)
+        if live.phase is Phase.RESERVED:
+            return blocks
+        return blocks[: self._cache.usable(names[: len(blocks)])]
 
     def grows(self, live: LiveRequest) -> bool:
         """Whether the request needs one more block for its next token."""
@@ -65,6 +74,9 @@ class RequestMemory:
         live.blocks = array("i", [*hits, *own])
         if self._states is not None:
             live.state_slot = self._states.allocate()
+        if self._copies is not None and hits and live.phase is not Phase.RESERVED:
+            assert live.names is not None, "hits are found by names"
+            self._restores[live.state_slot] = self._copies.use(live.names.blocks[len(hits) - 1])
         live.num_cached = len(hits) * self._block_size
         live.num_published = len(hits)
         if self._cache is not None:
@@ -112,12 +124,59 @@ class RequestMemory:
         if self._cache is not None and full > live.num_published:
             self._cache.publish(self._names(live, self._cache), live.blocks, live.num_published, full)
             live.num_published = full
+        while live.state_copies and live.state_copies[0][0] <= computed:
+            position, slot = live.state_copies.pop(0)
+            assert self._copies is not None
+            assert live.names is not None, "the block before the copy has a name"
+            self._copies.publish(live.names.blocks[position // self._block_size - 1], slot)
 
     def free(self, live: LiveRequest) -> None:
         if self._states is not None and live.blocks:
             self._states.release(live.state_slot)
+            self._restores.pop(live.state_slot, None)
+        for _, slot in live.state_copies:
+            assert self._copies is not None
+            self._copies.release(slot)
+        live.state_copies.clear()
         self._pool.release(live.blocks)
         del live.blocks[:]
+
+    # Copies of states
+
+    def until_copy(self, live: LiveRequest) -> float:
+        """Most tokens of the next chunk of a request, so that a copy can be taken at its end."""
+        if self._copies is None:
+            return math.inf
+        at = self._copies.next_position(live.num_cached, live.num_computed, len(live.token_ids))
+        return at - live.num_computed
+
+    def take_restores(self) -> list[tuple[int, int]]:
+        """(from, to): the slots of states to copy before the step that is launched now."""
+        restores = [(copy, slot) for slot, copy in self._restores.items()]
+        self._restores.clear()
+        return restores
+
+    def saves(self, ends: Iterable[tuple[LiveRequest, int]]) -> list[tuple[int, int]]:
+        """(from, to): the slots of states to copy after the step that is launched now. `ends`: its requests,
+        and the position at which each chunk ends."""
+        saves: list[tuple[int, int]] = []
+        copies = self._copies
+        if copies is None or self._cache is None:
+            return saves
+        for live, stop in ends:
+            if stop - live.num_computed < self.until_copy(live):
+                continue
+            if stop <= live.num_known:
+                name = self._names(live, self._cache).blocks[stop // self._block_size - 1]
+                if name in copies:
+                    copies.use(name)
+                    continue
+            own = live.state_copies
+            slot = own.pop(0)[1] if len(own) >= copies.most_written else copies.allocate()
+            if slot is not None:
+                own.append((stop, slot))
+                saves.append((live.state_slot, slot))
+        return saves
 
     def _usable(self, live: LiveRequest) -> int:
         """How many blocks of a request may come from the prefix cache. A prefill always computes the

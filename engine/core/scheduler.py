@@ -48,6 +48,7 @@ from engine.core.live_request import LiveRequest, Phase
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.request_memory import RequestMemory
+from engine.core.state_copies import StateCopies
 from engine.core.state_pool import StatePool
 
 
@@ -94,14 +95,15 @@ class Scheduler:
         content_root: bytes | None = None,
         cache_observer: CacheObserver | None = None,
         states: StatePool | None = None,
+        copies: StateCopies | None = None,
         host_places: int = 0,
         prompt_tokens_per_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`mixed_rows`: tokens of a step with decodes and prompts that waste nothing, in ascending order.
         `full_step`: prompt tokens from which on a step gains nothing from further prompts.
         `content_root`: root of the names in the prefix cache. None: no prefix cache.
-        `states`: of a model with state layers. `host_places` and `prompt_tokens_per_s`: as in
-        `PrefixCache`."""
+        `states`: of a model with state layers, of which the prefix cache has `copies`. `host_places` and
+        `prompt_tokens_per_s`: as in `PrefixCache`."""
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
         self.states = states
@@ -114,8 +116,10 @@ class Scheduler:
         self.prefix_exchange: PrefixExchange | None = None
         if content_root is not None:
             self.cache = PrefixCache(
-                pool, block_size, content_root, cache_observer, host_places, prompt_tokens_per_s
+                pool, block_size, content_root, cache_observer, host_places, prompt_tokens_per_s, copies
             )
+        # Transfers of prefixes carry no states, and without states a prefix is of no use.
+        if self.cache is not None and states is None:
             self.prefix_exchange = PrefixExchange(pool, self.cache, block_size, lambda: self._spare_blocks)
         self.memory = RequestMemory(pool, states, self.cache, block_size)
         self.requests: dict[bytes, LiveRequest] = {}
@@ -286,7 +290,7 @@ class Scheduler:
 
     def _add_chunk(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
         """Adds the next chunk of a request to the plan. Returns its number of tokens."""
-        count = min(live.num_computable, budget)
+        count = int(min(live.num_computable, budget, self.memory.until_copy(live)))
         if count:
             plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
             if live.tag > self._shares.now:  # never so for a decode, of which a step has hundreds
@@ -564,3 +568,5 @@ class Scheduler:
         self.pool.assert_whole()
         if self.states is not None:
             self.states.assert_whole()
+        if self.cache is not None and self.cache.copies is not None:
+            self.cache.copies.assert_whole()

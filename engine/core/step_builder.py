@@ -25,9 +25,12 @@ def build_step(
     block_size: int,
     table_width: int | None,
     has_states: bool = False,
+    restores: Sequence[tuple[int, int]] = (),
+    saves: Sequence[tuple[int, int]] = (),
 ) -> tuple[Step, list[LiveRequest], list[Chunk]]:
     """The step, the requests that get a token in the order of its sampled rows, and the positions that
-    `Step.scored` has in its order. `has_states`: the model has state layers."""
+    `Step.scored` has in its order. `has_states`: the model has state layers. `restores` and `saves` are as
+    in `Step`."""
     # Decodes are sorted by length: attention groups requests of similar length.
     decodes = sorted([c for c in chunks if c.stop - c.start == 1], key=attrgetter("stop"))
     prefills = [c for c in chunks if c.stop - c.start > 1]
@@ -52,6 +55,8 @@ def build_step(
         table_width=table_width,
         scored=scored,
         state_slots=[c.live.state_slot for c in chunks] if has_states else None,
+        restores=restores,
+        saves=saves,
     )
     return step, requests, scores
 

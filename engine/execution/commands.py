@@ -55,14 +55,20 @@ class Followers:
 
 
 HEAD = 16  # int64: kind, the sizes of the arrays, and the other fields of a step
-TYPES = tuple(
-    map(np.dtype, ("i8", "i8", "i8", "i4", "i4", "i4", "i8", "i8", "i8", "i8", "f4", "i4", "i4", "f4", "f4"))
-)
+TYPES = tuple(map(np.dtype, "qqqiiiqqqqqqfiiff"))  # q: int64, i: int32, f: float32
 """Of the arrays of a step, in the order of `_arrays`."""
 
 
 def _shapes(
-    tokens: int, requests: int, width: int, states: int, prefills: int, sampled: int, scored: int
+    tokens: int,
+    requests: int,
+    width: int,
+    states: int,
+    restores: int,
+    saves: int,
+    prefills: int,
+    sampled: int,
+    scored: int,
 ) -> list[tuple[int, ...]]:
     """The shapes of the arrays of a step, in the order of `_arrays`."""
     by_token, draws = [(tokens,)] * 3, [(sampled,)] * 5
@@ -71,6 +77,8 @@ def _shapes(
         (requests, width),
         (requests,),
         (states,),
+        (restores, 2),
+        (saves, 2),
         (prefills, 2),
         (sampled,),
         (scored,),
@@ -80,12 +88,12 @@ def _shapes(
 
 
 def _arrays(step: Step) -> list[np.ndarray]:
-    prefills = np.array(step.prefills, dtype=np.int64).reshape(-1, 2)
+    pairs = [np.array(x, dtype=np.int64).reshape(-1, 2) for x in (step.restores, step.saves, step.prefills)]
     none = np.zeros(0, np.int64)
     scored = (none, none) if step.scored is None else (step.scored.rows, step.scored.tokens)
     states = none if step.state_slots is None else step.state_slots
     return [
-        step.token_ids, step.positions, step.slots, step.block_tables, step.contexts, states, prefills,
+        step.token_ids, step.positions, step.slots, step.block_tables, step.contexts, states, *pairs,
         step.sampled_rows, *scored, *step.draws,
     ]  # fmt: skip
 
@@ -97,7 +105,9 @@ class Commands(Followers):
 
     def __init__(self, files: RankFiles, *, tokens: int, requests: int, table_width: int) -> None:
         """`tokens`, `requests`: most of them in a step."""
-        shapes = _shapes(tokens, requests, table_width, requests, requests, requests, tokens)
+        shapes = _shapes(
+            tokens, requests, table_width, requests, requests, requests, requests, requests, tokens
+        )
         most = zip(shapes, TYPES, strict=True)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in most]
         self._slot_bytes = 8 * HEAD + sum(map(aligned, sizes))
@@ -119,8 +129,8 @@ class Commands(Followers):
         scored = (0, 0) if step.scored is None else (len(step.scored.rows), step.scored.top)
         head = [
             Kind.RUN, len(step.token_ids), requests, width, 0 if step.state_slots is None else requests,
-            len(step.prefills), len(step.sampled_rows), *scored, step.num_decodes, step.hands_over,
-            step.variant.value,
+            len(step.restores), len(step.saves), len(step.prefills), len(step.sampled_rows), *scored,
+            step.num_decodes, step.hands_over, step.variant.value,
         ]  # fmt: skip
         slot = self._next(head)
         at = 8 * HEAD
@@ -168,12 +178,13 @@ def _step(slot: np.ndarray) -> Step:
     head = slot[: 8 * HEAD].view(np.int64).tolist()
     arrays = []
     at = 8 * HEAD
-    for shape, dtype in zip(_shapes(*head[1:8]), TYPES, strict=True):
+    for shape, dtype in zip(_shapes(*head[1:10]), TYPES, strict=True):
         arrays.append(np.ndarray(shape, dtype, slot, at))
         at += aligned(arrays[-1].nbytes)
-    token_ids, positions, slots, block_tables, contexts, states, prefills, sampled_rows, *others = arrays
-    rows, tokens, *draws = others
-    scored, top, num_decodes, hands_over, variant = head[7:12]
+    token_ids, positions, slots, block_tables, contexts, states, *pairs = arrays[:9]
+    restores, saves, prefills = ([(first, second) for first, second in x.tolist()] for x in pairs)
+    sampled_rows, rows, tokens, *draws = arrays[9:]
+    scored, top, num_decodes, hands_over, variant = head[9:14]
     return Step(
         token_ids=token_ids,
         positions=positions,
@@ -181,11 +192,13 @@ def _step(slot: np.ndarray) -> Step:
         block_tables=block_tables,
         contexts=contexts,
         num_decodes=num_decodes,
-        prefills=[(start, stop) for start, stop in prefills.tolist()],
+        prefills=prefills,
         sampled_rows=sampled_rows,
         hands_over=bool(hands_over),
         variant=Variant(variant),
         draws=Draws(*draws),
         scored=Scored(rows, tokens, top) if scored else None,
         state_slots=states if len(states) else None,
+        restores=restores,
+        saves=saves,
     )

@@ -27,6 +27,11 @@ CPU_POOL_BYTES = 1 * GIB
 CUDA_BYTES = 1 * GIB
 """For the CUDA context and the code of kernels: half a GiB and more, which torch's allocator does not count.
 A measurement could not tell it from what other processes allocate meanwhile."""
+COPY_TOKENS = 2048
+"""Positions between two copies of the states of a request that the prefix cache keeps."""
+COPY_SHARE = 0.25
+"""Most that copies of states get, of the memory beside the states of requests and `TOKENS_BESIDE_STATES` of
+KV for each."""
 TOKENS_BESIDE_STATES = 2048
 """There are no more states than requests that find room for so many tokens of KV beside them."""
 
@@ -92,6 +97,8 @@ class PoolSize:
     max_model_len: int
     num_slots: int = 0
     """Requests that have states at the same time. 0: no layer has states."""
+    num_copies: int = 0
+    """Copies of states for the prefix cache."""
 
 
 def choose_limits(
@@ -178,17 +185,20 @@ def size_pool(
     token = limits.token_bytes
     block = token * limits.block_size
     num_slots = config.max_num_seqs if limits.state_bytes else 0
+    share = config.gpu_memory_utilization
+    room = CPU_POOL_BYTES // ranks.size if use is None else ranks.least(use.room(share))
     if config.num_blocks is None:
-        share = config.gpu_memory_utilization
-        room = CPU_POOL_BYTES // ranks.size if use is None else ranks.least(use.room(share))
         if num_slots:
             num_slots = _num_slots(config, limits, room)
             room -= num_slots * limits.state_bytes
+        num_copies = _num_copies(config, limits, room - num_slots * _least_kv(limits))
+        room -= num_copies * limits.state_bytes
         # More than a full context for each request of a step would be of no use.
         most = config.max_num_seqs * -(-limits.max_model_len // limits.block_size)
         num_blocks = min(room // block, most)
     else:
         num_blocks = config.num_blocks
+        num_copies = _num_copies(config, limits, room - num_blocks * block - num_slots * limits.state_bytes)
         if use is not None:
             room = max(0, ranks.least(use.room(1.0)) - num_slots * limits.state_bytes)
             beside = f" beside the states of {num_slots} requests" if num_slots else ""
@@ -210,16 +220,17 @@ def size_pool(
         log.warning("requests can have %d tokens: the model's context of %d does not fit the KV pool",
                     max_model_len, model.max_model_len)  # fmt: skip
     log.info(
-        "memory: %sKV pool %s: %d blocks of %d, %d tokens%s",
+        "memory: %sKV pool %s: %d blocks of %d, %d tokens%s%s",
         f"{use}, " if use else "", gib(num_blocks * block), num_blocks, limits.block_size, capacity,
         f"; states of {num_slots} requests {gib(num_slots * limits.state_bytes)}" if num_slots else "",
+        f"; {num_copies} copies of states {gib(num_copies * limits.state_bytes)}" if num_copies else "",
     )  # fmt: skip
-    return PoolSize(num_blocks, max_model_len, num_slots)
+    return PoolSize(num_blocks, max_model_len, num_slots, num_copies)
 
 
 def _num_slots(config: EngineConfig, limits: CacheLimits, room: int) -> int:
     """States for all requests of a step, if there is room for them and for some KV of each."""
-    least = min(limits.max_model_len, TOKENS_BESIDE_STATES) * limits.token_bytes
+    least = _least_kv(limits)
     num_slots = min(config.max_num_seqs, room // (limits.state_bytes + least))
     if num_slots < 1:
         raise ValueError(
@@ -227,6 +238,20 @@ def _num_slots(config: EngineConfig, limits: CacheLimits, room: int) -> int:
             f"{least / MIB:.1f} MiB; there is room for {max(0, room) / MIB:.1f} MiB. Choose a smaller model"
         )
     return num_slots
+
+
+def _least_kv(limits: CacheLimits) -> int:
+    """Bytes of the KV that a request has at least beside its states."""
+    return min(limits.max_model_len, TOKENS_BESIDE_STATES) * limits.token_bytes
+
+
+def _num_copies(config: EngineConfig, limits: CacheLimits, room: int) -> int:
+    """Copies of states for the prefix cache. `room`: bytes that requests could do without."""
+    if not limits.state_bytes or not config.enable_prefix_caching:
+        return 0
+    # More than those of a full context for each request of a step would be of no use.
+    most = config.max_num_seqs * (limits.max_model_len // COPY_TOKENS + 1)
+    return max(0, min(most, int(COPY_SHARE * room) // limits.state_bytes))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ kernel by kernel.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -116,8 +117,8 @@ class ModelRunner:
             self.table_width = -(-config.max_model_len // (16 * block_size)) * 16
 
     def open(self, num_blocks: int, num_slots: int = 0, *, shared: bool = False) -> None:
-        """Makes an empty cache. `num_slots`: requests with states; 0: no layer has states. `shared`: all
-        layers of a kind share the memory of one."""
+        """Makes an empty cache. `num_slots`: states of requests, and copies of them; 0: no layer has states.
+        `shared`: all layers of a kind share the memory of one."""
         own = 1 if shared else len(self._cache)
         kv = [spec.allocate(num_blocks, self.block_size, self.device) for spec in self._attention[:own]]
         self.kv_cache = [kv[i % own] for i in range(len(self._attention))]
@@ -170,7 +171,14 @@ class ModelRunner:
         when its writing is enqueued). A graph of a step that only decodes does not call it. `sample` must be
         called before the next `run`."""
         self.followers.run(step)
-        began, rows, graphs = self._moment(), len(step.sampled_rows), self._graphs
+        began = self._moment()
+        self._copy_states(step.restores)
+        launched = self._launch(step, layer_done, began)
+        self._copy_states(step.saves)
+        return launched
+
+    def _launch(self, step: Step, layer_done: LayerDone, began: Moment) -> Launched:
+        rows, graphs = len(step.sampled_rows), self._graphs
         size = graphs.size(step) if graphs is not None else None
         if graphs is not None and size is not None:
             graphs.forward(size, step, layer_done)
@@ -189,6 +197,12 @@ class ModelRunner:
         logits = self.logits(hidden[sampled]).float() if rows else None
         scored = self._score(hidden, step)
         return Launched(rows, step.variant, None, logits, Draws(*draws), began, scored=scored)
+
+    def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+        """Enqueues copies of the states of all layers, each from a slot to another."""
+        for source, target in slots:
+            for part in chain.from_iterable(self.states):
+                part[target].copy_(part[source])
 
     def _score(self, hidden: Tensor, step: Step) -> Sequence[Piece]:
         """Enqueues the log probabilities of prompts."""

@@ -42,6 +42,8 @@ class Started:
     num_blocks: int
     num_slots: int
     """Requests that have states at the same time. 0: no layer has states."""
+    num_copies: int
+    """Copies of states for the prefix cache, in the slots behind those of the requests."""
     largest: tuple[int, float]
     """Prompt tokens of a full step, and its seconds. 0: not measured."""
 
@@ -76,7 +78,7 @@ def start_rank(
     use = _measure(config, runner, limits, progress) if on_gpu else None
     pool = size_pool(config, model_config, limits, use, ranks)
     with memory_for("the KV pool", "lower --num-blocks or --gpu-memory-utilization"):
-        runner.open(pool.num_blocks, pool.num_slots)
+        runner.open(pool.num_blocks, pool.num_slots + pool.num_copies)
         largest = (0, 0.0)
         if on_gpu:
             rehearsal = _rehearsal(config, pool.max_model_len, runner, pool.num_slots, pool.num_blocks)
@@ -94,6 +96,7 @@ def start_rank(
         limits.cache,
         pool.num_blocks,
         pool.num_slots,
+        pool.num_copies,
         largest,
     )
 

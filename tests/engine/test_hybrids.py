@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, build_engine
+from engine.core import state_copies
+from engine.execution import memory
 from engine.execution.rehearsal import Rehearsal, warm_up
 from engine.loader import check_model
 from tests.engine.test_overlap import land_one
@@ -145,12 +147,123 @@ def test_a_rehearsal_with_fewer_states_than_requests(path: Path, tiny_engine: Ca
     warm_up(runner, rehearsal, lambda *_: None)
 
 
-def test_there_is_no_prefix_cache(
-    path: Path, tiny_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def caching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Configurations with a prefix cache, with copies of states every 8 positions."""
+
+    def make(num_copies: int, **config: Any) -> dict[str, Any]:
+        monkeypatch.setattr(memory, "_num_copies", lambda *_: num_copies)
+        return {"enable_prefix_caching": True, **config}
+
+    monkeypatch.setattr("engine.engine.COPY_TOKENS", 8)
+    monkeypatch.setattr(state_copies, "END_TOKENS", 4)
+    return make
+
+
+def chats(run: Any, request_of: Any, engine: Engine, turns: int = 4) -> tuple[list[Any], list[int]]:
+    """Several chats at the same time: each prompt has the turns before it. Returns the tokens of all turns,
+    and how many tokens of each prompt came from the cache."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (2, 9, 17, 30)]
+    prompts.append([*prompts[3][:25], 4, 5, 6])
+    found: list[Any] = []
+    cached: list[int] = []
+    for turn in range(turns):
+        requests = [
+            request_of(10 * turn + i, prompt, max_tokens=3 + 4 * (i % 3), ignore_eos=True)
+            for i, prompt in enumerate(prompts)
+        ]
+        results = run(engine, requests)
+        for prompt, result in zip(prompts, results.values(), strict=True):
+            found.append(result.tokens)
+            cached.append(result.outputs[0].cached_tokens)
+            prompt += [*result.tokens, *(rng.randrange(3, 199) for _ in range(5))]
+        engine.assert_whole()
+    return found, cached
+
+
+@pytest.mark.parametrize(
+    ("num_copies", "config"),
+    [
+        pytest.param(99, {"num_blocks": 200}, id="roomy"),
+        pytest.param(
+            6, {"num_blocks": 200, "max_num_batched_tokens": 11, "max_num_seqs": 3}, id="few copies"
+        ),
+        pytest.param(99, {"num_blocks": 40, "max_num_seqs": 3}, id="few blocks"),
+    ],
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_chats_with_a_prefix_cache_get_the_same_tokens(
+    path: Path,
+    tiny_engine: Callable[..., Engine],
+    late_engine: Callable[..., Engine],
+    caching: Callable[..., dict[str, Any]],
+    run: Any,
+    request_of: Any,
+    num_copies: int,
+    config: dict[str, Any],
+    overlap: bool,
 ) -> None:
-    engine = tiny_engine(model=str(path), enable_prefix_caching=True)
-    assert engine.prefix_exchange is None
-    assert any("prefix caching is off: " in message for message in caplog.messages)
+    """Also when copies or blocks are evicted, and with requests that are preempted."""
+    expected, none = chats(run, request_of, tiny_engine(model=str(path), num_blocks=200))
+    assert not any(none)
+    engine = (late_engine if overlap else tiny_engine)(model=str(path), **caching(num_copies, **config))
+    found, cached = chats(run, request_of, engine)
+    assert found == expected
+    assert any(cached)
+    assert all(count % 4 == 0 for count in cached), "whole blocks"
+    cache = engine._scheduler.cache
+    assert cache is not None
+    assert cache.copies is not None
+    assert (num_copies == 6) != bool(cache.copies._free), "few slots have a copy each"
+
+
+def test_each_rank_copies_its_states(
+    path: Path,
+    tiny_engine: Callable[..., Engine],
+    ranks: Callable[..., Engine],
+    caching: Callable[..., dict[str, Any]],
+    run: Any,
+    request_of: Any,
+) -> None:
+    one = chats(run, request_of, tiny_engine(model=str(path), **caching(99), num_blocks=200), 2)
+    assert chats(run, request_of, ranks(path, 2, **caching(99), num_blocks=200), 2) == one
+    assert any(one[1])
+
+
+def test_a_hit_needs_blocks_and_a_copy_at_their_end(
+    path: Path,
+    tiny_engine: Callable[..., Engine],
+    caching: Callable[..., dict[str, Any]],
+    run: Any,
+    request_of: Any,
+) -> None:
+    """A prompt of 30 tokens gets copies at 8, 16, 24 and 28, but keeps at most a quarter of all slots."""
+    engine = tiny_engine(model=str(path), **caching(12))
+    prompt = [3 + i % 190 for i in range(30)]
+
+    def cached(tokens: list[int], number: int) -> int:
+        return run(engine, [request_of(number, tokens, max_tokens=1)]).popitem()[1].outputs[0].cached_tokens
+
+    assert cached(prompt, 0) == 0
+    assert cached([*prompt, 7, 8, 9], 1) == 28
+    assert cached(prompt[:29], 2) == 28
+    assert cached(prompt[:28], 3) == 24, "the last token of a prompt is always computed"
+    assert cached(prompt[:24], 4) == 16
+    assert cached(prompt[:16], 5) == 0, "the copy at 8 made room for the last one"
+    engine.assert_whole()
+
+
+def test_copies_need_memory(
+    path: Path,
+    tiny_engine: Callable[..., Engine],
+    caching: Callable[..., dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = tiny_engine(model=str(path), **caching(0), host_cache_size=1 << 20)
+    assert engine._scheduler.cache is None
+    for message in ("prefix caching is off: ", "there is no host tier for "):
+        assert any(message in said for said in caplog.messages)
 
 
 def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path, save_tiny: Any) -> None:

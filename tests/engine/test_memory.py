@@ -85,6 +85,13 @@ def test_states_and_kv_share_the_memory(caplog: pytest.LogCaptureFixture) -> Non
         assert size.num_slots == 256 or (size.num_slots + 1) * BAMBA.state_bytes > 0.8 * room * GIB
         assert size.num_blocks * 128 >= 2048 * size.num_slots, "each has some KV beside its states"
     assert pool(use(), BAMBA, num_blocks=64) == PoolSize(64, 4096, 256)
+    cached = pool(use(), BAMBA, enable_prefix_caching=True)
+    spare = int(53.5 * GIB) - 256 * (BAMBA.state_bytes + 2048 * BAMBA.token_bytes)
+    assert cached.num_copies == spare // 4 // BAMBA.state_bytes > 30
+    tight = pool(use(free=20), BAMBA, enable_prefix_caching=True)
+    used = tight.num_blocks * 128 * BAMBA.token_bytes
+    assert used + (tight.num_slots + tight.num_copies) * BAMBA.state_bytes <= 17.5 * GIB
+    assert tight.num_blocks * 128 >= 2048 * tight.num_slots
     with pytest.raises(
         ValueError, match=r"there is room for 0\.00 GiB, 0 blocks beside the states of 256 req"
     ):

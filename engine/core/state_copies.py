@@ -1,0 +1,88 @@
+"""Copies of states, which the prefix cache keeps for models with state layers. Pure bookkeeping.
+
+A request can begin with cached blocks only if the cache also has its states at the end of these blocks. A
+state cannot be cut to fewer tokens. So a copy serves exactly its own position. A request gets copies at each
+multiple of an interval, and at the last block boundary of its prompt. The states are copied right after the
+step that ends there, before a later step changes them.
+
+    free ──allocate──▶ written by a step ──publish──▶ cached ──drop──▶ free
+      ▲                     │ release                   │ allocate (evicts the least recently used)
+      └─────────────────────┘                           └──▶ written by a step
+
+Copies are evicted in an order of their own, and blocks in theirs, as in SGLang's cache for hybrid models. A
+copy is also dropped when the cache drops the block before its position. No request waits for a slot: without
+one there is no copy.
+"""
+
+from collections import OrderedDict
+
+END_TOKENS = 512
+"""The end of a prompt gets a copy only this many tokens past the copy before it. Fewer tokens take a step
+about as long as one, and the copy costs a step: the prompt's last tokens need one of their own."""
+
+
+class StateCopies:
+    """Owns the slots of copies, and finds cached copies by the name of the last block before them."""
+
+    def __init__(self, first_slot: int, count: int, interval: int, block_size: int) -> None:
+        """The slots are `count` in a row. Positions between two copies: `interval`, rounded up to blocks."""
+        self._interval = -(-interval // block_size) * block_size
+        self._block_size = block_size
+        self._count = count
+        self.most_written = max(1, count // 4)
+        """Slots that one request may write at a time, so that a long prompt leaves room for others."""
+        self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._writing = 0
+
+    def next_position(self, cached: int, computed: int, tokens: int) -> int:
+        """The first position after `computed` at which a request with so many tokens gets a copy. It began
+        with the copy at `cached`, if that is not 0."""
+        at_interval = (computed // self._interval + 1) * self._interval
+        end = (tokens - 1) // self._block_size * self._block_size
+        before_end = max(cached, end // self._interval * self._interval)
+        if computed < end < at_interval and end - before_end >= END_TOKENS:
+            return end
+        return at_interval
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._slot_of
+
+    def use(self, name: bytes) -> int:
+        """The slot of a cached copy, which counts as used now. The next launched step may read it."""
+        self._slot_of.move_to_end(name)
+        return self._slot_of[name]
+
+    def allocate(self) -> int | None:
+        """Returns a slot for a step to write, and evicts a copy where needed. None: steps are writing to all
+        slots."""
+        if not self._free and self._slot_of:
+            self._free.append(self._slot_of.popitem(last=False)[1])
+        if not self._free:
+            return None
+        self._writing += 1
+        return self._free.pop()
+
+    def publish(self, name: bytes, slot: int) -> None:
+        """Names a copy that a step has written. Its states are verified."""
+        if name in self._slot_of:
+            self.release(slot)
+            return
+        self._writing -= 1
+        self._slot_of[name] = slot
+
+    def release(self, slot: int) -> None:
+        """Takes back a slot that `allocate` returned."""
+        self._writing -= 1
+        self._free.append(slot)
+
+    def drop(self, name: bytes) -> None:
+        """Forgets the copy with this name, if there is one."""
+        if name in self._slot_of:
+            self._free.append(self._slot_of.pop(name))
+
+    def assert_whole(self) -> None:
+        """Asserts that each slot is free or has a cached copy."""
+        slots = {*self._free, *self._slot_of.values()}
+        assert not self._writing, "a copy was left behind"
+        assert len(slots) == self._count == len(self._free) + len(self._slot_of), "a slot has two owners"
