@@ -260,10 +260,12 @@ class ModelConfig:
         """Number of parameters of the input embedding and the output projection."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
 
-    def weight_bytes(self, embedding: float, matrix: float) -> int:
-        """Bytes of all weights, from the bytes of one parameter of the embeddings and of the matrices."""
-        matrices = self.num_parameters - self.embedding_parameters
-        return round(self.embedding_parameters * embedding + matrices * matrix)
+    def weight_bytes(self, embedding: float, output: float, matrix: float) -> int:
+        """Bytes of all weights, from the bytes of one parameter: of the input embedding, of an output
+        projection that is not tied to it, and of the other matrices."""
+        one = self.vocab_size * self.hidden_size
+        tables = one * (embedding if self.tie_embeddings else embedding + output)
+        return round(tables + (self.num_parameters - self.embedding_parameters) * matrix)
 
     def _parameters(self, experts: float) -> float:
         """Number of parameters with this many experts in each layer that has experts."""

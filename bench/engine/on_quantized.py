@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +22,6 @@ from bench.engine.drive import decode_step_seconds, median_ms, prefill_seconds, 
 from bench.engine.floor import Floor, Fp8Floor
 from bench.engine.on_cuda import CONTEXT, HBM_BYTES_PER_S, dense_shape, dummy_engine
 from bench.shapes import DENSE
-from engine.layers.grouped_linear import bytes_per_parameter, grouped_linear
-from engine.layers.groups import Groups
-from engine.layers.linear import PlainFormat
-from engine.layers.ranks import Part
-from engine.layers.weights import LinearMethod, Weights
-from engine.loader.formats import ON_LOAD
 
 Bounds = tuple[float, float] | None
 """Must and goal, in ms."""
@@ -41,6 +34,7 @@ class Format:
     floor: type[Floor]
     floor_is: str
     bytes: float  # of a parameter of a layer
+    output_bytes: float = 2  # of a parameter of the output projection
 
 
 GROUP = 128
@@ -74,32 +68,9 @@ FORMATS = {
         Floor,
         "cuBLAS bfloat16 floor, same run",
         1 / 2 + 2 / GROUP,
+        1,
     ),
 }
-
-
-class Int4OnLoad(PlainFormat):
-    """The `WeightFormat` that rounds the matrices of a layer to INT4, for the bench alone: users get better
-    weights from checkpoints."""
-
-    name = f"int4 in groups of {GROUP}, quantized on load"
-    identity = "int4"
-
-    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
-        return bytes_per_parameter(4, GROUP, dtype, torch.device("cuda"))
-
-    def linear(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
-        if names == ["lm_head"]:
-            return super().linear(weights, names, rows, columns, bias=bias)
-        parts = [(part, columns) for part in rows]
-        weight = weights.stack([f"{name}.weight" for name in names], parts, scratch=True).float()
-        grouped = weight.unflatten(1, (-1, GROUP))
-        scales = grouped.abs().amax(dim=2) / 8
-        codes = (grouped / scales[:, :, None] + 8).round_().clamp_(0, 15).to(torch.uint8).flatten(1)
-        added = weights.bias(names, rows, columns) if bias else None
-        return grouped_linear(Groups(codes, scales, torch.zeros_like(scales), 4), added, weights)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -112,7 +83,6 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     del floor
     gc.collect()
     torch.cuda.empty_cache()
-    ON_LOAD.setdefault("int4", lambda device: Int4OnLoad())
     with tempfile.TemporaryDirectory() as directory:
         engine = dummy_engine(
             DENSE, Path(directory), 256, 16384, quantization=args.quantization or "auto",
@@ -131,7 +101,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             name, took = f"engine.{kind}.decode.b{batch}", median_ms(times)
             _add(report, name, took, contract.percentile(times, 0.99) * 1e3, bounds)
             _add_floor(report, name, took, decode_floor[batch], chosen)
-            head = 2 * shape.hidden * shape.vocab
+            head = chosen.output_bytes * shape.hidden * shape.vocab
             read = chosen.bytes * shape.layer_parameters + head + batch * shape.kv_bytes(CONTEXT)
             rate = read / (took / 1e3)
             report.add(

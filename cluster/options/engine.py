@@ -108,10 +108,10 @@ class EngineOptions:
         Literal["auto", "dummy"], opt("dummy: random weights, for benchmarks.")
     ] = "auto"  # fmt: skip
     quantization: Annotated[
-        Literal["auto", "fp8", "none", "gguf"],
+        Literal["auto", "fp8", "int4", "none", "gguf"],
         opt(
-            "Format of the matrices: auto (the checkpoint's own), fp8 (quantized on load); for GGUF files "
-            "also none and gguf."
+            "Format of the matrices: auto (the checkpoint's own), fp8 or int4 (quantized on load); for GGUF "
+            "files also none and gguf."
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[int, opt("GPUs of one worker.", "N", check=between(1))] = 1

@@ -117,7 +117,7 @@ class Speeds:
         self._spans = Counter(layer.span for layer in attention_caches(caches))
         reference_kv = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
         self._reference_kv_seconds = CONTEXT * reference_kv / gpu.kv_bytes_per_s  # of one request
-        self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, self._matrix_bytes)
+        self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, ELEMENT_BYTES, self._matrix_bytes)
         # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
         (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
         self._quadratic = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))

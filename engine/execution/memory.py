@@ -122,7 +122,8 @@ def choose_limits(
         model.check_expert_parallel(ranks.size)
     cache = cache_spec(model.of_rank(ranks.size), dtype, choose_kv_dtype(config, dtype, device))
     most = CPU_POOL_BYTES // ranks.size
-    weights = model.weight_bytes(dtype.itemsize, weight_format.bytes_per_parameter(dtype))
+    output = weight_format.bytes_per_parameter(dtype, output=True)
+    weights = model.weight_bytes(dtype.itemsize, output, weight_format.bytes_per_parameter(dtype))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         check_weights_fit(config, weights // ranks.size, free, total)

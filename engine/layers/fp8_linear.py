@@ -28,7 +28,8 @@ LEAST = 2.0**-100
 ALIGNED = 16
 """What the products need of both dimensions of W."""
 
-KEPT_PLAIN = ("lm_head", "gate", "router")
+OUTPUT = "lm_head"
+KEPT_PLAIN = ("gate", "router")
 """Products that matter most for their size: quantizing on load leaves them in the model's dtype."""
 
 
@@ -69,8 +70,8 @@ class Fp8Format:
     quantizes_activations: bool
     identity = "fp8"
 
-    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
-        return 1 + 4 / FP8_GROUP if self.quantizes_activations else dtype.itemsize
+    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+        return 1 + 4 / FP8_GROUP if self.quantizes_activations and not output else dtype.itemsize
 
     def linear(
         self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
@@ -183,9 +184,13 @@ def block_reader(suffix: str) -> Callable[[Weights, str, Part, Part], Scaled | N
 
 
 def quantize_on_load(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:
-    """From a plain checkpoint. The scale of a row is that of the whole row, also if a rank has a part."""
-    if name.rpartition(".")[2] in KEPT_PLAIN:
-        return None
+    """From a plain checkpoint. The output projection and KEPT_PLAIN stay plain."""
+    kept = name.rpartition(".")[2] in (OUTPUT, *KEPT_PLAIN)
+    return None if kept else fp8_rows(weights, name, rows, columns)
+
+
+def fp8_rows(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled:
+    """A plain matrix in FP8. The scale of a row is that of the whole row, also if a rank has a part."""
     exact = weights.stack([f"{name}.weight"], [(rows, whole(columns.size))], scratch=True).float()
     scales = exact.abs().amax(dim=1).clamp_min(LEAST) / LARGEST
     exact = exact[:, columns.indices] / scales[:, None]

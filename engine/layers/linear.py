@@ -37,7 +37,7 @@ class PlainFormat:
     name = "plain"
     identity = ""
 
-    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
+    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         return dtype.itemsize
 
     def linear(

@@ -42,6 +42,14 @@ class Part(NamedTuple):
         """`part`, if this part has `index`; else no index of the same dimension."""
         return part if self.start <= index < self.stop else Part(0, 0, part.size)
 
+    def check_groups(self, size: int, what: str) -> None:
+        """Raises `ValueError` naming the matrix `what` if these columns are not whole groups of `size`."""
+        if self.start % size or self.length % size:
+            raise ValueError(
+                f"a rank has the columns [{self.start}, {self.stop}) of {what}, and groups of {size} columns "
+                "share a scale; change --tensor-parallel-size"
+            )
+
     def of(self, width: int) -> "Part":
         """The same part of a dimension that has `width` indices for each index here."""
         return Part(self.start * width, self.stop * width, self.size * width)

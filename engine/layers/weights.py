@@ -84,8 +84,9 @@ class WeightFormat(Protocol):
         """All that the format changes about results: a part of the model's fingerprint. Empty: nothing."""
         ...
 
-    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
-        """Memory for one parameter of a matrix, scales included. `dtype` is the model's."""
+    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+        """Memory for one parameter of a matrix, scales included. `dtype` is the model's. `output`: of an
+        output projection that is not tied to the embedding."""
         ...
 
     def linear(

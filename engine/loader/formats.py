@@ -9,6 +9,7 @@ from engine.api.config import EngineConfig
 from engine.layers.linear import PlainFormat
 from engine.layers.weights import WeightFormat
 from engine.loader import fp8_formats, gguf_groups, int4_formats
+from engine.loader.int4_on_load import Int4OnLoad
 from engine.model_config import ModelConfig
 
 FromSettings = Callable[[Mapping[str, Any], str, torch.device], WeightFormat]
@@ -45,7 +46,10 @@ STORED: dict[str, FromSettings] = {
 this configuration, the checkpoint's source and the device. It raises `ValueError` naming the source for
 settings that are not supported, and for a device that cannot use the format."""
 
-ON_LOAD: dict[str, Callable[[torch.device], WeightFormat]] = {"fp8": fp8_formats.fp8_on_load}
+ON_LOAD: dict[str, Callable[[torch.device], WeightFormat]] = {
+    "fp8": fp8_formats.fp8_on_load,
+    "int4": lambda device: Int4OnLoad(fp8_formats.fp8_output(device), device),
+}
 """Formats to which plain matrices are quantized when they are loaded, by `--quantization`."""
 
 

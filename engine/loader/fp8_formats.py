@@ -6,11 +6,16 @@ from typing import Any
 import torch
 
 from engine.kernels import FP8_GROUP, from_hopper_on
-from engine.layers.fp8_linear import Fp8Format, block_reader, quantize_on_load, read_rows
+from engine.layers.fp8_linear import Fp8Format, block_reader, fp8_rows, quantize_on_load, read_rows
 
 
 def fp8_on_load(device: torch.device) -> Fp8Format:
     return Fp8Format(_name("fp8 by row, quantized on load", device), quantize_on_load, from_hopper_on(device))
+
+
+def fp8_output(device: torch.device) -> Fp8Format:
+    """For the output projection of a plain checkpoint, where the other matrices have another format."""
+    return Fp8Format(_name("fp8 by row", device), fp8_rows, from_hopper_on(device))
 
 
 def fp8(settings: Mapping[str, Any], source: str, device: torch.device) -> Fp8Format:

@@ -85,8 +85,10 @@ class GGUFFormat:
     def name(self) -> str:
         return f"gguf ({', '.join(sorted(set(chain(*self.products))))})"
 
-    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
+    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         """The mean of all products."""
+        if output:
+            return dtype.itemsize
 
         def of(types: Iterable[str]) -> float:
             bits = _bits(types)

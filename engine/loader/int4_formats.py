@@ -50,8 +50,8 @@ class Int4Format:
     def identity(self) -> str:
         return self.name
 
-    def bytes_per_parameter(self, dtype: torch.dtype) -> float:
-        return bytes_per_parameter(4, self.size, dtype, self.device)
+    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
+        return dtype.itemsize if output else bytes_per_parameter(4, self.size, dtype, self.device)
 
     def linear(
         self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
@@ -61,11 +61,7 @@ class Int4Format:
             return PlainFormat().linear(weights, names, rows, columns, bias=bias)
         if len(quantized) < len(names):
             raise ValueError(f"{weights.source}: of {', '.join(names)} only some are quantized")
-        if columns.start % self.size or columns.length % self.size:
-            raise ValueError(
-                f"{weights.source}: a rank has the columns [{columns.start}, {columns.stop}) of {names[0]}, "
-                f"and groups of {self.size} columns share a scale; change --tensor-parallel-size"
-            )
+        columns.check_groups(self.size, f"{names[0]} in {weights.source}")
         parts = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
         groups = stacked(parts)
         assert groups is not None, "all are read with one size"

@@ -1,4 +1,4 @@
-"""INT4 checkpoints (GPTQ, AWQ, compressed-tensors): their values, their ranks, and what cannot be used."""
+"""INT4 checkpoints (GPTQ, AWQ, compressed-tensors) and INT4 on load: values, ranks, what cannot be used."""
 
 import json
 import shutil
@@ -12,11 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import EngineConfig, build_engine
+from engine.kernels import FP8
+from engine.layers.fp8_linear import Fp8Linear
 from engine.layers.grouped_linear import packs
+from engine.layers.linear import PlainLinear
 from engine.layers.ranks import Part, Ranks, whole
 from engine.layers.weights import Weights
 from engine.loader import check_model, choose_format, open_checkpoint
 from engine.loader.int4_formats import Int4Format
+from engine.loader.int4_on_load import rounded
 
 CPU = torch.device("cpu")
 SIZE = 32
@@ -163,7 +167,7 @@ def test_a_rank_reads_its_part(kind: str, tmp_path: Path, save_tiny: Any) -> Non
         expected = values[f"{name}.weight"][slice(*rows), slice(*columns)]
         torch.testing.assert_close(groups.values(), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(
-        ValueError, match=r"columns \[48, 96\) of .*down_proj, and groups of 32 .*parallel-size"
+        ValueError, match=r"columns \[48, 96\) of .*down_proj in .* and groups of 32 .*parallel-size"
     ):
         weights.linear([name], [whole(128)], Part(48, 96, 192))
 
@@ -216,3 +220,75 @@ def test_groups_in_another_order_are_refused(tmp_path: Path, save_tiny: Any) -> 
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.g_idx: groups in another order"):
         build_engine(EngineConfig(str(tmp_path), dtype="float32", num_blocks=8))
+
+
+def test_quantizing_on_load(tmp_path: Path, save_tiny: Any, run: Any, request_of: Any) -> None:
+    """In groups of 128 columns, or of 64 where these do not divide them. The output projection is in FP8."""
+    exact = tmp_path / "exact"
+    save_tiny(tmp_path, "Qwen2", **SIZES, vocab_size=208)
+    shutil.copytree(tmp_path, exact)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, weight in tensors.items():
+        if name.endswith("_proj.weight"):
+            groups = rounded(weight, 128 if weight.shape[1] == 128 else 64)
+            step = groups.scales.abs().repeat_interleave(groups.size, dim=1)
+            # The last code of 16 is as far as the largest number of the other sign may be.
+            assert ((groups.values() - weight).abs() <= 1.0001 * step).all()
+            assert ((groups.values() - weight).abs() <= 0.5001 * step).float().mean() > 0.95
+            tensors[name] = groups.values()
+    scales = tensors["lm_head.weight"].abs().amax(dim=1, keepdim=True) / 448
+    tensors["lm_head.weight"] = (tensors["lm_head.weight"] / scales).to(FP8).float() * scales
+    save_file(tensors, exact / "model.safetensors")
+    config = {"dtype": "float32", "num_blocks": 32}
+    ours = build_engine(EngineConfig(str(tmp_path), quantization="int4", **config))
+    theirs = build_engine(EngineConfig(str(exact), **config))
+    requests = [request_of(i, range(3, 9 + 11 * i), max_tokens=12, ignore_eos=True) for i in range(3)]
+    tokens, expected = (run(engine, requests) for engine in (ours, theirs))
+    assert [tokens[request.id].tokens for request in requests] == [
+        expected[request.id].tokens for request in requests
+    ]
+    assert ours.model_fingerprint != theirs.model_fingerprint
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({"vocab_size": 208}, Fp8Linear),
+        ({"vocab_size": 200}, PlainLinear),  # FP8 needs multiples of 16
+        ({"vocab_size": 208, "tie_word_embeddings": True}, PlainLinear),
+    ],
+    ids=["fp8", "unaligned", "tied"],
+)
+def test_the_output_projection_of_int4_on_load(
+    config: dict[str, Any],
+    kind: type,
+    tmp_path: Path,
+    save_tiny: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU that multiplies FP8 numbers."""
+    monkeypatch.setattr("engine.loader.fp8_formats.from_hopper_on", lambda device: True)
+    save_tiny(tmp_path, "Llama", **SIZES, **config)
+    engine = build_engine(EngineConfig(str(tmp_path), dtype="float32", quantization="int4", num_blocks=8))
+    assert type(engine._runner.model.head.product) is kind
+
+
+def test_memory_planning_counts_an_output_projection_in_fp8(
+    tmp_path: Path, save_tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    save_tiny(tmp_path, "Llama", **SIZES)
+    config = EngineConfig(str(tmp_path), quantization="int4")
+    model = open_checkpoint(config, CPU).config
+    chosen = choose_format(config, model, torch.device("cuda"))
+    table = model.vocab_size * model.hidden_size
+    sizes = [chosen.bytes_per_parameter(torch.bfloat16, output=output) for output in (True, False)]
+    assert sizes == [1 + 4 / 128, 1 / 2 + 4 / 128]
+    matrices = model.num_parameters - 2 * table
+    assert model.weight_bytes(2, *sizes) == round(2 * table + sizes[0] * table + sizes[1] * matrices)
+
+
+def test_experts_are_not_rounded_to_int4(tmp_path: Path, save_tiny: Any) -> None:
+    save_tiny(tmp_path, "Qwen3Moe")
+    with pytest.raises(ValueError, match=r"--quantization int4: .* has experts, which can be in fp8"):
+        check_model(EngineConfig(str(tmp_path), quantization="int4"))
