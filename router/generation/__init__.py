@@ -1,9 +1,42 @@
 """The life of one generation, from the prompt to the last token, through failures of workers.
 
-1. A `generation` gets a `Job`: the token ids of a prompt and the sampling parameters.
-2. It asks one prefill and one decode worker (`attempt`).
+1. A `Generation` gets a `Job`: the token ids of a prompt and the sampling parameters.
+2. It asks one prefill and one decode worker, which `Chooser` finds. `AttemptPair` sends the messages.
 3. `emit` makes sure that each output token is emitted exactly once. `token_writer` puts it into the
    `token_queue` of the request and measures latency. There `choice` turns tokens into text.
 4. If a worker fails, it starts new attempts from prompt + output. `failure_count` ends that after too many
    failures, and `waits` bounds the waits for a worker, for retry budget, and in all.
+
+`Generation` is a state machine without tasks. `_advance` requests what it needs next; the worker connections
+call `on_…` with what happened. Nothing waits in between.
+
+    decode   none ─ submitted ─ reserved ─ joined (its first token came) ─ finished
+    prefill  none ─ planned ─ sent ─ answered (its token came) ─ over (decode has the KV, or needs none)
+
+The first time both are submitted together. If the prompt has to queue at its prefill worker, the decode is
+submitted when that worker starts to compute it, so that the queue holds no decode memory. After a failure
+the decode reservation comes first, and the prefill is sent when it is granted. So no prompt is computed again
+without KV capacity for it. An emitted token is never lost and never emitted again: a new prefill computes
+prompt + output.
+
+What waits for what, between the two workers:
+
+    queued prefill         ──▶ blocks of its worker, which started and held prefills have
+    started prefill        ──▶ nothing
+    held, without a decode ──▶ a turn in the admission queue: capacity, which decodes have
+    reserved decode        ──▶ its prefill
+    running decode         ──▶ nothing
+
+This forms no circle. If a reserved decode waits for a queued prefill, the worker of that prefill drops held
+prefills without a decode until it can start (`Scheduler.to_drop`). So decodes always end, and a held prefill
+gets their capacity. If that takes longer than the hold deadline, the prefill is dropped, and computed again
+under a reservation.
+
+If log probabilities of the prompt are asked for, a prefill worker first computes the prompt without a
+handover. They come from there, before the first token. The rest is then generated as after a retry. So no
+token can overtake them.
+
+Workers change pools, so the worker of a prefill may be the only one left to decode, and the reverse. Prefill
+and decode are then one attempt: a decode without a source, which computes the prompt itself. Only a prefill
+that has its token is named as the source, because the worker holds its KV already.
 """

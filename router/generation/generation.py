@@ -1,56 +1,26 @@
-"""The life of one generation: from the prompt to the last token, through failures of workers.
+"""Decides what one generation does next: when it starts, when a worker reports something, and after failures.
 
-A state machine without tasks. `_advance` requests what the generation needs next; the worker connections call
-`on_…` with what happened. Nothing waits in between.
-
-    decode   none ─ submitted ─ reserved ─ joined (its first token came) ─ finished
-    prefill  none ─ planned ─ sent ─ answered (its token came) ─ over (decode has the KV, or needs none)
-
-The first time both are submitted together. If the prompt has to queue at its prefill worker, the decode is
-submitted when that worker starts to compute it, so that the queue holds no decode memory. After a failure
-the decode reservation comes first, and the prefill is sent when it is granted. So no prompt is computed again
-without KV capacity for it. An emitted token is never lost and never emitted again: a new prefill computes
-prompt + output.
-
-What waits for what, between the two workers:
-
-    queued prefill         ──▶ blocks of its worker, which started and held prefills have
-    started prefill        ──▶ nothing
-    held, without a decode ──▶ a turn in the admission queue: capacity, which decodes have
-    reserved decode        ──▶ its prefill
-    running decode         ──▶ nothing
-
-This forms no circle. If a reserved decode waits for a queued prefill, the worker of that prefill drops held
-prefills without a decode until it can start (`Scheduler.to_drop`). So decodes always end, and a held prefill
-gets their capacity. If that takes longer than the hold deadline, the prefill is dropped, and computed again
-under a reservation.
-
-If log probabilities of the prompt are asked for, a prefill worker first computes the prompt without a
-handover. They come from there, before the first token. The rest is then generated as after a retry. So no
-token can overtake them.
-
-Workers change pools, so the worker of a prefill may be the only one left to decode, and the reverse. Prefill
-and decode are then one attempt: a decode without a source, which computes the prompt itself. Only a prefill
-that has its token is named as the source, because the worker holds its KV already.
+The docstring of the package shows the states, and what waits for what.
 """
 
 import logging
 import os
-from collections.abc import Collection
 
 from router import prompt_logprobs
 from router.admission.parked import Parked
 from router.admission.queue import Turn, TurnResult
 from router.errors import ApiError, Failed, InvalidRequest
 from router.generation.attempt import DecodeAttempt, PrefillAttempt
-from router.generation.emit import EmitOnce, Verdict
+from router.generation.chooser import Chooser
+from router.generation.emit import Verdict
 from router.generation.failure_count import FailureCount, is_failure
+from router.generation.pair import AttemptPair
 from router.generation.token_queue import TokenQueue
 from router.generation.token_writer import TokenWriter
 from router.generation.waits import Waits
 from router.job import Job
 from router.metrics import Metrics
-from router.policy import Placement, PrefillWork, patience
+from router.policy import Placement, PrefillWork
 from router.workers.candidates import PrefillTarget
 from router.workers.connection import WorkerConnection
 from router.workers.pool import Place, WorkerPool
@@ -98,14 +68,12 @@ class Generation:
         self._pool = pool
         self._writer = TokenWriter(tokens, index, job.sampling.max_tokens, metrics, span)
         self._metrics = metrics
-        self._emit = EmitOnce()
-        self._prefill: PrefillAttempt | None = None
-        self._decode: DecodeAttempt | None = None
+        self._pair = AttemptPair(self, job, pool)
         self._failures = FailureCount()
+        self._choose = Chooser(job, pool, self._pair, self._failures, span)
         self._waits = Waits(parked, self, metrics, timeout=timeout, worker_wait=worker_wait)
         self._retried = False
-        self._source_count = 0
-        self._prompt: list[pb.PromptLogprobs] = []
+        self._scores = prompt_logprobs.Received()
 
     def start(self) -> None:
         """Joins the admission queue."""
@@ -116,7 +84,7 @@ class Generation:
 
     @property
     def output_ids(self) -> list[int]:
-        return self._emit.output_ids
+        return self._pair.emit.output_ids
 
     def cancel(self) -> None:
         """Ends the generation, because its client left or a stop string was found. Idempotent."""
@@ -125,38 +93,23 @@ class Generation:
     # ------------------------------------------------------------ starting attempts
 
     def _advance(self) -> None:
-        if self.done:
-            return
-        prefill, decode = self._prefill, self._decode
-        if decode is not None and (decode.prefills or decode.joined):
+        prefill, decode = self._pair.prefill, self._pair.decode
+        if self.done or (decode is not None and (decode.prefills or decode.joined)):
             return
         if prefill is not None and not prefill.handover:
             return
         if decode is None:
             self._turn.wait(self)
-        elif prefill is None and self._next_token_alone:
-            self._end_decode(cancel=True)
-            self._prefill_alone(self._choose_prefill())
+        elif prefill is None and self._choose.next_token_alone:
+            self._pair.end_decode(cancel=True)
+            self._prefill_alone(self._choose.prefill())
         elif prefill is None:
             self._retarget(decode)
 
     def on_turn(self) -> TurnResult:
-        if self._prefill is None and self._next_token_alone and (target := self._choose_prefill()):
-            return self._prefill_alone(target)
-        return self._reserve()
-
-    @property
-    def _next_token_alone(self) -> bool:
-        """A prefill computes the next token without a handover.
-
-        It is the last one, or log probabilities of the prompt come before it.
-        """
-        first = not self.output_ids
-        return (first and self._job.scores_prompt) or self._tokens_left == 1
-
-    @property
-    def _tokens_left(self) -> int:
-        return self._job.sampling.max_tokens - len(self.output_ids)
+        alone = self._pair.prefill is None and self._choose.next_token_alone
+        target = self._choose.prefill() if alone else None
+        return self._reserve() if target is None else self._prefill_alone(target)
 
     def _prefill_alone(self, target: PrefillTarget | None) -> TurnResult:
         if not self._waits.may_prefill() or not self._plan_prefill(target, handover=False):
@@ -167,132 +120,67 @@ class Generation:
     def _reserve(self) -> TurnResult:
         """Submits a decode, if a worker has capacity for it, and the first time also the prefill."""
         output_ids = self.output_ids
-        if self._prefill is not None:
+        if self._pair.prefill is not None:
             # The prefill worker still holds the KV. The new decode repeats the prefill's token.
-            output_ids = output_ids[: self._prefill.base]
+            output_ids = output_ids[: self._pair.prefill.base]
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
-        promised = self._prefill is not None and self._prefill.queued
-        worker = self._pool.choose_decode(
-            self._job.chunks, tokens, self._avoid(self._prefill), promised=promised
-        )
+        worker = self._choose.decode(tokens)
         if worker is None:
             if self._pool.can_ever_hold(tokens):
                 self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
             self._waits.wait_for_worker("decode")
             return TurnResult.PARKED
-        if self._prefill is not None:
-            return self._decode_of(self._prefill, worker, output_ids)
+        if self._pair.prefill is not None:
+            return self._fetch(self._pair.prefill, worker, output_ids)
         return self._prefill_and_decode(worker)
 
     def _prefill_and_decode(self, worker: WorkerConnection) -> TurnResult:
         if not self._waits.may_prefill():
             return TurnResult.PARKED
-        target = self._choose_prefill()
-        place = self._place(worker, target)
+        target = self._choose.prefill()
+        place = self._choose.place(worker, target)
         if place is not None and place.work is not None:
             self._prefill_and_decode_on(place)
             return TurnResult.SENT
         if not self._plan_prefill(target):
             return TurnResult.PARKED
-        assert self._prefill is not None
+        assert self._pair.prefill is not None
         assert target is not None
         if not self._retried:
             if target.queues:
-                self._promise(self._prefill)
+                self._pair.promise()
             self._send_prefill()  # first: the client waits for its token
-            if self._prefill.queued:
+            if self._pair.prefill.queued:
                 return TurnResult.QUEUED
-        self._submit_decode(worker, self.output_ids, self._next_source(self._prefill))
+        self._submit_decode(worker, self.output_ids)
         return TurnResult.SENT
 
-    def _decode_of(
-        self, prefill: PrefillAttempt, worker: WorkerConnection, output_ids: list[int]
-    ) -> TurnResult:
+    def _fetch(self, prefill: PrefillAttempt, worker: WorkerConnection, output_ids: list[int]) -> TurnResult:
         """Submits a decode for a prefill that was planned before."""
         if prefill.worker is not worker or prefill.answered:
             prefill.refetched = prefill.sent and not prefill.queued
-            self._submit_decode(worker, output_ids, self._next_source(prefill))
+            self._submit_decode(worker, output_ids)
         elif self._waits.may_prefill():
             self._prefill_here(worker)
         else:
             return TurnResult.PARKED
         return TurnResult.SENT
 
-    def _submit_decode(
-        self,
-        worker: WorkerConnection,
-        output_ids: list[int],
-        source: pb.PrefillSource | None,
-        place: Place | None = None,
-    ) -> None:
-        """Without a source the decode worker prefills, as `place` says."""
-        self._waits.worker_found()
-        decode = self._decode = DecodeAttempt(os.urandom(16), worker, prefills=source is None)
-        self._emit.begin_decode(decode.id)
-        request = self._request(output_ids, place.within if place else 0.0)
-        length = len(self._job.prompt_ids) + len(output_ids)
-        submit = pb.SubmitDecode(
-            decode_id=decode.id,
-            request=request,
-            source=source,
-            content=self._pool.prefix_source(worker, self._job.chunks, length) if source is None else None,
-        )
-        worker.submit_decode(submit, self, length + 1, None if place is None else place.work)
-
-    def _next_source(self, prefill: PrefillAttempt) -> pb.PrefillSource:
-        self._source_count += 1
-        self._fulfilled(prefill)
-        return prefill.source(self._source_count)
-
-    def _promise(self, prefill: PrefillAttempt) -> None:
-        """The prompt queues, and its decode is submitted when it starts."""
-        prefill.queued = True
-        self._pool.promise(self._decode_tokens(prefill))
-
-    def _fulfilled(self, prefill: PrefillAttempt) -> None:
-        if prefill.queued:
-            prefill.queued = False
-            self._pool.fulfilled(self._decode_tokens(prefill))
-
-    def _decode_tokens(self, prefill: PrefillAttempt) -> int:
-        return len(self._job.prompt_ids) + prefill.base + 1
-
-    def _avoid(self, other: PrefillAttempt | DecodeAttempt | None) -> Collection[str]:
-        """Workers to choose only if there is no other: those that failed, and that of the other attempt."""
-        avoid = self._failures.avoid
-        return avoid if other is None else avoid | {other.worker.address}
-
-    def _place(self, worker: WorkerConnection, target: PrefillTarget | None) -> Place | None:
-        place = self._pool.place(
-            worker, self._job.chunks, self._length, self._tokens_left, target, self._failures.avoid
-        )
-        if place is not None:
-            self.span.set(place.why.attributes())
-        return place
-
     def _prefill_and_decode_on(self, place: Place) -> None:
         """One worker computes the prompt and decodes."""
         self._waits.prefill_sent()
         if place.why.reason is not None:
             self._metrics.overflow[place.why.reason].inc()
-        self._submit_decode(place.decode, self.output_ids, None, place)
+        self._waits.worker_found()
+        self._pair.submit_decode(place.decode, self._request(self.output_ids, place.within), None, place)
 
     def _prefill_here(self, worker: WorkerConnection) -> None:
         """The only worker left computes the prompt and decodes."""
-        self._end_prefill()
-        self._end_decode(cancel=True)
-        work = PrefillWork(self._length, self._job.chunks)
+        self._pair.end_prefill()
+        self._pair.end_decode(cancel=True)
+        work = PrefillWork(self._pair.length, self._job.chunks)
         self._prefill_and_decode_on(Place(worker, work, 0.0, Placement("decode", reason="no_prefill")))
-
-    def _choose_prefill(self) -> PrefillTarget | None:
-        job, avoid = self._job, self._avoid(self._decode)
-        return self._pool.choose_prefill(job.session_key, job.chunks, self._length, avoid)
-
-    @property
-    def _length(self) -> int:
-        """Tokens of the prompt and the output so far."""
-        return len(self._job.prompt_ids) + len(self.output_ids)
 
     def _plan_prefill(self, target: PrefillTarget | None, *, handover: bool = True) -> bool:
         """Returns False if there is no worker. The generation then waits for one."""
@@ -300,50 +188,33 @@ class Generation:
             self._waits.wait_for_worker("prefill")
             return False
         self._waits.worker_found()
-        prefill_id = os.urandom(16)
-        base = self._emit.begin_prefill(prefill_id)
-        self._prefill = PrefillAttempt(
-            prefill_id,
-            target.worker,
-            target.work,
-            base,
-            handover,
-            within=patience(target.alone),
-        )
+        self._pair.plan_prefill(target, handover=handover)
         return True
 
     def _send_prefill(self) -> None:
-        prefill = self._prefill
+        prefill = self._pair.prefill
         assert prefill is not None
-        prefill.sent = True
         self._waits.prefill_sent()
-        submit = pb.SubmitPrefill(
-            prefill_id=prefill.id,
-            request=self._request(self.output_ids, prefill.within, last=not prefill.handover),
-            handover=prefill.handover,
-            report_start=prefill.queued,
-            content=self._pool.prefix_source(prefill.worker, self._job.chunks, self._length),
-        )
-        prefill.worker.submit_prefill(submit, self, prefill.work)
+        self._pair.send_prefill(self._request(self.output_ids, prefill.within, last=not prefill.handover))
+
+    def _submit_decode(self, worker: WorkerConnection, output_ids: list[int]) -> None:
+        """The worker fetches the KV of the current prefill."""
+        self._waits.worker_found()
+        self._pair.submit_decode(worker, self._request(output_ids, 0.0), self._pair.next_source())
 
     def _retarget(self, decode: DecodeAttempt) -> None:
         """Keeps the reservation. The decode worker fetches the KV of a new prefill of prompt + output."""
         if not self._waits.may_prefill():
             return
-        target = self._choose_prefill()
+        target = self._choose.prefill()
         same = target is not None and target.worker is decode.worker
         if same and not self._pool.has_decode:
             self._prefill_here(decode.worker)
-        elif same or (target is None and self._place(decode.worker, None) is not None):
-            self._end_decode(cancel=True)
+        elif same or (target is None and self._choose.place(decode.worker, None) is not None):
+            self._pair.end_decode(cancel=True)
             self._advance()
         elif self._plan_prefill(target):
-            assert self._prefill is not None
-            self._prefill.replaces = True
-            source = self._next_source(self._prefill)
-            decode.worker.retarget(
-                pb.Retarget(decode_id=decode.id, source=source, output_ids=self.output_ids)
-            )
+            self._pair.retarget()
             self._send_prefill()
 
     def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
@@ -372,12 +243,10 @@ class Generation:
     # ------------------------------------------------------------ reports of the connections
 
     def on_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
-        if self._prompt and self._prompt[-1].attempt_id != message.attempt_id:
-            self._prompt = []  # of an attempt that failed
-        self._prompt.append(message)
+        self._scores.add(message)
 
     def on_token(self, event: pb.TokenEvent) -> None:
-        prefill, decode = self._prefill, self._decode
+        prefill, decode = self._pair.prefill, self._pair.decode
         from_prefill = prefill is not None and event.attempt_id == prefill.id
         if from_prefill:
             assert prefill is not None
@@ -389,8 +258,8 @@ class Generation:
             decode.worker.attempt_succeeded()
             if decode.prefills and not self.output_ids:
                 self.cached_tokens = event.cached_tokens
-            self._prefill_served()
-        verdict = self._emit.offer(event.attempt_id, event.output_index, event.token_id)
+            self._pair.prefill_served()
+        verdict = self._pair.emit.offer(event.attempt_id, event.output_index, event.token_id)
         if verdict is Verdict.BROKEN:
             about = of_request(self.name)
             worker = decode and decode.worker
@@ -398,7 +267,7 @@ class Generation:
             self._decode_failed("mismatch", counts=True, cancel=True)
         elif verdict is Verdict.EMIT:
             self._emitted(event, from_prefill=from_prefill)
-        if from_prefill and prefill is self._prefill and prefill is not None and prefill.over:
+        if from_prefill and prefill is self._pair.prefill and prefill is not None and prefill.over:
             prefill.worker.forget(prefill.id)
 
     def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
@@ -406,48 +275,48 @@ class Generation:
         self._turn.generated()
         prompt: list[pb.PromptLogprobs] = []
         if len(self.output_ids) == 1 and self._job.scores_prompt:
-            prompt, self._prompt = self._prompt, []
+            prompt = self._scores.take()
             if sum(map(prompt_logprobs.tokens, prompt)) != len(self._job.prompt_ids) - 1:
                 text = "log probabilities of the prompt are missing: the worker may be of an older version"
                 self.fail(Failed(f"{self}: {text}"))
                 return
-        if from_prefill and self._tokens_left and event.finish_reason == pb.FINISH_REASON_LENGTH:
+        if from_prefill and self._choose.tokens_left and event.finish_reason == pb.FINISH_REASON_LENGTH:
             self._prompt_scored()
             event.finish_reason = pb.FINISH_REASON_NONE
-        handed_over = self._prefill is not None
+        handed_over = self._pair.prefill is not None
         finish_reason = self._writer.token(event, len(self.output_ids), prompt, handed_over=handed_over)
         if finish_reason:
             if event.finish_reason:
-                ended = self._prefill if from_prefill else self._decode
+                ended = self._pair.prefill if from_prefill else self._pair.decode
                 assert ended is not None
                 ended.worker.forget(ended.id)
             self._end()
-        elif self._decode is None:
+        elif self._pair.decode is None:
             self._advance()
 
     def _prompt_scored(self) -> None:
         """Ends a prefill without a handover whose token is not the last one."""
-        assert self._prefill is not None
-        self._prefill.worker.forget(self._prefill.id)
-        self._end_prefill()
+        assert self._pair.prefill is not None
+        self._pair.prefill.worker.forget(self._pair.prefill.id)
+        self._pair.end_prefill()
         self._waits.retry_granted()  # the next prefill is no retry
 
     def on_reserved(self, decode_id: bytes) -> None:
-        prefill, decode = self._prefill, self._decode
+        prefill, decode = self._pair.prefill, self._pair.decode
         if self.done or decode is None or decode.id != decode_id or prefill is None or prefill.sent:
             return
         if prefill.worker.ready_in(pb.POOL_PREFILL):
             self._send_prefill()
         else:
-            self._end_prefill()
+            self._pair.end_prefill()
             self._advance()
 
     def on_prefill_started(self) -> None:
-        if self._prefill is not None and self._prefill.queued:
+        if self._pair.prefill is not None and self._pair.prefill.queued:
             self._advance()
 
     def on_failed(self, failure: pb.AttemptFailed) -> None:
-        prefill, decode = self._prefill, self._decode
+        prefill, decode = self._pair.prefill, self._pair.decode
         code, cause = failure.code, pb.FailureCode.Name(failure.code).removeprefix("FAILURE_CODE_").lower()
         if self.done:
             return
@@ -458,7 +327,7 @@ class Generation:
         elif decode is not None and failure.attempt_id == decode.id:
             if code == pb.FAILURE_CODE_FINISHED:
                 # FINISHED came before the prefill's token, which may still come or be lost with its worker.
-                self._end_decode(cancel=False)
+                self._pair.end_decode(cancel=False)
             elif code != pb.FAILURE_CODE_KV_FAILED:
                 self._decode_failed(cause, counts=is_failure(code), message=failure.message)
             elif prefill is not None and failure.prefill_id in (b"", prefill.id):
@@ -466,45 +335,31 @@ class Generation:
                 self._prefill_failed(cause, counts=not prefill.refetched, message=failure.message)
 
     def on_lost(self, attempt_id: bytes) -> None:
-        if self._prefill is not None and attempt_id == self._prefill.id:
-            self._prefill_failed("lost", counts=False, message=f"{self._prefill.worker} was lost")
-        elif self._decode is not None and attempt_id == self._decode.id:
-            self._decode_failed("lost", counts=False, message=f"{self._decode.worker} was lost")
+        if self._pair.prefill is not None and attempt_id == self._pair.prefill.id:
+            self._prefill_failed("lost", counts=False, message=f"{self._pair.prefill.worker} was lost")
+        elif self._pair.decode is not None and attempt_id == self._pair.decode.id:
+            self._decode_failed("lost", counts=False, message=f"{self._pair.decode.worker} was lost")
 
     # ------------------------------------------------------------ the end of attempts
 
-    def _prefill_served(self) -> None:
-        """The decode worker has the KV, so the prefill is not needed any more."""
-        prefill = self._prefill
-        if prefill is None:
-            return
-        prefill.over = True
-        prefill.worker.attempt_succeeded()
-        self._emit.end_prefill()
-        if prefill.answered:
-            prefill.worker.forget(prefill.id)
-        elif prefill.replaces:
-            # Decode may have got the KV of the prefill before, while this one still computes.
-            prefill.worker.cancel(prefill.id)
-
     def _prefill_failed(self, cause: str, *, counts: bool, message: str) -> None:
-        prefill = self._prefill
+        prefill = self._pair.prefill
         assert prefill is not None
         if prefill.over:
             return
-        self._end_prefill(cause)
+        self._pair.end_prefill(cause)
         self._failed(cause, prefill.worker, counts=counts, message=message)
 
     def _decode_failed(self, cause: str, *, counts: bool, message: str = "", cancel: bool = False) -> None:
-        decode = self._decode
+        decode = self._pair.decode
         assert decode is not None
-        self._end_decode(cancel=cancel, failure=cause)
-        prefill = self._prefill
+        self._pair.end_decode(cancel=cancel, failure=cause)
+        prefill = self._pair.prefill
         if prefill is not None and (decode.joined or len(self.output_ids) > prefill.base + 1):
             # Its KV is of a shorter text than was emitted, or was released after the transfer.
             if prefill.over:
                 prefill.worker.release(prefill.id)
-            self._end_prefill()
+            self._pair.end_prefill()
         self._failed(cause, decode.worker, counts=counts, message=message)
 
     def _failed(self, cause: str, worker: WorkerConnection, *, counts: bool, message: str) -> None:
@@ -524,22 +379,6 @@ class Generation:
             return
         self._advance()
 
-    def _end_prefill(self, failure: str = "") -> None:
-        prefill, self._prefill = self._prefill, None
-        if prefill is not None:
-            self._fulfilled(prefill)
-            self._emit.end_prefill()
-            prefill.worker.cancel(prefill.id, failure)
-
-    def _end_decode(self, *, cancel: bool, failure: str = "") -> None:
-        decode, self._decode = self._decode, None
-        if decode is not None:
-            self._emit.end_decode()
-            if cancel:
-                decode.worker.cancel(decode.id, failure)
-            else:
-                decode.worker.forget(decode.id)
-
     # ------------------------------------------------------------ the end of the generation
 
     def fail(self, error: ApiError) -> None:
@@ -554,9 +393,7 @@ class Generation:
         if self.done:
             return
         self.done = True
-        self._emit.end()
         self._writer.end()
         self._waits.end()
-        self._end_prefill()
-        self._end_decode(cancel=True)
+        self._pair.end()
         self._turn.end()
