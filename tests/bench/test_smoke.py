@@ -331,7 +331,9 @@ def test_runs_reuse(
 ) -> None:
     monkeypatch.setattr(contract, "gpus", list)
     rows = run("reuse", "--short", "--history", "150", "--answer", "20", "--model", str(checkpoint))
-    assert {"reuse.cpu.second_turn", "reuse.cpu.from_decode", "reuse.cpu.computed"} <= {*rows}
+    turns = {"second_turn", "from_decode", "on_decode", "computed"}
+    assert {f"reuse.cpu.{name}" for name in turns} <= {*rows}
+    assert rows["reuse.cpu.second_turn.fetched"] > 0  # at least the first time, when its cost is unknown
     assert rows["reuse.cpu.bytes_over_missing"] == 1
     rows = run("reuse", "--short", "--tiers", "--history", "150", "--model", str(checkpoint))
     assert {*rows} == {"reuse.cpu.host_tier", "reuse.cpu.host_tier.computed", "reuse.cpu.host_tier.step"}
