@@ -49,6 +49,7 @@ class Arena:
         self._map = mmap.mmap(fd, size)
         self.memory = memoryview(self._map)[:slots]  # all slots, for pinning
         self.marks = memoryview(self._map)[slots:]  # see `peer_memory`
+        self._token = self.marks[num_slots * MARK :][:TOKEN]
 
     @classmethod
     def create(cls, num_slots: int, slot_bytes: int) -> Arena:
@@ -60,7 +61,14 @@ class Arena:
         os.ftruncate(fd, exported_bytes(num_slots, slot_bytes))
         # Neither process can take the memory away from the other.
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK_AND_GROW)
-        return cls(fd, num_slots, slot_bytes)
+        arena = cls(fd, num_slots, slot_bytes)
+        arena._token[:] = os.urandom(TOKEN)
+        return arena
+
+    @property
+    def token(self) -> bytes:
+        """Random bytes behind the marks. All ranks of the worker export their slots with this token."""
+        return bytes(self._token)
 
     def populate(self) -> None:
         """Fills this process's page tables now, and not page by page when the first frames come."""
@@ -73,8 +81,8 @@ class Arena:
 
     def close(self) -> None:
         """Unmaps. Arrays over slots must be gone before. The last process to unmap frees the memory."""
-        self.memory.release()
-        self.marks.release()
+        for view in (self.memory, self._token, self.marks):
+            view.release()
         self._map.close()
         os.close(self.fd)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.arena import ArenaEnd, exported_bytes
+from kv_transfer.arena import ArenaEnd
 from kv_transfer.receiver import ArenaReceiver
 from kv_transfer.sender import ArenaSender
 from kv_transfer.trace import TraceWriter
@@ -20,12 +20,6 @@ class ArenaTransport:
     trace: TraceWriter
     exports: bool = False
     """Workers of one host may read slots of each other, instead of getting the bytes over TCP."""
-
-    @property
-    def exported_bytes(self) -> int:
-        arena = self.sending.arena
-        one_rank = not self.sending.ranks
-        return exported_bytes(arena.num_slots, arena.slot_bytes) if self.exports and one_rank else 0
 
     def sender(self, kv: PagedKV) -> ArenaSender:
         return ArenaSender(self.sending, kv, self.trace, exports=self.exports)

@@ -45,7 +45,7 @@ class _SliceMessage(Local):
 
 
 class Exported(Local):
-    """Peers on this host may read the slots there, or why they may not."""
+    """Peers on this host may read the slots there, or why they may not. Also from another rank to rank 0."""
 
     export: Export | None
     why: str
@@ -59,6 +59,7 @@ class SliceOut(_SliceMessage):
     """Send this slot as one frame of that transfer."""
 
     generation: int = 0  # 0: send the bytes; else the peer reads the slot
+    rank: int = 0  # that has the slice in its exported memory
 
 
 class CommitOut(Local):
@@ -194,7 +195,7 @@ class SlotsFree(Local):
 
 
 class Opened(Local):
-    """Answers ExportIn."""
+    """Answers ExportIn. Also from another rank to rank 0."""
 
     session: int
     reached: bool
@@ -234,14 +235,14 @@ class ArrivedAt(_SliceMessage):
 
 
 class ExportIn(Local):
-    """Memory that the peer of this session exports: try to read it."""
+    """Memory that the peer of this session exports: try to read it. Also from rank 0 to the other ranks."""
 
-    session: int
+    session: int  # for other ranks: a number that rank 0 gives
     export: Export
 
 
 class ExportGone(Local):
-    """The session has ended: close the memory."""
+    """The session has ended: close the memory. Also from rank 0 to the other ranks."""
 
     session: int
 
@@ -281,12 +282,15 @@ class Copy(Local):
     state_slot: int
     layers_ready: int  # gather only when the rank has counted so many layers
     dtype: str | None  # as in `device.Staged`
+    generation: int  # likewise
+    session: int | None = None  # the slot is in memory that was opened under this number
 
 
 class Copied(Local):
     """Another rank → rank 0: that many copies are over, in the order of their Copy."""
 
     count: int
+    wrong: Sequence[int] = ()  # which of them found a wrong slice, or could not read it
 
 
 class CopyBlocks(Local):

@@ -7,7 +7,6 @@ context of the device, which torch has set for threads that use it.
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import byref, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
 
@@ -17,9 +16,9 @@ from kv_transfer.protocol.messages import Export
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
-_exported: dict[bytes, int] = {}
-"""Token → address, of this process: CUDA opens no handle in the process that made it. A process id would not
-tell: in another container it may be that of another process."""
+_exported: dict[tuple[bytes, bytes], int] = {}
+"""Token and handle → address, of this process: CUDA opens no handle in the process that made it. A process id
+would not tell: in another container it may be that of another process."""
 
 
 class _Handle(ctypes.Structure):
@@ -37,6 +36,7 @@ def _driver() -> ctypes.CDLL:
         ("cuMemAlloc_v2", c_void_p, c_size_t),
         ("cuMemsetD8_v2", c_ulonglong, ctypes.c_ubyte, c_size_t),
         ("cuMemcpyHtoD_v2", c_ulonglong, c_void_p, c_size_t),
+        ("cuMemGetAddressRange_v2", c_void_p, c_void_p, c_ulonglong),
         ("cuMemcpyAsync", c_ulonglong, c_ulonglong, c_size_t, c_void_p),
         ("cuIpcGetMemHandle", c_void_p, c_ulonglong),
         ("cuIpcOpenMemHandle_v2", c_void_p, _Handle, c_uint),
@@ -80,17 +80,16 @@ class _Slots:
 class DeviceMemory(_Slots):
     """Lives as long as its process. CUDA forbids that it is freed while a peer has it open."""
 
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, token: bytes) -> None:
         """On the device of this thread."""
         address, handle = c_ulonglong(), _Handle()
         _call("cuMemAlloc_v2", byref(address), exported_bytes(num_slots, slot_bytes))
         super().__init__(address.value, num_slots, slot_bytes)
-        token = os.urandom(TOKEN)
         _call("cuMemsetD8_v2", self.marks, 0, self.marks_bytes)
         _call("cuMemcpyHtoD_v2", self.token, token, TOKEN)
         _call("cuIpcGetMemHandle", byref(handle), self.address)
         self.export = Export("cuda_ipc", host(), bytes(handle), num_slots, slot_bytes, token)
-        _exported[token] = self.address
+        _exported[token, self.export.handle] = self.address
 
 
 class PeerDeviceMemory(_Slots):
@@ -100,7 +99,7 @@ class PeerDeviceMemory(_Slots):
         """Raises Unreachable. The caller then does a test copy of the token."""
         check(export, "cuda_ipc")
         try:
-            own = _exported.get(export.token)
+            own = _exported.get((export.token, export.handle))
             self._is_own = own is not None
             address = c_ulonglong(own or 0)
             if not self._is_own:
@@ -109,6 +108,19 @@ class PeerDeviceMemory(_Slots):
         except (CudaError, OSError, ValueError) as e:
             raise Unreachable(f"the test copy failed: {e}") from None
         super().__init__(address.value, export.num_slots, export.slot_bytes)
+        try:
+            self._check_size(exported_bytes(export.num_slots, export.slot_bytes))
+        except CudaError as e:
+            self.close()
+            raise Unreachable(f"the test copy failed: {e}") from None
+
+    def _check_size(self, claimed: int) -> None:
+        """A copy beyond the end would be an error that ends this process."""
+        base, size = c_ulonglong(), c_size_t()
+        _call("cuMemGetAddressRange_v2", byref(base), byref(size), self.address)
+        there = base.value + size.value - self.address
+        if there < claimed:
+            raise CudaError(f"the memory has {there} bytes, and its owner says {claimed}")
 
     def close(self) -> None:
         if not self._is_own:

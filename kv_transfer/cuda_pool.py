@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,14 +14,23 @@ from kv_transfer.arena import Arena
 from kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, copy
 from kv_transfer.device import Event, Outcome, Staged, held_heads, of_each_dtype
 from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
-from kv_transfer.peer_memory import PeerMemory, Unreachable
+from kv_transfer.peer_memory import PeerMemories, Unreachable
 from kv_transfer.protocol.messages import Export
+from kv_transfer.staging import LANDINGS, coalesce, landing_bytes
 from kv_transfer.transport import PagedKV
 
 _Summed = tuple[Staged, int, int]
 """With the address of its dense memory, and where its checksum is added."""
 _Launch = tuple[Callable[..., None], list[list[int]]]
 """Of a kernel, with its lines of the table."""
+
+
+@dataclass(slots=True)
+class _Landing:
+    """Memory for slices of peers until a kernel has scattered them."""
+
+    memory: torch.Tensor
+    free: Event  # after the last kernel that reads it
 
 
 class CudaPool:
@@ -47,7 +58,9 @@ class CudaPool:
         self._state_heads = kv.state_heads
         self._slot_bytes = arena.slot_bytes
         self._num_slots = arena.num_slots
+        self._token = arena.token
         self._exported: DeviceMemory | None = None  # slots that peers read, beside those of the arena
+        self._landings: deque[_Landing] = deque()  # the one that is free first, first
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
         # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
         pin(self._arena)
@@ -84,6 +97,7 @@ class CudaPool:
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
+        torch.cuda.synchronize(self._device)  # `cuda_memory` needs the context, which `set_device` may leave
 
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> torch.Tensor:
         """int64 [blocks + 1] on the device: the blocks, and behind them the slot of the states."""
@@ -106,8 +120,9 @@ class CudaPool:
             if exported := [item for item in batch if item.generation]:
                 self._gather_exported(exported)
             if batch := [item for item in batch if not item.generation]:
-                batch, dense, addresses, copies = self._stage(batch, self._slot_bytes)
-                self._copy(list(zip(batch, addresses, strict=True)), into_pool=False)
+                batch, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
+                dense = self._dense(copies)
+                self._copy(_at(batch, dense, offsets), into_pool=False)
                 for slot, at, size in copies:
                     self._arena[slot : slot + size].copy_(dense[at : at + size], non_blocking=True)
             return self.record()
@@ -123,69 +138,100 @@ class CudaPool:
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         with torch.cuda.stream(self._stream):
-            batch, dense, addresses, copies = self._stage(batch, self._slot_bytes)
+            batch, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
+            dense = self._dense(copies)
             for slot, at, size in copies:
                 dense[at : at + size].copy_(self._arena[slot : slot + size], non_blocking=True)
             copied = self.record()
-            self._into_pool(list(zip(batch, addresses, strict=True)))
+            self._into_pool(_at(batch, dense, offsets))
             return copied, self.record()
 
     def export(self) -> Export:
         try:
             with torch.cuda.device(self._device):
-                self._exported = DeviceMemory(self._num_slots, self._slot_bytes)
+                self._exported = DeviceMemory(self._num_slots, self._slot_bytes, self._token)
         except (CudaError, OSError) as e:
             raise Unreachable(f"no memory to export: {e}") from None
         return self._exported.export
 
-    def open(self, export: Export) -> PeerMemory:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            memory = PeerDeviceMemory(export)
-            token = torch.empty(len(export.token), dtype=torch.uint8, device=self._device)
+    def open(self, export: Export) -> PeerMemories[PeerDeviceMemory]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._pulls):
+            memory = PeerMemories(export, self._layout, [self._heads, *self._state_heads], self._open_one)
             try:
-                copy(token.data_ptr(), memory.token, len(export.token), self._stream.cuda_stream)
-                found = token.cpu().numpy().tobytes()
-            except RuntimeError as e:
+                while len(self._landings) < LANDINGS:
+                    size = landing_bytes(self._slot_bytes)
+                    there = torch.empty(size, dtype=torch.uint8, device=self._device)
+                    self._landings.append(_Landing(there, self.record()))
+            except torch.OutOfMemoryError:
                 memory.close()
-                raise Unreachable(f"the test copy failed: {e}") from None
-            if found != export.token:
-                memory.close()
-                raise Unreachable("the test copy brought other bytes")
+                raise Unreachable("no memory to read into") from None
         return memory
 
-    def pull(self, memory: PeerDeviceMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
+    def _open_one(self, export: Export) -> PeerDeviceMemory:
+        memory = PeerDeviceMemory(export)
+        token = torch.empty(len(export.token), dtype=torch.uint8, device=self._device)
+        try:
+            copy(token.data_ptr(), memory.token, len(export.token), self._pulls.cuda_stream)
+            found = token.cpu().numpy().tobytes()
+        except RuntimeError as e:
+            memory.close()
+            raise Unreachable(f"the test copy failed: {e}") from None
+        if found != export.token:
+            memory.close()
+            raise Unreachable("the test copy brought other bytes")
+        return memory
+
+    def opened(self, memory: object) -> bool:
+        return True
+
+    def pull(self, memory: PeerMemories[PeerDeviceMemory], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         """The marks are copied after the slots. The kernel that scatters the slices sums them.
 
         Copies have a stream of their own: the next ones run while a kernel scatters those before."""
         asked, stream = batch, self._pulls.cuda_stream
+        places = {item.slot: memory.place(item.slot) for item in batch}
+        sources = list({source.address: source for source, _ in places.values()}.values())
+        landing = self._landings.popleft()
+        self._landings.append(landing)
+
+        def address_of(slot: int) -> int:
+            source, number = places[slot]
+            return source.slot(number)
+
         with torch.cuda.stream(self._pulls):
-            batch, dense, addresses, copies = self._stage(batch, memory.slot_bytes)
-            marks = torch.empty(memory.marks_bytes // 8, dtype=torch.int64, device=self._device)
+            self._pulls.wait_event(landing.free)
+            batch, offsets, copies = self._stage(batch, address_of, memory.slot_bytes)
+            marks = torch.empty(
+                len(sources), sources[0].marks_bytes // 8, dtype=torch.int64, device=self._device
+            )
             try:
-                for slot, at, size in copies:
-                    copy(dense.data_ptr() + at, memory.address + slot, size, stream)
-                copy(marks.data_ptr(), memory.marks, memory.marks_bytes, stream)
+                for there, at, size in copies:
+                    copy(landing.memory.data_ptr() + at, there, size, stream)
+                for source, marks_of_source in zip(sources, marks, strict=True):
+                    copy(marks_of_source.data_ptr(), source.marks, source.marks_bytes, stream)
             except CudaError as e:
                 raise Unreachable(str(e)) from None
             copied = self.record()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(copied)
-            for memory_of_copies in (dense, marks):
-                memory_of_copies.record_stream(self._stream)
+            marks.record_stream(self._stream)
             sums = torch.zeros(len(batch), dtype=torch.int64, device=self._device)
             sum_at = [sums.data_ptr() + 8 * i for i in range(len(batch))]
-            self._into_pool(list(zip(batch, addresses, strict=True)), sum_at)
-            found = torch.empty(len(marks) + len(sums), dtype=torch.int64, pin_memory=True)
-            found.copy_(torch.cat((marks, sums)), non_blocking=True)
-            event = self.record()
+            self._into_pool(_at(batch, landing.memory, offsets), sum_at)
+            found = torch.empty(marks.numel() + len(sums), dtype=torch.int64, pin_memory=True)
+            found.copy_(torch.cat((marks.flatten(), sums)), non_blocking=True)
+            landing.free = event = self.record()
 
         def outcome() -> list[bool]:
             words = found.tolist()
-            place = {item.slot: i for i, item in enumerate(batch, len(marks))}
-            return [
-                words[2 * x.slot] == x.generation and words[2 * x.slot + 1] == words[place[x.slot]]
-                for x in asked
-            ]
+            sums = {item.slot: words[marks.numel() + i] for i, item in enumerate(batch)}
+            first = {source.address: i * marks.shape[1] for i, source in enumerate(sources)}
+            whole: list[bool] = []
+            for item in asked:
+                source, number = places[item.slot]
+                mark = first[source.address] + 2 * number
+                whole.append(words[mark : mark + 2] == [item.generation, sums[item.slot]])
+            return whole
 
         return event, outcome
 
@@ -196,20 +242,24 @@ class CudaPool:
         self._layers.clear()
         self._scales.clear()
         self._states.clear()
+        self._landings.clear()
         self._arena = torch.empty(0)
 
+    def _in_arena(self, slot: int) -> int:
+        return slot * self._slot_bytes
+
     def _stage(
-        self, batch: Sequence[Staged], slot_bytes: int
-    ) -> tuple[list[Staged], torch.Tensor, list[int], list[tuple[int, int, int]]]:
-        """By slot; memory on the device, the address there of each, and what to copy: (byte of the arena,
-        byte of that memory, size)."""
-        batch = sorted(batch, key=lambda x: x.slot)
+        self, batch: Sequence[Staged], address_of: Callable[[int], int], slot_bytes: int
+    ) -> tuple[list[Staged], list[int], list[tuple[int, int, int]]]:
+        """By address, the byte of each in dense memory, and the copies between slots and that memory."""
+        batch = sorted(batch, key=lambda x: address_of(x.slot))
         copies, offsets = coalesce(
-            [(x.slot, slice_bytes(self._layouts[x.dtype], x.piece)) for x in batch], slot_bytes
+            [(address_of(x.slot), slice_bytes(self._layouts[x.dtype], x.piece)) for x in batch], slot_bytes
         )
-        dense = torch.empty(copies[-1][1] + copies[-1][2], dtype=torch.uint8, device=self._device)
-        base = dense.data_ptr()
-        return batch, dense, [base + at for at in offsets], copies
+        return batch, offsets, copies
+
+    def _dense(self, copies: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        return torch.empty(sum(copies[-1][1:]), dtype=torch.uint8, device=self._device)
 
     def _into_pool(self, items: Sequence[tuple[Staged, int]], sums: Sequence[int] = ()) -> None:
         """As `_copy`, from memory in any dtype."""
@@ -218,15 +268,21 @@ class CudaPool:
             by_dtype.setdefault(item[0].dtype or self._layout.dtype, []).append((item, checksum))
         for dtype, some in by_dtype.items():
             of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
-            if dtype == self._layout.dtype:
-                self._copy(of_dtype, into_pool=True, sums=checksums if sums else ())
-                continue
-            if sums:
+            convert = dtype != self._layout.dtype
+            copy_sums = not convert and all(self._holds_all_of(x.piece) for x, _ in of_dtype)
+            if sums and not copy_sums:
                 words = [slice_bytes(self._layouts[dtype], x.piece) // 4 for x, _ in of_dtype]
                 lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
                 table = self._upload([field for line in lines for field in line]).view(len(words), -1)
                 copy_kernels.launch_sums(table, max(words))
-            self._convert(of_dtype, dtype)
+            if convert:
+                self._convert(of_dtype, dtype)
+            else:
+                self._copy(of_dtype, into_pool=True, sums=checksums if sums and copy_sums else ())
+
+    def _holds_all_of(self, piece: Slice) -> bool:
+        heads = self._heads if piece.state is None else self._state_heads[piece.state]
+        return held_heads(piece, heads) == (piece.head_start, piece.head_start + piece.head_count)
 
     def _copy(
         self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = ()
@@ -294,37 +350,14 @@ class CudaPool:
         return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
 
 
+def _at(batch: Sequence[Staged], dense: torch.Tensor, offsets: Sequence[int]) -> list[tuple[Staged, int]]:
+    """Each with its address in `dense`."""
+    return [(item, dense.data_ptr() + at) for item, at in zip(batch, offsets, strict=True)]
+
+
 def _heads(piece: Slice) -> int:
     """Of all positions of a slice."""
     return piece.token_count * piece.head_count
-
-
-# Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host).
-_SLACK = 256 << 10
-
-
-def coalesce(
-    slots: Sequence[tuple[int, int]], slot_bytes: int
-) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Few copies between slots (number, bytes used; ascending) and one piece of other memory.
-
-    Gives the copies (byte in the arena, byte in the other memory, size) and where each slot's bytes are in
-    the other memory. Slots of which all but a little is used, and their next neighbours, are one copy."""
-    copies: list[tuple[int, int, int]] = []
-    offsets: list[int] = []
-    before = -2
-    for slot, size in slots:
-        at = slot * slot_bytes
-        if copies and slot == before + 1 and at - sum(copies[-1][::2]) <= _SLACK:
-            start, there, _ = copies[-1]
-            copies[-1] = start, there, at + size - start
-            offsets.append(there + at - start)
-        else:
-            there = -(-sum(copies[-1][1:]) // 16) * 16 if copies else 0  # the kernel moves whole words
-            copies.append((at, there, size))
-            offsets.append(there)
-        before = slot
-    return copies, offsets
 
 
 def pin(memory: torch.Tensor) -> None:

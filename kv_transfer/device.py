@@ -19,7 +19,14 @@ from msgspec.structs import replace
 from kv_transfer.arena import Arena
 from kv_transfer.convert import Dense
 from kv_transfer.layout import ITEM_BYTES, KVLayout, Range, Slice, runs, slice_bytes
-from kv_transfer.peer_memory import PeerArena, PeerMemory, Unreachable, export_arena, mark
+from kv_transfer.peer_memory import (
+    PeerArena,
+    PeerMemories,
+    PeerMemory,
+    Unreachable,
+    export_arena,
+    mark,
+)
 from kv_transfer.protocol.messages import Export
 from kv_transfer.transport import PagedKV
 
@@ -71,17 +78,22 @@ class Pool(Protocol):
 
     def export(self) -> Export:
         """Lets peers on this host read slots with a generation. Raises Unreachable if that is not supported
-        here."""
+        here. With several ranks it waits for the others."""
         ...
 
     def open(self, export: Export) -> PeerMemory:
         """Raises Unreachable unless a test copy succeeded."""
         ...
 
+    def opened(self, memory: Any) -> bool:
+        """Whether `memory`, which `open` returned, can be read by all ranks; False: this is not known yet.
+        Raises Unreachable, but if there is one rank."""
+        ...
+
     def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        """Slots of `memory`, which `open` returned, → pool. When the event has passed the slots may be used
-        again, and the outcome is known. Wrong bytes may be in the pool then. Raises Unreachable if the memory
-        cannot be read any more."""
+        """Slots of `memory`, which is open, → pool. When the event has passed the slots may be used again,
+        and the outcome is known. Wrong bytes may be in the pool then. Raises Unreachable if the memory cannot
+        be read any more."""
         ...
 
     def close(self) -> None:
@@ -155,16 +167,19 @@ class HostPool:
         self._exported = True
         return export_arena(self._arena)
 
-    def open(self, export: Export) -> PeerArena:
-        return PeerArena(export)
+    def open(self, export: Export) -> PeerMemories[PeerArena]:
+        return PeerMemories(export, self._layout, [self._heads, *self._state_heads], PeerArena)
 
-    def pull(self, memory: PeerArena, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
+    def opened(self, memory: Any) -> bool:
+        return True
+
+    def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         whole: list[bool] = []
-        for item in batch:
-            slot = memory.slot(item.slot)[: slice_bytes(self._layouts[item.dtype], item.piece)]
+        for item, (arena, number) in [(item, memory.place(item.slot)) for item in batch]:
+            slot = arena.slot(number)[: slice_bytes(self._layouts[item.dtype], item.piece)]
             checksum = xxhash.xxh3_64_intdigest(slot)
             self._scatter(item, slot)
-            whole.append(memory.mark(item.slot) == (item.generation, checksum))
+            whole.append(arena.mark(number) == (item.generation, checksum))
         return None, lambda: whole
 
     def _gather(self, item: Staged, slot: memoryview) -> None:
@@ -263,6 +278,9 @@ class NoPool:
 
     def open(self, export: Export) -> PeerMemory:
         raise Unreachable("no KV")
+
+    def opened(self, memory: Any) -> bool:
+        raise AssertionError("nothing was opened")
 
     def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         raise AssertionError("nothing was opened")

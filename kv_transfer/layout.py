@@ -165,6 +165,12 @@ def heads_of(layout: KVLayout, rank: int, ranks: int, state: int | None = None) 
     return first, first + max(1, heads // ranks)
 
 
+def rank_of(layout: KVLayout, head: int, ranks: int, state: int | None = None) -> int:
+    """The first of the ranks that hold the head of KV, or of a state. Slices with it come from there. Raises
+    StopIteration if no rank holds it: so many ranks do not share the heads."""
+    return next(rank for rank in range(ranks) if head in range(*heads_of(layout, rank, ranks, state)))
+
+
 def slice_bytes(layout: KVLayout, piece: Slice) -> int:
     if piece.state is not None:
         return piece.head_count * layout.states[piece.state].head_bytes

@@ -8,6 +8,9 @@ generation. A deadline would prove nothing. Memory lives as long as it is mapped
 
 The memory has `num_slots` slots of `slot_bytes`, then the marks, then a token. Two implementations: the arena
 (`shared_memory`), and raw device memory (`cuda_ipc`, in `cuda_memory`).
+
+Each rank of a worker exports its own memory, and fills its slots with the heads that it holds. A rank of a
+reader opens the memories with heads that it holds. On CPUs all ranks of a worker export the same arena.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from kv_transfer.arena import MARK, TOKEN, Arena, exported_bytes
+from kv_transfer.layout import KVLayout, Range, rank_of
 from kv_transfer.protocol.messages import Export
 
 # linux/fcntl.h; the fcntl module has no names for these before Python 3.13's
@@ -28,7 +35,7 @@ _F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x0002
 _HANDLE = struct.Struct("<II")  # process, descriptor
 _MARK = struct.Struct("<QQ")
 assert _MARK.size == MARK
-
+_HANDLE_BYTES = {"shared_memory": _HANDLE.size, "cuda_ipc": 64}
 
 TCP_ONLY = "--kv-connector tcp"
 """Why memory is neither exported nor read."""
@@ -39,10 +46,70 @@ class Unreachable(Exception):
 
 
 class PeerMemory(Protocol):
-    """Memory of another process, as a reader has it. Made by `device.Pool.open`."""
+    """Memory of another process, or of all ranks of another worker, as a reader has it."""
 
     def close(self) -> None:
         """No copy from it is under way."""
+
+
+M = TypeVar("M", bound=PeerMemory)
+
+
+class PeerMemories(Generic[M]):
+    """Implements PeerMemory: the memories of a worker that one rank of a reader has open.
+
+    Slots are numbered over all ranks of the worker: those of rank 0, then those of rank 1, and so on."""
+
+    def __init__(
+        self, export: Export, layout: KVLayout, heads: Sequence[Range], open_one: Callable[[Export], M]
+    ) -> None:
+        """Opens those with any of `heads`, which are those of KV, then those of each state. Raises
+        Unreachable."""
+        handles = _handles(export)
+        needed: set[int] = set()
+        try:
+            for state, held in zip((None, *range(len(layout.states))), heads, strict=True):
+                needed |= {rank_of(layout, head, len(handles), state) for head in range(*held)}
+        except StopIteration:
+            raise Unreachable(f"{len(handles)} ranks do not share the heads of this model") from None
+        self.slot_bytes = export.slot_bytes
+        self._num_slots = export.num_slots
+        self._of_ranks: dict[int, M] = {}
+        try:
+            for rank in sorted(needed):
+                self._of_ranks[rank] = open_one(replace(export, handle=handles[rank]))
+        except Unreachable:
+            self.close()
+            raise
+
+    def place(self, slot: int) -> tuple[M, int]:
+        """The memory with this slot, and the number of the slot there. Raises Unreachable."""
+        rank, there = divmod(slot, self._num_slots)
+        if rank not in self._of_ranks:
+            raise Unreachable("a slice is in memory of a rank without its heads")
+        return self._of_ranks[rank], there
+
+    def close(self) -> None:
+        for memory in self._of_ranks.values():
+            memory.close()
+
+
+def _handles(export: Export) -> Sequence[bytes]:
+    """Of each rank."""
+    size = _HANDLE_BYTES.get(export.kind)
+    if size is None:
+        return (export.handle,)
+    return [export.handle[at : at + size] for at in range(0, len(export.handle), size)]
+
+
+def count_slots(export: Export) -> int:
+    """Of all ranks."""
+    return export.num_slots * len(_handles(export))
+
+
+def join(exports: Sequence[Export]) -> Export:
+    """The memories of all ranks of a worker, as peers get them."""
+    return replace(exports[0], handle=b"".join(export.handle for export in exports))
 
 
 @cache
@@ -67,11 +134,8 @@ def mark(arena: Arena, slot: int, generation: int, checksum: int) -> None:
 
 
 def export_arena(arena: Arena) -> Export:
-    token = os.urandom(TOKEN)
-    at = arena.num_slots * MARK
-    arena.marks[at : at + TOKEN] = token
     handle = _HANDLE.pack(os.getpid(), arena.fd)
-    return Export("shared_memory", host(), handle, arena.num_slots, arena.slot_bytes, token)
+    return Export("shared_memory", host(), handle, arena.num_slots, arena.slot_bytes, arena.token)
 
 
 class PeerArena:

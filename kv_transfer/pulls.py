@@ -1,4 +1,4 @@
-"""Memory that peers export, and the copies from it that are under way: for `ArenaReceiver`."""
+"""Memory that an engine exports, memory that its peers export, and the copies from it that are under way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.channel import ArrivedAt, ExportGone, ExportIn, Opened
+from kv_transfer.channel import ArrivedAt, Exported, ExportGone, ExportIn, Opened
 from kv_transfer.peer_memory import TCP_ONLY, PeerMemory, Unreachable
 
 if TYPE_CHECKING:
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 Ended = tuple[Sequence[ArrivedAt], list[bool]]
 """Slices that were read, and whether the generation and the checksum of each were right."""
+
+
+def exported(pool: Pool) -> Exported:
+    try:
+        return Exported(pool.export(), "")
+    except Unreachable as e:
+        return Exported(None, str(e))
 
 
 @dataclass(slots=True, eq=False)
@@ -35,31 +42,49 @@ class _Pull:
 
 
 class Pulls:
-    """Memory is closed when its session has ended and no copy from it is under way."""
+    """For `ArenaReceiver`. Memory is closed when its session has ended and no copy from it is under way."""
 
     def __init__(self, pool: Pool, *, allowed: bool) -> None:
         self._pool = pool
         self._allowed = allowed
         self._sources: dict[int, _Source] = {}  # by session
+        self._opening: dict[int, str] = {}  # session → kind of memory that not all ranks have opened yet
+        self._answers: list[Opened] = []
         self._pulls: deque[_Pull] = deque()  # in stream order
         self._lost: list[Ended] = []  # slices that cannot be read any more
 
     def __bool__(self) -> bool:
-        return bool(self._pulls or self._lost)
+        return bool(self._pulls or self._lost or self._opening)
 
-    def handle(self, message: ExportIn | ExportGone) -> list[Opened]:
+    def handle(self, message: ExportIn | ExportGone) -> None:
+        """`opened` has the answer."""
         if isinstance(message, ExportGone):
+            self._opening.pop(message.session, None)
             if source := self._sources.pop(message.session, None):
                 source.gone = True
                 self._close_unused(source)
-            return []
+            return
         try:
             if not self._allowed:
                 raise Unreachable(f"{TCP_ONLY} at the receiver")
             self._sources[message.session] = _Source(self._pool.open(message.export))
+            self._opening[message.session] = message.export.kind
         except Unreachable as e:
-            return [Opened(message.session, False, str(e))]
-        return [Opened(message.session, True, message.export.kind)]
+            self._answers.append(Opened(message.session, False, str(e)))
+
+    def opened(self) -> list[Opened]:
+        """What is known since the last call."""
+        answers, self._answers = self._answers, []
+        for session, kind in list(self._opening.items()):
+            try:
+                if not self._pool.opened(self._sources[session].memory):
+                    continue
+                answers.append(Opened(session, True, kind))
+            except Unreachable as e:
+                answers.append(Opened(session, False, str(e)))
+                self._sources.pop(session).memory.close()
+            del self._opening[session]
+        return answers
 
     def start(self, session: int, batch: Sequence[Staged], arrived: Sequence[ArrivedAt]) -> tuple[Any] | None:
         """Copies from the memory of a session. Returns the event after which all is in the pool. None: it

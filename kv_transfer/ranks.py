@@ -2,6 +2,9 @@
 
     rank 0: sender or receiver ── Copy(slot, heads, positions) ─▶ other ranks: `RankCopier`
                               ◀─ Copied(count) ─────────────────  copies between its KV cache and the slot
+            sender            ◀─ Exported ──────────────────────  its own memory, once
+            receiver          ── ExportIn, ExportGone ──────────▶ opens the memory of a peer, closes it
+                              ◀─ Opened ────────────────────────
 
 All ranks of a worker map its two arenas. So the KV of each rank goes straight between its device and a slot.
 Transfers, credits and slots are the business of rank 0 alone: to peers, a worker has one KV cache with all
@@ -11,6 +14,10 @@ receiver takes any slice, and each rank copies the heads that it holds.
 A rank may be behind rank 0. It gathers a layer only when its own device has written that layer: ranks count
 the layers of all steps that hand over KV, and a Copy names the count at which its layer is ready. KV in a
 prefix cache is there on all ranks, because it comes from steps that have ended.
+
+With exported memory the first rank that holds the heads of a slice fills a slot of its own memory. Each rank
+of the receiver opens the memories with heads that it holds, and copies from there. If one of them cannot, the
+pair of workers uses TCP. A slice is right only if all ranks that read it found it right.
 
 A scatter waits for nothing. No step under way touches its blocks: a step ends on rank 0 only after all ranks
 have added to the sums of its last layer. Rank 0 starts a step with the KV only after every rank has copied.
@@ -23,17 +30,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kv_transfer import pools
 from kv_transfer.arena import ArenaEnd
-from kv_transfer.channel import Channel, ChannelClosed, Copied, Copy
+from kv_transfer.channel import (
+    Channel,
+    ChannelClosed,
+    Copied,
+    Copy,
+    Exported,
+    ExportGone,
+    ExportIn,
+    Opened,
+)
 from kv_transfer.device import Event, Outcome, Pool, Staged
-from kv_transfer.layout import Slice, heads_of
-from kv_transfer.peer_memory import PeerMemory, Unreachable
+from kv_transfer.layout import Slice, heads_of, rank_of
+from kv_transfer.peer_memory import PeerMemory, Unreachable, join
 from kv_transfer.protocol.messages import Export
+from kv_transfer.pulls import exported as export_of
 from kv_transfer.receiver_pacing import EVENT_POLL
 from kv_transfer.transport import PagedKV
 from kv_transfer.wait import wait
@@ -44,8 +61,10 @@ SILENCE = 10.0
 
 def open_ranks(kv: PagedKV, end: ArenaEnd, *, exported: bool = False) -> Pool:
     """The KV cache of all ranks, as rank 0 uses it for one direction. `exported` as in `open_pool`."""
-    own = pools.open_pool(kv, end.arena, exported=exported and not end.ranks)
-    return RankedPool(own, kv, [Channel(rank, Copied) for rank in end.ranks]) if end.ranks else own
+    own = pools.open_pool(kv, end.arena, exported=exported)
+    if not end.ranks:
+        return own
+    return RankedPool(own, kv, [Channel(rank, Copied | Exported | Opened) for rank in end.ranks])
 
 
 class _Ready(NamedTuple):
@@ -73,6 +92,21 @@ class _Order(NamedTuple):
     ready: _Ready  # of a gather: its layer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _PeerMemory:
+    """Implements PeerMemory: memory of a peer as all ranks have it."""
+
+    own: PeerMemory
+    number: int
+    channels: Sequence[Channel]
+
+    def close(self) -> None:
+        self.own.close()
+        with suppress(ChannelClosed):  # the other ranks then close it by themselves
+            for channel in self.channels:
+                channel.send(ExportGone(self.number))
+
+
 class RankedPool:
     """Implements `device.Pool` on rank 0, for one direction. Owns the channels to the other ranks.
 
@@ -83,6 +117,7 @@ class RankedPool:
         self._own = own
         self._channels = channels
         self._block_size = kv.block_size
+        self._layout = kv.layout
         self._layers_ready = kv.layers_ready
         # Of each rank. By state type; None: KV.
         self._heads = {
@@ -92,6 +127,11 @@ class RankedPool:
         self._ordered = [0] * len(channels)
         self._copied = [0] * len(channels)
         self._heard = [0.0] * len(channels)  # when a rank last copied, or had nothing to do
+        # Of each rank, by number: orders to read a slice that was wrong, until `outcome` tells.
+        self._wrong: list[set[int]] = [set() for _ in channels]
+        self._exports: list[Exported | None] = [None] * len(channels)
+        self._memories = 0  # of peers, that were opened
+        self._opened: list[dict[int, Opened]] = [{} for _ in channels]  # by number
 
     def enter_thread(self) -> None:
         self._own.enter_thread()
@@ -106,27 +146,25 @@ class RankedPool:
         """Raises `ChannelClosed` if a rank is gone, and `RuntimeError` if it hangs."""
         if isinstance(event, _Ready):
             return self._own.passed(event.own)
+        self._receive()
         now = time.monotonic()
-        for i, channel in enumerate(self._channels):
-            channel.flush()
-            while messages := channel.receive():
-                self._copied[i] += sum(message.count for message in messages)
-                self._heard[i] = now
-            if self._copied[i] < self._ordered[i] and now - self._heard[i] > SILENCE:
+        for i, heard in enumerate(self._heard):
+            if self._copied[i] < self._ordered[i] and now - heard > SILENCE:
                 raise RuntimeError(f"rank {i + 1} has not copied KV for {SILENCE:g} s")
         copied = all(done >= count for done, count in zip(self._copied, event.ordered, strict=True))
         return copied and (event.own is None or self._own.passed(event.own))
 
     def gather(self, batch: Sequence[Staged], after: Sequence[_Ready | None] = ()) -> _Copies:
-        by_rank: list[list[_Order]] = [[] for _ in range(1 + len(self._channels))]
+        by_rank = self._by_rank()
         for item, ready in zip(batch, after or [None] * len(batch), strict=True):
-            by_rank[self._holders(item.piece)[0]].append(_Order(item, ready or _Ready(None, 0)))
+            rank = rank_of(self._layout, item.piece.head_start, 1 + len(self._channels), item.piece.state)
+            by_rank[rank].append(_Order(item, ready or _Ready(None, 0)))
         self._order(by_rank)
         own, events = _of_own(by_rank[0]), [order.ready.own for order in by_rank[0]]
         return self._copies(self._own.gather(own, events if after else ()) if own else None)
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[_Copies, _Copies]:
-        by_rank: list[list[_Order]] = [[] for _ in range(1 + len(self._channels))]
+        by_rank = self._by_rank()
         for item in batch:
             for rank in self._holders(item.piece):
                 by_rank[rank].append(_Order(item, _Ready(None, 0)))
@@ -136,13 +174,60 @@ class RankedPool:
         return self._copies(copied), self._copies(scattered)
 
     def export(self) -> Export:
-        raise Unreachable("the sender has several ranks")  # marks are not made on other ranks yet
+        found = [self._own.export()]
+        for i, channel in enumerate(self._channels):
+            while (exported := self._exports[i]) is None:
+                wait([channel.fileno()], None)
+                self._receive()
+            if exported.export is None:
+                raise Unreachable(f"rank {i + 1}: {exported.why}")
+            found.append(exported.export)
+        return join(found)
 
     def open(self, export: Export) -> PeerMemory:
-        raise Unreachable("the receiver has several ranks")
+        own = self._own.open(export)
+        self._memories += 1
+        for channel in self._channels:
+            channel.send(ExportIn(self._memories, export))
+        return _PeerMemory(own, self._memories, self._channels)
 
-    def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        raise AssertionError("nothing was opened")
+    def opened(self, memory: _PeerMemory) -> bool:
+        self._receive()
+        answers = [opened.get(memory.number) for opened in self._opened]
+        for rank, answer in enumerate(answers, start=1):
+            if answer and not answer.reached:
+                raise Unreachable(f"rank {rank}: {answer.why}")
+        if all(answers):
+            for opened in self._opened:
+                del opened[memory.number]
+        return all(answers)
+
+    def pull(self, memory: _PeerMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
+        by_rank = self._by_rank()
+        numbers: list[dict[int, int]] = [{} for _ in self._channels]  # place in the batch → number
+        places: list[int] = []  # in the batch, of the slices that this rank reads
+        for place, item in enumerate(batch):
+            for rank in self._holders(item.piece):
+                by_rank[rank].append(_Order(item, _Ready(None, 0)))
+                if rank:
+                    numbers[rank - 1][place] = self._ordered[rank - 1] + len(by_rank[rank])
+                else:
+                    places.append(place)
+        own = _of_own(by_rank[0])
+        pulled, own_outcome = self._own.pull(memory.own, own) if own else (None, list)
+        self._order(by_rank, memory.number)
+
+        def outcome() -> list[bool]:
+            whole = [True] * len(batch)
+            for place, right in zip(places, own_outcome(), strict=True):
+                whole[place] = right
+            for wrong, ordered in zip(self._wrong, numbers, strict=True):
+                for place in [place for place, number in ordered.items() if number in wrong]:
+                    whole[place] = False
+                wrong.difference_update(ordered.values())
+            return whole
+
+        return self._copies(pulled), outcome
 
     def close(self) -> None:
         for channel in self._channels:
@@ -155,20 +240,40 @@ class RankedPool:
         heads = self._heads[piece.state]
         return [rank for rank, (first, last) in enumerate(heads) if first < stop and start < last]
 
-    def _order(self, by_rank: Sequence[Sequence[_Order]]) -> None:
+    def _by_rank(self) -> list[list[_Order]]:
+        return [[] for _ in range(1 + len(self._channels))]
+
+    def _receive(self) -> None:
+        """Takes what the other ranks report."""
+        for i, channel in enumerate(self._channels):
+            channel.flush()
+            while messages := channel.receive():
+                self._heard[i] = time.monotonic()
+                for message in messages:
+                    match message:
+                        case Copied(count, wrong):
+                            self._wrong[i].update(self._copied[i] + 1 + place for place in wrong)
+                            self._copied[i] += count
+                        case Exported():
+                            self._exports[i] = message
+                        case Opened(number):
+                            self._opened[i][number] = message
+
+    def _order(self, by_rank: Sequence[Sequence[_Order]], memory: int | None = None) -> None:
+        """`memory`: slots are there, and not in the arena."""
         for i, batch in enumerate(by_rank[1:]):
             if self._copied[i] == self._ordered[i]:
                 self._heard[i] = time.monotonic()
             self._ordered[i] += len(batch)
-            self._channels[i].send(*(self._copy(*order) for order in batch))
+            self._channels[i].send(*(self._copy(*order, memory) for order in batch))
 
-    def _copy(self, item: Staged, ready: _Ready) -> Copy:
+    def _copy(self, item: Staged, ready: _Ready, memory: int | None) -> Copy:
         piece, size = item.piece, self._block_size
         first, start = divmod(piece.token_start, size)
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
         return Copy(
             item.slot, piece.layer, piece.state, piece.head_start, piece.head_count, start, piece.token_count,
-            blocks, item.table.state_slot, ready.layers_ready, item.dtype,
+            blocks, item.table.state_slot, ready.layers_ready, item.dtype, item.generation, memory,
         )  # fmt: skip
 
     def _copies(self, own: Event | None) -> _Copies:
@@ -185,17 +290,20 @@ class RankCopier:
     The threads end when rank 0 closes its channels, and close their pools. If one dies, it closes its
     channel, which rank 0 sees."""
 
-    def __init__(self, kv: PagedKV, sending: ArenaEnd, receiving: ArenaEnd) -> None:
+    def __init__(self, kv: PagedKV, sending: ArenaEnd, receiving: ArenaEnd, *, exports: bool = False) -> None:
+        """`exports`: peers on this host read slots, and slots of peers are read."""
+        self._exports = exports
         self._layers_ready = 0
         # By the count of layers that are ready with it. Older ones have passed: few steps are under way.
         self._events: dict[int, Event] = {}
         self._keep = 16 * kv.layout.num_layers
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._orders_wait = False  # in the thread that gathers, for layers
-        self._gathers = pools.open_pool(kv, sending.arena)
-        scatters = pools.open_pool(kv, receiving.arena)
+        self._gathers = pools.open_pool(kv, sending.arena, exported=exports)
+        scatters = pools.open_pool(kv, receiving.arena, exported=exports)
+        self._memories: dict[int, PeerMemory] = {}  # of peers, by number; for the thread that scatters
         for end, pool, is_gather in ((sending, self._gathers, True), (receiving, scatters, False)):
-            args = (Channel(end.channel, Copy), pool, is_gather)
+            args = (Channel(end.channel, Copy | ExportIn | ExportGone), pool, is_gather)
             threading.Thread(target=self._serve, args=args, name="kv copies", daemon=True).start()
 
     def layer_done(self, layer: int) -> None:
@@ -209,10 +317,12 @@ class RankCopier:
 
     def _serve(self, channel: Channel, pool: Pool, is_gather: bool) -> None:
         orders: deque[Copy] = deque()
-        under_way: deque[tuple[Event, int]] = deque()  # with the number of copies
+        under_way: deque[tuple[Event, Outcome]] = deque()
         watched = [channel.fileno(), self._wake] if is_gather else [channel.fileno()]
         with channel.sock, closing(pool):
             pool.enter_thread()
+            if is_gather and self._exports:
+                channel.send(export_of(pool))
             while True:
                 look = EVENT_POLL if under_way else None
                 if is_gather:
@@ -222,24 +332,54 @@ class RankCopier:
                 if self._wake in wait(watched, look):
                     os.eventfd_read(self._wake)
                 try:
-                    orders += channel.receive()
+                    orders += self._orders(channel, pool)
                     while batch := self._ready(orders, pool.gather_most):
-                        staged = [_staged(pool, order) for order in batch]
-                        if is_gather:
-                            events = [self._events.get(order.layers_ready) for order in batch]
-                            done = pool.gather(staged, [event for event in events if event is not None])
-                        else:
-                            done = pool.scatter(staged)[1]
-                        under_way.append((done, len(batch)))
-                    while under_way and pool.passed(under_way[0][0]):
-                        channel.send(Copied(under_way.popleft()[1]))
+                        under_way.append(self._start(pool, batch, is_gather=is_gather))
+                    _report(channel, pool, under_way)
                 except ChannelClosed:
-                    return
+                    break
+        if not is_gather:
+            for memory in self._memories.values():
+                memory.close()
+
+    def _start(self, pool: Pool, batch: Sequence[Copy], *, is_gather: bool) -> tuple[Event, Outcome]:
+        staged = [_staged(pool, order) for order in batch]
+        if (memory := batch[0].session) is not None:
+            try:
+                return pool.pull(self._memories[memory], staged)
+            except Unreachable:
+                return None, lambda: [False] * len(batch)
+        if is_gather:
+            events = [self._events.get(order.layers_ready) for order in batch]
+            done = pool.gather(staged, [event for event in events if event is not None])
+        else:
+            done = pool.scatter(staged)[1]
+        return done, lambda: [True] * len(batch)
+
+    def _orders(self, channel: Channel, pool: Pool) -> Sequence[Copy]:
+        """Those that came, without orders to open and close memory: these it carries out."""
+        orders: list[Copy] = []
+        for message in channel.receive():
+            match message:
+                case Copy():
+                    orders.append(message)
+                case ExportIn(number, export):
+                    try:
+                        self._memories[number] = pool.open(export)
+                        channel.send(Opened(number, True, ""))
+                    except Unreachable as e:
+                        channel.send(Opened(number, False, str(e)))
+                case ExportGone(number):  # no copy is under way
+                    if memory := self._memories.pop(number, None):
+                        memory.close()
+        return orders
 
     def _ready(self, orders: deque[Copy], most: int) -> list[Copy]:
-        """Takes the next orders, as far as their layers are written."""
+        """Takes the next orders, as far as their layers are written and their slots are in one memory."""
         batch: list[Copy] = []
         while len(batch) < most and self._is_ready(orders):
+            if batch and batch[0].session != orders[0].session:
+                break
             batch.append(orders.popleft())
         return batch
 
@@ -247,9 +387,16 @@ class RankCopier:
         return bool(orders) and orders[0].layers_ready <= self._layers_ready
 
 
+def _report(channel: Channel, pool: Pool, under_way: deque[tuple[Event, Outcome]]) -> None:
+    """Tells rank 0 which copies are over."""
+    while under_way and ((event := under_way[0][0]) is None or pool.passed(event)):
+        whole = under_way.popleft()[1]()
+        channel.send(Copied(len(whole), [place for place, right in enumerate(whole) if not right]))
+
+
 def _staged(pool: Pool, order: Copy) -> Staged:
     piece = Slice(
         order.layer, order.head_start, order.head_count, order.token_start, order.token_count, order.state
     )
     table = pool.table(order.block_ids, order.token_start + order.token_count, order.state_slot)
-    return Staged(piece, order.slot, table, order.dtype)
+    return Staged(piece, order.slot, table, order.dtype, order.generation)

@@ -174,7 +174,7 @@ class ArenaReceiver:
             for message in messages:
                 if isinstance(message, ExportIn | ExportGone):
                     free += self._take(math.inf)  # slices of the session that has ended may be there
-                    self._channel.send(*self._pulls.handle(message))
+                    self._pulls.handle(message)
                 else:
                     self._handle(message)
         free += self._take(spare)
@@ -182,6 +182,7 @@ class ArenaReceiver:
             free += self._copies.popleft()[1]
         if free:
             self._channel.send(SlotsFree(free))
+        self._channel.send(*self._pulls.opened())
         self._pulled()
         self._channel.flush()
         return self._ended()

@@ -21,7 +21,6 @@ from kv_transfer.channel import (
     Channel,
     CloseOut,
     CommitOut,
-    Exported,
     FetchWaits,
     Finished,
     Granted,
@@ -39,10 +38,10 @@ from kv_transfer.channel import (
     StopOut,
     ToSender,
 )
-from kv_transfer.layout import Slice, cut, cut_state, heads_of, intersect, slice_bytes
-from kv_transfer.peer_memory import Unreachable
+from kv_transfer.layout import Slice, cut, cut_state, heads_of, intersect, rank_of, slice_bytes
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
+from kv_transfer.pulls import exported
 from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
 from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import ContentWanted, PagedKV, Released
@@ -75,6 +74,7 @@ class ArenaSender:
 
         self._pool = open_ranks(kv, end, exported=exports)
         self._layout = kv.layout
+        self._ranks = kv.ranks
         self._kv_layers = kv.layout.kv_layers
         # Each slice has heads of one rank. Ranks may hold the same head. By state type; None: KV.
         self._heads = {
@@ -98,18 +98,11 @@ class ArenaSender:
         self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
         self._stopping = False
         self._generations = itertools.count(1)
-        if exports:
-            self._channel.send(self._export())
+        self._exports = exports
         self._thread = threading.Thread(target=self._pump, name="kv pump", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------ engine thread
-
-    def _export(self) -> Exported:
-        try:
-            return Exported(self._pool.export(), "")
-        except Unreachable as e:
-            return Exported(None, str(e))
 
     def expect(self, prefill_id: bytes) -> None:
         self._command(self._expect, prefill_id)
@@ -168,6 +161,8 @@ class ArenaSender:
         try:
             self._pool.enter_thread()
             channel, waiting = self._channel, False
+            if self._exports:
+                channel.send(exported(self._pool))
             fd = channel.fileno()
             while not self._stopping:
                 watched, look = [self._wake, fd], None
@@ -242,10 +237,14 @@ class ArenaSender:
         piece, _ = transfer.pending.popleft()
         slot = self._slots.take(transfer.account)
         transfer.prefill.gathers += 1
-        generation = next(self._generations) if transfer.account.reached else 0
+        generation = rank = 0
+        if transfer.account.reached:
+            generation = next(self._generations)
+            rank = rank_of(self._layout, piece.head_start, self._ranks, piece.state)
         message = SliceOut(
             transfer.id, slot, transfer.seq, piece.layer, piece.state, piece.head_start, piece.head_count,
             piece.token_start, piece.token_count, slice_bytes(self._layout, piece), generation,
+            rank,
         )  # fmt: skip
         transfer.seq += 1
         staged = Staged(piece, slot, transfer.prefill.table, generation=generation)

@@ -252,11 +252,6 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """The engine process's half of a transport."""
 
-    @property
-    def exported_bytes(self) -> int:
-        """GPU memory that the sender takes, if the KV is on a GPU."""
-        ...
-
     def sender(self, kv: PagedKV) -> Sender: ...
 
     def receiver(self, kv: PagedKV) -> Receiver: ...

@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import msgspec
@@ -116,7 +116,6 @@ class Parts:
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
         """Builds the engine. Raises ValueError if the user's configuration is wrong."""
         config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
-        config = replace(config, other_bytes=self.transport.exported_bytes)
         return build_engine(
             config,
             files=self.config.ranks,

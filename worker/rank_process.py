@@ -29,6 +29,8 @@ class RankArenas(msgspec.Struct, frozen=True):
     receiving_fds: Sequence[int]
     num_slots: int
     slot_bytes: int
+    exported: bool
+    """Workers of one host may read slots of each other."""
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True):
@@ -82,7 +84,8 @@ def main() -> int:
             ArenaEnd.inherited(fds, arenas.num_slots, arenas.slot_bytes)
             for fds in (arenas.sending_fds, arenas.receiving_fds)
         )
-        layer_done = RankCopier(paged_kv(follower), sending, receiving).layer_done
+        copier = RankCopier(paged_kv(follower), sending, receiving, exports=arenas.exported)
+        layer_done = copier.layer_done
     if config.host_tier_fd is not None:
         serve_host_tier(config.engine.host_cache_size, follower, config.host_tier_fd)
     gc.collect()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ import msgspec
 from engine.execution.rank_files import RankFiles
 from kv_transfer import ArenaEnd, Heartbeat, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
 from kv_transfer.spawn import EXIT_ENGINE_GONE
+from kv_transfer.staging import device_bytes
 from worker import messages
 from worker.config import WorkerConfig
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
@@ -50,6 +51,9 @@ class WorkerTree:
 
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._config = config
+        self._exported = config.kv_connector == "auto"
+        other = device_bytes(config.kv_slots, config.kv_slot_bytes) if self._exported else 0
+        self._engine_config = replace(config.engine, other_bytes=other)  # of each rank
         self._incarnation = incarnation
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers: list[asyncio.Task[None]] = []
@@ -97,7 +101,7 @@ class WorkerTree:
             kv_slot_bytes=config.kv_slot_bytes,
             trace_path=config.trace_path("engine"),
             logging=config.logging(self._incarnation, "engine"),
-            engine=msgspec.Raw(msgspec.json.encode(config.engine)),
+            engine=msgspec.Raw(msgspec.json.encode(self._engine_config)),
             ranks=self._rank_files,
         )
         fds = (*start.sending_fds, *start.receiving_fds, *start.host_tier_fds, start.heartbeat_fd)
@@ -139,8 +143,14 @@ class WorkerTree:
                 rank=rank,
                 files=files,
                 logging=config.logging(self._incarnation, f"rank {rank}"),
-                engine=config.engine,
-                arenas=RankArenas(sending.fds, receiving.fds, config.kv_slots, config.kv_slot_bytes),
+                engine=self._engine_config,
+                arenas=RankArenas(
+                    sending.fds,
+                    receiving.fds,
+                    config.kv_slots,
+                    config.kv_slot_bytes,
+                    self._exported,
+                ),
                 host_tier_fd=host_tier[0] if host_tier else None,
             )
             self._ranks.append(ChildProcess(name, spawn_rank(start)))

@@ -17,6 +17,7 @@ import torch
 import kv_transfer as kv
 from bench.kv.pair import Pair, Settings, cpu_seconds
 from bench.kv.raw_sockets import MIB
+from kv_transfer.arena import TOKEN
 from kv_transfer.peer_memory import PeerArena, export_arena
 
 KINDS = {"cpu": "shared_memory", "cuda": "cuda_ipc"}
@@ -97,7 +98,7 @@ def _export(control: Connection, settings: Settings) -> None:
 
         torch.cuda.set_device(settings.device_of("prefill"))
         torch.empty(1, device="cuda")
-        control.send(DeviceMemory(_PIECES, _PIECE).export)
+        control.send(DeviceMemory(_PIECES, _PIECE, bytes(TOKEN)).export)
     else:
         arena = kv.Arena.create(_PIECES, _PIECE)
         for i in range(_PIECES):

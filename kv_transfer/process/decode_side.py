@@ -28,6 +28,7 @@ from kv_transfer.channel import (
     SlotsFree,
 )
 from kv_transfer.config import MAX_SLOT_BYTES, PAGE, TransferConfig
+from kv_transfer.peer_memory import count_slots
 from kv_transfer.process.connector import Connect, ProtocolError, Session
 from kv_transfer.process.nixl_memory import KIND, NixlMemory
 from kv_transfer.process.peers import Peers
@@ -301,7 +302,7 @@ class DecodeSide:
         export = self._exports.get(session.number)
         if export is None or session.number not in self._reached:
             raise ProtocolError("order", "SLICE without REACH")
-        if m.slot >= export.num_slots or m.length > min(session.slot_bytes, export.slot_bytes):
+        if m.slot >= count_slots(export) or m.length > min(session.slot_bytes, export.slot_bytes):
             raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
         kind, state_type = kind_of(m.state_type if isinstance(m, StateSliceAt) else None)
         header = Header(

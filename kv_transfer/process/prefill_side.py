@@ -81,7 +81,8 @@ class PrefillSide:
         self._export: Export | None = None if nixl is None else nixl.export
         self._why_tcp = f"{TCP_ONLY} at the sender"  # without an export
         self._transports: dict[int, str] = {}  # session with a FETCH → how the peer gets KV, and why over TCP
-        self._exported: dict[int, tuple[int, SliceOut]] = {}  # slot → the session that reads it
+        # By number over all ranks: slots with a slice, and the session that reads it.
+        self._exported: dict[int, tuple[int, SliceOut]] = {}
         self._unread: Counter[int] = Counter()  # bytes of messages since the channel is full, by session
 
     @property
@@ -106,6 +107,9 @@ class PrefillSide:
                 self._send(message, now)
             case Exported(export, why):
                 self._export, self._why_tcp = export, why
+                for number in list(self._transports):
+                    del self._transports[number]
+                    self._offer_memory(self._sessions[number])
             case Offer(prefill_id):
                 self._apply(self.table.offer(prefill_id, now))
             case Finished(prefill_id):
@@ -136,9 +140,10 @@ class PrefillSide:
             generation = nixl_memory.checksum(self._arena.slot(s.slot)[: s.length])
         if generation:
             self.table.begin_send(s.transfer_id, now)
-            self._exported[s.slot] = held.session, s
+            there = s.rank * self._config.num_slots + s.slot
+            self._exported[there] = held.session, s
             where = (
-                s.slot, generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start, s.token_count,
+                there, generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start, s.token_count,
                 s.length,
             )  # fmt: skip
             message = SliceAt(*where) if s.state is None else StateSliceAt(*where, s.state)
@@ -255,9 +260,10 @@ class PrefillSide:
     def frame_dropped(self, frame: OutgoingFrame) -> None:
         self._give_back(frame.slot, unsent=True)
 
-    def _taken(self, slot: int) -> SliceOut:
-        self._give_back(slot, unsent=False)
-        return self._exported.pop(slot)[1]
+    def _taken(self, there: int) -> SliceOut:
+        _, taken = self._exported.pop(there)
+        self._give_back(taken.slot, unsent=False)
+        return taken
 
     def _give_back(self, slot: int, *, unsent: bool) -> None:
         self.slots_out -= 1

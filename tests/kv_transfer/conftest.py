@@ -51,7 +51,9 @@ class Worker(TransferProcess):
         if layout.dtype == "float8_e4m3fn":
             shape = (2, blocks, layout.num_kv_heads, block_size)
             scales = [self.filled(torch.zeros(shape, device=device)).abs() for _ in each]
-        self.ranks = Ranks(layers, scales, block_size, layout, ranks, self.sending, self.receiving)
+        self.ranks = Ranks(
+            layers, scales, block_size, layout, ranks, self.sending, self.receiving, exports=exports
+        )
         self.free = list(range(blocks))
         random.shuffle(self.free)
 

@@ -26,6 +26,8 @@ class Ranks:
         size: int,
         sending: ArenaEnd,
         receiving: ArenaEnd,
+        *,
+        exports: bool = False,
     ) -> None:
         """`layers`: the cache with all heads, [2, blocks, block_size, heads, head_dim] each. `scales`: in FP8
         of each layer [2, blocks, heads, block_size]."""
@@ -45,7 +47,7 @@ class Ranks:
         self.receiving, into = receiving.of_ranks(size)
         self.others = out  # the ends of the ranks from 1 on, for KV that they send
         self.copiers = [
-            RankCopier(cache, mapped(sends), mapped(receives))
+            RankCopier(cache, mapped(sends), mapped(receives), exports=exports)
             for cache, sends, receives in zip(kv[1:], out, into, strict=True)
         ]
 

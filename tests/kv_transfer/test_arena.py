@@ -37,17 +37,6 @@ def test_a_child_process_shares_the_arena_and_the_heartbeat() -> None:
     heartbeat.close()
 
 
-def test_what_a_worker_exports_is_planned() -> None:
-    """The size of its slots, of their marks and of the token. Groups export nothing."""
-    one, _ = kv.ArenaEnd.pair(4, 8192)
-    group, _ = one.of_ranks(2)
-    planned = [
-        kv.ArenaTransport(sending, one, kv.TraceWriter(None, ""), exports).exported_bytes
-        for sending, exports in ((one, True), (one, False), (group, True))
-    ]
-    assert planned == [4 * 8192 + 4096, 0, 0]
-
-
 def test_every_request_of_a_large_step_is_named() -> None:
     heartbeat = kv.Heartbeat.create()
     reader = kv.Heartbeat(os.dup(heartbeat.fd))

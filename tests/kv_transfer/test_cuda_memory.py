@@ -19,7 +19,7 @@ OWNER = f"""
 import os, sys, msgspec, torch
 from kv_transfer.cuda_memory import DeviceMemory, copy
 numbers = torch.arange({SLOTS * SLOT_BYTES // 4}, dtype=torch.int32, device="cuda")
-memory = DeviceMemory({SLOTS}, {SLOT_BYTES})
+memory = DeviceMemory({SLOTS}, {SLOT_BYTES}, bytes(16))
 copy(memory.address, numbers.data_ptr(), {SLOTS * SLOT_BYTES}, torch.cuda.current_stream().cuda_stream)
 torch.cuda.synchronize()
 os.write(1, msgspec.msgpack.encode(memory.export))
@@ -64,6 +64,18 @@ def test_the_owner_is_killed_while_its_memory_is_copied(
     memory.close()
     with pytest.raises(Unreachable, match="the test copy failed: cuIpcOpenMemHandle"):
         PeerDeviceMemory(export)
+
+
+def test_memory_that_is_smaller_than_its_owner_says(
+    owner: tuple[subprocess.Popen[bytes], Export],
+) -> None:
+    from kv_transfer.cuda_memory import PeerDeviceMemory
+    from kv_transfer.peer_memory import Unreachable
+
+    torch.zeros(1, device="cuda")
+    PeerDeviceMemory(owner[1]).close()
+    with pytest.raises(Unreachable, match="its owner says"):
+        PeerDeviceMemory(msgspec.structs.replace(owner[1], num_slots=2 * SLOTS))
 
 
 def test_a_handle_that_names_nothing() -> None:

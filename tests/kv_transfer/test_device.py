@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.arena import Arena
-from kv_transfer.cuda_pool import coalesce
 from kv_transfer.device import Pool, Staged
 from kv_transfer.layout import KVLayout, cut
 from kv_transfer.pools import open_pool
+from kv_transfer.staging import SLACK, coalesce
 from kv_transfer.transport import PagedKV
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -95,7 +95,7 @@ def test_a_pool_of_another_shape_is_refused() -> None:
 def test_few_copies_cover_every_slot_and_no_other(used: dict[int, int]) -> None:
     slot_bytes = 1 << 20
     slots = sorted(used.items())
-    copies, offsets = coalesce(slots, slot_bytes)
+    copies, offsets = coalesce([(slot * slot_bytes, size) for slot, size in slots], slot_bytes)
     for (slot, size), offset in zip(slots, offsets, strict=True):
         (copy,) = [c for c in copies if c[0] <= slot * slot_bytes < c[0] + c[2]]
         assert offset - copy[1] == slot * slot_bytes - copy[0]
@@ -104,8 +104,9 @@ def test_few_copies_cover_every_slot_and_no_other(used: dict[int, int]) -> None:
     for at, _, size in copies:  # what is written in vain is in slots of this batch
         assert all(x // slot_bytes in used for x in range(at, at + size, slot_bytes))
     ends = sorted((there, there + size) for _, there, size in copies)
+    assert ends[-1][1] <= len(slots) * (slot_bytes + SLACK)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ends))
 
 
 def test_full_neighbours_are_one_copy() -> None:
-    assert coalesce([(2, 1000), (3, 990), (5, 10)], 1000)[0] == [(2000, 0, 1990), (5000, 2000, 10)]
+    assert coalesce([(2000, 1000), (3000, 990), (5000, 10)], 1000)[0] == [(2000, 0, 1990), (5000, 2000, 10)]

@@ -13,9 +13,19 @@ import pytest
 import torch
 
 import kv_transfer as kv
+from kv_transfer import cuda_memory
+from kv_transfer.arena import exported_bytes
 from kv_transfer.device import HostPool, Staged
 from kv_transfer.layout import Slice
-from kv_transfer.peer_memory import PeerArena, Unreachable, export_arena
+from kv_transfer.peer_memory import (
+    PeerArena,
+    PeerMemories,
+    Unreachable,
+    count_slots,
+    export_arena,
+    host,
+    join,
+)
 from kv_transfer.protocol.messages import Export
 
 LAYOUT = kv.KVLayout(1, 1, 8, "float32")
@@ -48,6 +58,61 @@ def test_what_is_refused(arena: kv.Arena, change: dict[str, Any], why: str) -> N
     export = msgspec.structs.replace(export_arena(arena), **change)
     with pytest.raises(Unreachable, match=why):
         PeerArena(export)
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [((0, 2), {0}), ((2, 4), {1}), ((1, 3), {0, 1})])
+def test_a_rank_opens_the_memories_with_its_heads(
+    arena: kv.Arena, heads: tuple[int, int], ranks: set[int]
+) -> None:
+    """Of a worker with two ranks. Slots of its other memories cannot be read."""
+    own = export_arena(arena)
+    both = join([own, msgspec.structs.replace(own, handle=b"of rank1")])
+    assert count_slots(both) == 8
+    opened: list[bytes] = []
+
+    def open_one(export: Export) -> PeerArena:
+        opened.append(export.handle)
+        return PeerArena(own)
+
+    memories = PeerMemories(both, kv.KVLayout(1, 4, 8, "float32"), [heads], open_one)
+    assert opened == [(own.handle, b"of rank1")[rank] for rank in sorted(ranks)]
+    for rank in range(2):
+        if rank in ranks:
+            assert memories.place(4 * rank + 3)[1] == 3
+        else:
+            with pytest.raises(Unreachable, match="rank without its heads"):
+                memories.place(4 * rank + 3)
+    memories.close()
+
+
+def test_handles_of_more_ranks_than_can_share_the_heads(arena: kv.Arena) -> None:
+    three = join([export_arena(arena)] * 3)
+    with pytest.raises(Unreachable, match="3 ranks do not share the heads"):
+        PeerMemories(three, kv.KVLayout(1, 4, 8, "float32"), [(0, 4)], PeerArena)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_device_memory_that_is_smaller_than_its_owner_says(
+    monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    """It is closed again. Copies beyond its end would end the process of the reader."""
+    calls: list[str] = []
+
+    def driver(name: str, *args: Any) -> None:
+        calls.append(name)
+        if name == "cuIpcOpenMemHandle_v2":
+            args[0]._obj.value = 0x7000_1000
+        elif name == "cuMemGetAddressRange_v2":  # the memory begins a page before the first slot
+            args[0]._obj.value, args[1]._obj.value = 0x7000_0000, 0x1000 + exported_bytes(4, 4096) - missing
+
+    monkeypatch.setattr(cuda_memory, "_call", driver)
+    export = Export("cuda_ipc", host(), bytes(64), 4, 4096, bytes(16))
+    if missing:
+        with pytest.raises(Unreachable, match=f"has {exported_bytes(4, 4096) - 1} bytes, and its owner says"):
+            cuda_memory.PeerDeviceMemory(export)
+    else:
+        cuda_memory.PeerDeviceMemory(export).close()
+    assert calls.count("cuIpcCloseMemHandle") == 1
 
 
 def test_memory_that_may_shrink_is_refused(arena: kv.Arena) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,11 @@ ONE_RANK = SHORT_STEPS | {"tensor_parallel_size": 1, "block_size": 32}
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
     engines = {"serves": SHORT_STEPS, "loses a rank": TWO_RANKS, "one rank": ONE_RANK}
-    settings = {name: {"role": "decode", "engine": engine} for name, engine in engines.items()}
+    settings: dict[str, dict[str, Any]] = {
+        name: {"role": "decode", "engine": engine} for name, engine in engines.items()
+    }
+    for name in ("serves", "one rank"):  # pairs with the other one use TCP
+        settings[name]["kv_connector"] = "auto"
     with side_by_side(tmp_path_factory.mktemp("ranks"), settings) as started:
         yield {name: worker.wait_ready() for name, worker in started.items()}
 
@@ -80,6 +85,9 @@ async def test_kv_goes_from_any_number_of_ranks_to_any_other(
         cached = await answer(320)
         assert cached.first.cached_tokens > 0
         assert cached.tokens == alone(engine, 320)
+        status = await both.prefill.stub.GetStatus(pb.StatusRequest())
+        transport = "shared_memory" if target != "loses a rank" else "tcp: --kv-connector tcp at the receiver"
+        assert transport in status.kv_transports.values()
     await assert_whole(*pair)
 
 

@@ -69,7 +69,7 @@ class Kind:
     """Within it, one byte of the next slice that is fetched from the address changes on its way."""
     settings: dict[str, Any] = field(default_factory=dict)
     reached: str = "tcp"
-    """As in `TransferStats.transports`, when workers have one rank each."""
+    """As in `TransferStats.transports`."""
     found: tuple[str, str] = ("payload", "integrity")
     """As what a bent byte counts in `checksum_failures`, and why its transfer ends."""
 
@@ -128,8 +128,7 @@ def make_pair(
 ) -> Callable[..., Pair]:
     def make(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Pair:
         made = Pair(make_prefill(**(prefill or {})), make_decode(**(decode or {})))
-        if (prefill or {}).get("ranks", 1) == (decode or {}).get("ranks", 1) == 1:
-            transport.connect(made)
+        transport.connect(made)
         return made
 
     return make

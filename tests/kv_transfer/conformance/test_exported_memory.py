@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +16,26 @@ from kv_transfer.cuda_pool import CudaPool
 from kv_transfer.device import HostPool, Staged
 from kv_transfer.peer_memory import Unreachable
 from tests.device import DEVICE
-from tests.kv_transfer.conftest import Pair, until
+from tests.kv_transfer.conftest import Pair, Prefill, until
 
 from .conftest import EXPORTED, Kind
 
+POOL: Any = CudaPool if DEVICE == "cuda" else HostPool
 WRONG = "tcp: a slice could not be read, or was wrong"
 
 pytestmark = pytest.mark.parametrize("transport", [EXPORTED], indirect=True, ids=str)
 
 
-def mappings() -> int:
-    """Of arenas, in this process."""
-    return Path("/proc/self/maps").read_text().count("baton-kv-arena")
+def readers(prefill: Prefill) -> int:
+    """Ranks that have opened the arena that the worker exports. All ranks are in this process."""
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    arena = str(os.fstat(prefill.sending.arena.fd).st_ino)
+    return sum(arena in fields for fields in maps) - len(prefill.ranks.caches)
 
 
 def pulled(pair: Any) -> int:
     """Transfers 64 positions, bit for bit. Returns how many slices decode read itself, of 12."""
-    pool: Any = CudaPool if DEVICE == "cuda" else HostPool
-    pull, slices = pool.pull, 0
+    pull, slices = POOL.pull, 0
 
     def counted(self: Any, memory: Any, batch: Sequence[Staged]) -> Any:
         nonlocal slices
@@ -41,7 +46,7 @@ def pulled(pair: Any) -> int:
     blocks = pair.prefill.held[prefill_id]
     decode_id = pair.decode.fetch(pair.prefill, prefill_id, 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "pull", counted)
+        patch.setattr(POOL, "pull", counted)
         assert isinstance(pair.event(decode_id), kv.Injected)
     pair.assert_same(blocks, decode_id, 0, 64)
     pair.decode.release(decode_id)
@@ -49,20 +54,22 @@ def pulled(pair: Any) -> int:
     return slices
 
 
+def unreachable(*_: Any) -> Any:
+    raise Unreachable("no peer access")
+
+
 def test_it_is_withdrawn_after_a_wrong_slice_and_closed_with_its_session(
     make_pair: Any, transport: Kind
 ) -> None:
-    before = mappings()
     pair = make_pair(decode={"deadlines": kv.TransferDeadlines(idle_close=0.3)})
-    opened = DEVICE == "cpu"  # a GPU's memory is no mapping here
-    assert mappings() == before + 4 + opened, "four arenas, and one of them as peer"
+    assert readers(pair.prefill) == (DEVICE == "cpu")  # a GPU's memory is no mapping here
     assert pulled(pair) == 12
     with transport.bent(pair):
         assert pulled(pair) < 24, "all of it was read twice"
     assert pair.prefill.stats().transports == {"decode 0": WRONG}
     assert pulled(pair) == 0
     pair.until(lambda: pair.prefill.stats().transports == {}, "the session to end")
-    pair.until(lambda: mappings() == before + 4, "the memory to be closed")
+    pair.until(lambda: readers(pair.prefill) == 0, "the memory to be closed")
     transport.connect(pair)
     assert pulled(pair) == 12
 
@@ -71,11 +78,8 @@ def test_memory_that_cannot_be_read_any_more(make_pair: Any, monkeypatch: pytest
     """The transfer goes on over TCP."""
     pair = make_pair()
 
-    def lost(*_: Any) -> Any:
-        raise Unreachable("gone")
-
     with monkeypatch.context() as patch:
-        patch.setattr(CudaPool if DEVICE == "cuda" else HostPool, "pull", lost)
+        patch.setattr(POOL, "pull", unreachable)
         assert pulled(pair) > 0
     assert pair.prefill.stats().transports == {"decode 0": WRONG}
     assert pulled(pair) == 0
@@ -83,7 +87,6 @@ def test_memory_that_cannot_be_read_any_more(make_pair: Any, monkeypatch: pytest
 
 def test_slices_are_read_after_the_sender_is_dead(make_pair: Any) -> None:
     """All of them were named, and COMMIT came. The request need not be prefilled again."""
-    before = mappings()
     pair = make_pair({"slots": 32}, {"slots": 32})
     decode, prefill_id = pair.decode, pair.prefill.hold(64)
     blocks = pair.prefill.held[prefill_id]
@@ -94,14 +97,12 @@ def test_slices_are_read_after_the_sender_is_dead(make_pair: Any) -> None:
     event = until(lambda: decode.poll() or decode.events.get(decode_id), "the KV", decode.receiver)
     assert isinstance(event, kv.Injected)
     pair.assert_same(blocks, decode_id, 0, 64)
-    until(lambda: decode.poll() or mappings() == before + 4, "the memory to be closed", decode.receiver)
+    until(lambda: decode.poll() or readers(pair.prefill) == 0, "the memory to be closed", decode.receiver)
 
 
 @pytest.mark.parametrize(
     ("side", "config", "why"),
     [
-        ("prefill", {"ranks": 2}, "the sender has several ranks"),
-        ("decode", {"ranks": 2}, "the receiver has several ranks"),
         ("prefill", {"exports": False}, "--kv-connector tcp at the sender"),
         ("decode", {"exports": False}, "--kv-connector tcp at the receiver"),
     ],
@@ -113,3 +114,49 @@ def test_why_a_pair_uses_tcp(
     pair = Pair(prefill, make_decode(**(config if side == "decode" else {})))
     assert pulled(pair) == 0
     pair.until(lambda: pair.prefill.stats().transports == {"decode 0": f"tcp: {why}"}, "the answer")
+
+
+def of_other_ranks(patch: pytest.MonkeyPatch, name: str, other: Any, times: int | None = None) -> None:
+    """Calls of a method of pools by other ranks than 0, so many of them, go to `other`."""
+    method, calls = getattr(POOL, name), islice(count(), times)
+
+    def patched(self: Any, *args: Any) -> Any:
+        if threading.current_thread().name == "kv copies" and next(calls, None) is not None:
+            return other(method, self, *args)
+        return method(self, *args)
+
+    patch.setattr(POOL, name, patched)
+
+
+def wrong(pull: Any, *args: Any) -> Any:
+    event, outcome = pull(*args)
+    return event, lambda: [False for _ in outcome()]
+
+
+@pytest.mark.parametrize("fault", [unreachable, wrong])
+def test_a_slice_that_only_another_rank_finds_wrong(
+    make_pair: Any, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    """The KV is fetched again, over TCP. Then all ranks close the memory."""
+    ranks = {"ranks": 2, "deadlines": kv.TransferDeadlines(idle_close=0.3)}
+    pair = make_pair(ranks, ranks)
+    assert readers(pair.prefill) == 2 * (DEVICE == "cpu"), "each rank reads one rank"
+    with monkeypatch.context() as patch:
+        of_other_ranks(patch, "pull", fault, times=1)
+        assert pulled(pair) > 0
+    assert pair.prefill.stats().transports == {"decode 0": WRONG}
+    assert pulled(pair) == 0
+    pair.until(lambda: readers(pair.prefill) == 0, "the memory to be closed")
+
+
+@pytest.mark.parametrize(("name", "side"), [("export", "prefill"), ("open", "decode")])
+def test_another_rank_cannot_use_exported_memory(
+    make_prefill: Any, make_decode: Any, monkeypatch: pytest.MonkeyPatch, name: str, side: str
+) -> None:
+    of_other_ranks(monkeypatch, name, unreachable)
+    prefill = make_prefill(ranks=2 if side == "prefill" else 1)
+    pair = Pair(prefill, make_decode(ranks=2 if side == "decode" else 1))
+    assert pulled(pair) == 0
+    why = {"decode 0": "tcp: rank 1: no peer access"}
+    pair.until(lambda: pair.prefill.stats().transports == why, "the answer")
+    assert readers(pair.prefill) == 0, "rank 0 has closed the memory"

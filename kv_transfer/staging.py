@@ -1,0 +1,47 @@
+"""How slots go between an arena or a peer's memory and dense memory on a GPU, in few copies. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kv_transfer.arena import exported_bytes
+from kv_transfer.receiver_pacing import SLICES_AT_ONCE
+
+SLACK = 256 << 10
+"""Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host)."""
+LANDINGS = 2
+"""Of a receiver: while a kernel scatters slices of peers from one, the next are copied into the other."""
+
+
+def landing_bytes(slot_bytes: int) -> int:
+    """The most that `coalesce` needs for the slices that are injected together."""
+    return SLICES_AT_ONCE * (slot_bytes + SLACK)
+
+
+def device_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Memory of a GPU that KV transfer takes on each rank, if workers of one host read slots of each other:
+    slots for peers, and room for slices of peers."""
+    return exported_bytes(num_slots, slot_bytes) + LANDINGS * landing_bytes(slot_bytes)
+
+
+def coalesce(
+    slots: Sequence[tuple[int, int]], slot_bytes: int
+) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Few copies between slots (address, bytes used; ascending) and one piece of other memory.
+
+    Gives the copies (address, byte in the other memory, size) and where each slot's bytes are in the other
+    memory. Slots of which all but a little is used, and their next neighbours, are one copy."""
+    copies: list[tuple[int, int, int]] = []
+    offsets: list[int] = []
+    before = -1
+    for at, size in slots:
+        if copies and at == before + slot_bytes and at - sum(copies[-1][::2]) <= SLACK:
+            start, there, _ = copies[-1]
+            copies[-1] = start, there, at + size - start
+            offsets.append(there + at - start)
+        else:
+            there = -(-sum(copies[-1][1:]) // 16) * 16 if copies else 0  # the kernel moves whole words
+            copies.append((at, there, size))
+            offsets.append(there)
+        before = at
+    return copies, offsets
