@@ -45,7 +45,7 @@ class Tiling(NamedTuple):
 
 # By the mean number of pairs of an expert. Measured on an H200 with the experts of Qwen3-30B-A3B.
 LIMITS = (12, 64, 256)
-FEW = Tiling(16, 128, 128, 4, 3, True, None)
+FEW = Tiling(16, 128, 128, 8, 3, True, None)
 SOME = Tiling(64, 128, 64, 4, 4, False, 8)
 MANY = Tiling(128, 256, 64, 8, 4, False, 8)
 MOST = MANY
