@@ -45,7 +45,7 @@ class Tiling(NamedTuple):
 
 # By the mean number of pairs of an expert. Measured on an H200 with the experts of Qwen3-30B-A3B.
 LIMITS = (12, 64, 256)
-FEW = Tiling(16, 128, 128, 8, 3, True, None)
+FEW = Tiling(16, 128, 128, 4, 3, True, None)
 SOME = Tiling(64, 128, 64, 4, 4, False, 8)
 MANY = Tiling(128, 256, 64, 8, 4, False, 8)
 MOST = MANY
@@ -55,6 +55,9 @@ SOME_GATED = Tiling(64, 64, 64, 4, 4, False, 8)
 MANY_GATED = Tiling(128, 128, 64, 8, 4, False, 8)
 MOST_GATED = Tiling(128, 128, 64, 8, 3, False, 8)
 FLOAT32 = Tiling(16, 64, 64, 4, 3, False, None)
+# With so few programs that they end at different times, half as many rows each spread W more evenly.
+FEW_PROGRAMS = 512
+FEWEST = Tiling(16, 64, 128, 4, 4, True, None)
 FEW_FP8 = Tiling(16, 64, FP8_GROUP, 4, 4, True, None)
 SOME_FP8 = Tiling(32, 64, FP8_GROUP, 4, 4, True, None)
 MANY_FP8 = Tiling(128, 128, FP8_GROUP, 8, 3, False, 8)
@@ -99,6 +102,8 @@ def grouped_linear(
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
     # Each expert may have a tile that is partly empty.
     most_tiles = pairs // shape.block_m + min(pairs, experts)
+    if shape is FEW and most_tiles * columns <= FEW_PROGRAMS * shape.block_n:
+        shape = FEWEST
     group = shape.group or most_tiles
     # The copy engine needs rows of a multiple of 16 bytes.
     copied = inner * weight.itemsize % 16 == 0
