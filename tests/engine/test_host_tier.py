@@ -317,6 +317,30 @@ def test_a_pool_block_behind_a_gap_is_shared_and_not_loaded() -> None:
     assert worker.tier.stats.loaded_tokens == 2 * BLOCK
 
 
+@pytest.mark.parametrize("handed_back", [False, True])
+def test_a_preempted_request_gets_its_kv_back_from_the_host(handed_back: bool) -> None:
+    """The first request needs all blocks in the end. A request that is handed back comes again from its
+    router, with the tokens that it has."""
+    worker = Worker(num_blocks=14, num_places=64, seqs=2)
+    first, second = worker.add(text(100, 1), answer=110), worker.add(text(60, 2), answer=60)
+    while second.phase is not Phase.RUNNING:
+        worker.step()
+    second.hand_back = handed_back
+    while second.phase is Phase.RUNNING:
+        worker.step()
+        worker.copy_all()
+    tokens = list(second.token_ids)
+    while first.phase is not Phase.GONE:
+        worker.step()
+        worker.copy_all()
+    resumed = worker.add(tokens, answer=3) if handed_back else second
+    worker.run()
+    known = (len(tokens) - 1) // BLOCK * BLOCK
+    assert known > 60, "it has KV of its answer, too"
+    assert resumed.num_cached >= known - BLOCK
+    assert worker.tier.stats.loaded_tokens > 2 * BLOCK
+
+
 def fill(worker: Worker, prompt: list[int]) -> None:
     """The host tier has the prompt then, and the pool has not."""
     worker.run(prompt)
