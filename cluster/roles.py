@@ -56,6 +56,8 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
                 max_num_batched_tokens=chosen.max_num_batched_tokens,
                 enable_prefix_caching=given.engine.enable_prefix_caching is not False,
                 host_cache_size=size_in_bytes(given.engine.host_cache_size),
+                disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
+                disk_cache_dir=_path(given.engine.disk_cache_dir),
                 ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
                 ttit_target_steps=chosen.target_steps,
                 seed=given.engine.seed,

@@ -16,10 +16,20 @@ imports no other package of Baton.
 import sys
 from array import array
 from collections.abc import Sequence
+from enum import IntEnum
 from hashlib import blake2b
 
 CHUNK_TOKENS = 64
 NAME_BYTES = 16
+
+
+class Tier(IntEnum):
+    """Where a worker has cached KV, the fastest first. The numbers are those of `Tier` in
+    proto/worker.proto."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
 
 
 def content_root(model_fingerprint: str, weight_format: str, kv_dtype: str) -> bytes:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.api.config import EngineConfig
 from engine.api.expert_stats import ExpertStats
-from engine.api.host_tier_stats import HostTierStats
+from engine.api.offload_stats import OffloadStats
 from engine.api.reasoning import Reasoning
 from engine.api.request import (
     CachedBlock,
@@ -61,10 +61,10 @@ __all__ = [
     "EngineRequest",
     "EngineStats",
     "ExpertStats",
-    "HostTierStats",
     "KVSink",
     "Logprobs",
     "MixedStep",
+    "OffloadStats",
     "Output",
     "PrefillChunk",
     "PromptLogprobs",

@@ -28,9 +28,9 @@ from engine.api.request import (
 )
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import FULL_STEP, ChunkLimit
-from engine.core.host_tier import HostTier
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.meters import Meters
+from engine.core.offload_tier import OffloadTier
 from engine.core.pace import Pace
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.scheduler import Chunk, Schedule, Scheduler
@@ -108,12 +108,14 @@ class Engine:
         self._graph_rows = runner.mixed_rows[-1] if runner.mixed_rows else math.inf
         # With more tokens, products bound a step, not reading the weights; without a graph, its launches do.
         dense_step = FULL_STEP * model_config.num_parameters / model_config.parameters_read(1)
-        if 0 < config.host_cache_size < self.block_bytes:
-            raise ValueError(
-                f"--host-cache-size {config.host_cache_size}: a block takes {self.block_bytes} bytes"
-            )
+        for tier, size in config.offload_sizes.items():
+            if size < self.block_bytes:
+                raise ValueError(
+                    f"--{tier.name.lower()}-cache-size {size}: a block takes {self.block_bytes} bytes"
+                )
         has_cache = config.enable_prefix_caching and (num_copies > 0 or not num_slots)
         copies = StateCopies(num_slots, num_copies, COPY_TOKENS, self.block_size) if num_copies else None
+        offload = {} if num_slots else config.offload_sizes
         self._scheduler = Scheduler(
             BlockPool(num_blocks),
             block_size=self.block_size,
@@ -125,7 +127,7 @@ class Engine:
             cache_observer=cache_observer,
             states=StatePool(num_slots) if num_slots else None,
             copies=copies,
-            host_places=0 if num_slots else config.host_cache_size // self.block_bytes,
+            offload_places={tier: size // self.block_bytes for tier, size in offload.items()},
             prompt_tokens_per_s=lambda: self.prompt_tokens_per_s,
         )
         self._meters = Meters(*largest)
@@ -401,9 +403,9 @@ class Engine:
         return self._scheduler.prefix_exchange
 
     @property
-    def host_tier(self) -> HostTier | None:
-        """Says which blocks to copy to the host and back. None: there is no such tier."""
-        return self._scheduler.host_tier
+    def offload(self) -> Sequence[OffloadTier]:
+        """The tiers below the device. They say which blocks to copy there and back."""
+        return self._scheduler.offload
 
     def _prepare(self, live: LiveRequest) -> None:
         live.longest = min(live.longest, self.model_config.max_model_len)
@@ -431,7 +433,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything. False while all requests wait for blocks or for the host tier."""
+        """Whether `step` would do anything. False while all requests wait for blocks or for a load."""
         return bool(self._flights or self._scheduler.running) or self._scheduler.can_admit
 
     @property
@@ -458,7 +460,7 @@ class Engine:
     def idle(self) -> bool:
         """Whether there is no request in any phase, no step under way and no block that the host tier
         fills."""
-        loading = self.host_tier is not None and self.host_tier.loading
+        loading = any(tier.loading for tier in self.offload)
         return not self._scheduler.requests and not self._flights and not loading
 
     def assert_whole(self) -> None:

@@ -301,7 +301,7 @@ class CopyBlocks(Local):
 
 
 class BlocksCopied(Local):
-    """Another rank → rank 0: these copies are over, in their order. As `HostStore.ended`."""
+    """Another rank → rank 0: these copies are over, in their order. As `BlockStore.ended`."""
 
     whole: Sequence[bool]
 

@@ -104,7 +104,7 @@ class CudaStore:
                     unpin(pinned)
                 raise MemoryError(str(error)) from error
             tick()
-        self._sums = [0] * num_places
+        self.sums: list[int | None] = [None] * num_places
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._staging = torch.empty(self.batch * self._stride, dtype=torch.uint8, device=self._device)
         words = self._lines.words(self.batch)
@@ -160,12 +160,15 @@ class CudaStore:
             batch = self._under_way.popleft()
             for place, found in zip(batch.places, batch.sums.tolist(), strict=False):
                 if batch.is_load:
-                    whole.append(found == self._sums[place])
+                    whole.append(found == self.sums[place])
                 else:
-                    self._sums[place] = found
+                    self.sums[place] = found
                     whole.append(True)
             self._spare.append(batch)
         return whole
+
+    def memory(self, place: int) -> memoryview:
+        return self._memory[place * self._stride :][: self._lines.block_bytes].numpy().data
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -14,8 +14,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from kv_transfer.block_store import BlockStore, Pair
 from kv_transfer.channel import BlocksCopied, Channel, ChannelClosed, CopyBlocks
-from kv_transfer.host_store import HostStore, Pair
 from kv_transfer.receiver_pacing import EVENT_POLL
 from kv_transfer.wait import wait
 
@@ -24,9 +24,9 @@ SILENCE = 10.0
 
 
 class RankedStore:
-    """Implements `HostStore` on rank 0. Owns the channels to the other ranks."""
+    """Implements `BlockStore` on rank 0. Owns the channels to the other ranks."""
 
-    def __init__(self, own: HostStore, ranks: Sequence[socket.socket]) -> None:
+    def __init__(self, own: BlockStore, ranks: Sequence[socket.socket]) -> None:
         self.batch = own.batch
         self._most = own.room // own.batch
         self._own = own
@@ -89,7 +89,7 @@ class StoreServer:
     The thread ends when rank 0 closes its channel, and closes the store. If it dies, it closes its channel,
     which rank 0 sees."""
 
-    def __init__(self, store: HostStore, sock: socket.socket) -> None:
+    def __init__(self, store: BlockStore, sock: socket.socket) -> None:
         self._store = store
         self._channel = Channel(sock, CopyBlocks)
         threading.Thread(target=self._serve, name="host tier", daemon=True).start()

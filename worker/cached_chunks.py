@@ -16,42 +16,63 @@ The engine uses the full blocks of these tokens that end before the last positio
 
 from collections.abc import Iterable
 
-from content import hint
+from content import Tier, hint
 from engine import CachedBlock
 from worker.messages import CacheChanged
 
 
 class CachedChunks:
-    """The engine's `CacheObserver`. Collects changes until `take`, which the loop calls once per step."""
+    """The engine's `CacheObserver`. Collects changes until `take`, which the loop calls once per step.
+
+    The tier of a chunk is the fastest one that has a block in which it ends."""
 
     def __init__(self) -> None:
         self._chunks_of: dict[bytes, list[int]] = {}  # cached block → chunks that end in it, at least one
-        self._blocks: dict[int, int] = {}  # chunk → number of cached blocks in which it ends
-        self._changes: dict[int, bool] = {}  # chunk → whether it is cached now
+        self._tier_of: dict[bytes, Tier] = {}  # of these blocks
+        self._blocks: dict[int, list[Tier]] = {}  # chunk → of each cached block in which it ends, its tier
+        self._changes: dict[int, Tier | None] = {}  # chunk → its fastest tier now; None: it is not cached
 
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
         for block in blocks:
             chunks = [hint(name) for name in block.chunks]
             if chunks:
                 self._chunks_of[block.name] = chunks
+                self._tier_of[block.name] = Tier.DEVICE
             for chunk in chunks:
-                self._blocks[chunk] = self._blocks.get(chunk, 0) + 1
-                if self._blocks[chunk] == 1:
-                    self._changes[chunk] = True
+                self._change(chunk, None, Tier.DEVICE)
+
+    def moved(self, name: bytes, tier: Tier) -> None:
+        if (chunks := self._chunks_of.get(name)) is not None:
+            before, self._tier_of[name] = self._tier_of[name], tier
+            for chunk in chunks:
+                self._change(chunk, before, tier)
 
     def evicted(self, name: bytes) -> None:
-        for chunk in self._chunks_of.pop(name, ()):
-            self._blocks[chunk] -= 1
-            if not self._blocks[chunk]:
-                del self._blocks[chunk]
-                self._changes[chunk] = False
+        if (chunks := self._chunks_of.pop(name, None)) is not None:
+            before = self._tier_of.pop(name)
+            for chunk in chunks:
+                self._change(chunk, before, None)
+
+    def _change(self, chunk: int, before: Tier | None, now: Tier | None) -> None:
+        """A block in which the chunk ends moves between two tiers. None: outside the cache."""
+        tiers = self._blocks.setdefault(chunk, [])
+        fastest = min(tiers, default=None)
+        if before is not None:
+            tiers.remove(before)
+        if now is not None:
+            tiers.append(now)
+        if (tier := min(tiers, default=None)) != fastest:
+            self._changes[chunk] = tier
+        if not tiers:
+            del self._blocks[chunk]
 
     def take(self) -> CacheChanged | None:
         """Returns the changes since the last call, or None if there are none."""
         if not self._changes:
             return None
         changes, self._changes = self._changes, {}
-        return CacheChanged(
-            [chunk for chunk, cached in changes.items() if cached],
-            [chunk for chunk, cached in changes.items() if not cached],
-        )
+        found: list[list[int]] = [[] for _ in Tier]
+        evicted: list[int] = []
+        for chunk, tier in changes.items():
+            (evicted if tier is None else found[tier]).append(chunk)
+        return CacheChanged(found, evicted)

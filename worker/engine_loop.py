@@ -37,10 +37,11 @@ from worker import messages
 from worker.attempts import Attempts
 from worker.cached_chunks import CachedChunks
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
-from worker.host_tier import POLL, HostTierPump, host_tier_pump
 from worker.ipc import ServiceLink
 from worker.messages import Code, RequestCounts, ToEngine
+from worker.offload import POLL, OffloadPump, offload_pumps
 from worker.paged_kv import kv_layout
+from worker.prefix_links import PrefixLinks
 
 IDLE_TICK = 0.5  # seconds
 
@@ -111,6 +112,7 @@ class Parts:
     trace: TraceWriter
     attempts: Attempts
     counts: RequestCounts = field(default_factory=RequestCounts)
+    links: PrefixLinks = field(default_factory=PrefixLinks)
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
 
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
@@ -145,7 +147,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     heartbeat.tick()
     try:
         engine, roles = build(parts)
-        host_tier = host_tier_pump(engine, heartbeat.tick, config.host_tier_fds)
+        pumps = offload_pumps(engine, heartbeat.tick, config.disk_cache_dir, config.offload_fds)
         ready = _ready(engine)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))
@@ -155,9 +157,9 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     gc.enable()
     gc.freeze()  # these objects live as long as the process; scanning them would delay a step
     link.send(ready)
-    loop(engine, Roles(engine, roles, parts), parts, host_tier)
-    if host_tier is not None:
-        host_tier.close()
+    loop(engine, Roles(engine, roles, parts), parts, pumps)
+    for pump in pumps:
+        pump.close()
     engine.close()
     parts.trace.close()
     link.close()
@@ -184,7 +186,11 @@ class Roles:
             case messages.AskStatus():
                 idle = self._engine.idle and all(role.empty for role in self._roles)
                 status = messages.EngineStatus(
-                    message.question, self._engine.stats(), self._parts.counts, idle
+                    message.question,
+                    self._engine.stats(),
+                    self._parts.counts,
+                    idle,
+                    self._parts.links.recent(time.monotonic()),
                 )
                 self._parts.link.send(status)
             case messages.Cancel():
@@ -236,13 +242,13 @@ class Roles:
             role.shutdown()
 
 
-def loop(engine: Engine, roles: Roles, parts: Parts, host_tier: HostTierPump | None) -> None:
+def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump]) -> None:
     link = parts.link
     fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
     while True:
         idle = not engine.has_work
         seconds = min(IDLE_TICK if idle else engine.rest, roles.poll_within)
-        if host_tier is not None and host_tier.copies:
+        if any(pump.copies for pump in pumps):
             seconds = min(seconds, POLL)
         readable = wait(fds, 0.0 if link.has_messages else seconds)
         if engine.landings_fd in readable:
@@ -267,8 +273,8 @@ def loop(engine: Engine, roles: Roles, parts: Parts, host_tier: HostTierPump | N
                 parts.trace.span("step", now - result.seconds, now)
             roles.after_step(result)
         parts.attempts.flush()
-        if host_tier is not None:
-            host_tier.pump()
+        for pump in pumps:
+            pump.pump()
         if not engine.waits_for_device:
             parts.heartbeat.tick()
 
@@ -284,6 +290,6 @@ def _ready(engine: Engine) -> messages.EngineReady:
         max_model_len=model.max_model_len,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
-        host_blocks=0 if engine.host_tier is None else engine.host_tier.num_places,
+        offload_blocks=sum(tier.num_places for tier in engine.offload),
         vocabulary_fingerprint=vocabulary_fingerprint(vocabulary(engine.tokenizer)),
     )

@@ -33,7 +33,8 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     address: str  # of the service's socket
     sending_fds: Sequence[int]  # inherited, as `ArenaEnd.fds` of the engine's ends
     receiving_fds: Sequence[int]
-    host_tier_fds: Sequence[int]  # inherited: to each other rank, if there is a host tier
+    offload_fds: Sequence[Sequence[int]]  # inherited: to each other rank, one for each tier
+    disk_cache_dir: str | None
     heartbeat_fd: int  # inherited
     kv_connector: str
     kv_slots: int

@@ -5,12 +5,13 @@ the service process gives to one attached router. Numbers are never used again, 
 detached router reaches no other router. An attempt id is a prefill id or a decode id.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import msgspec
 from msgspec import Struct
 
+from content import Tier
 from engine import EngineRequest, EngineStats, Output, PromptLogprobs
 from kv_transfer import InjectStats, KVLayout
 
@@ -55,6 +56,16 @@ class ContentSource(_Message, tag=False):
 
     kv_address: str
     incarnation: int
+    tier: Tier = Tier.DEVICE
+
+
+class PrefixLink(_Message, tag=False):
+    """How fast prefixes came from a tier of another worker."""
+
+    incarnation: int
+    tier: Tier
+    wait: float  # seconds until the first frame
+    tokens_per_s: float  # from then on
 
 
 # ---------------------------------------------------------------- service to engine
@@ -163,7 +174,7 @@ class EngineReady(_Message):
     max_model_len: int
     block_size: int
     num_blocks: int
-    host_blocks: int  # of the host tier; 0: there is none
+    offload_blocks: int  # of all tiers below the device
     vocabulary_fingerprint: str  # empty if the model has no tokenizer
 
 
@@ -216,8 +227,8 @@ class RequestCounts:
     finished_length: int = 0
     no_room: int = 0
     """Refused reservations."""
-    prefix_fetched_tokens: int = 0
-    """Positions with KV from prefix caches of other workers, whether a prompt used it or not."""
+    prefix_fetched_tokens: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    """By tier, positions with KV from prefix caches of other workers, whether a prompt used it or not."""
     prefix_fetched_bytes: int = 0
     """This KV."""
 
@@ -242,12 +253,14 @@ class EngineStatus(_Message):
     stats: EngineStats
     counts: RequestCounts
     idle: bool  # there is no request in any phase, and no transfer reads or writes a block
+    links: list[PrefixLink]
 
 
 class CacheChanged(_Message):
-    """Chunks that entered and left the prefix cache. One message per step, before the tokens of the step."""
+    """Chunks that entered a tier of the prefix cache, or left all. One message per step, before the tokens of
+    the step."""
 
-    added: list[int]
+    cached: list[list[int]]  # by the number of the tier (`content.Tier`)
     evicted: list[int]
 
 

@@ -6,7 +6,7 @@ metrics. Only the histograms are kept here.
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -16,7 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from engine import ExpertStats, HostTierStats
+from content import Tier
+from engine import ExpertStats, OffloadStats
 from kv_transfer import InjectStats, TransferStats
 from rpc.ports import family
 from worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
@@ -33,6 +34,7 @@ _CHECKSUMS = ("header", "payload", "control", "tag")
 _REFUSED = ("hello", "secret", "version", "limits", "transfer_id")
 _DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
 _TRANSFERS = ("acked", "busy", "injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost")
+_TIERS = tuple(tier.name.lower() for tier in Tier)
 _TRANSPORTS = ("cuda_ipc", "nixl", "shared_memory", "tcp")
 _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
@@ -200,8 +202,8 @@ class Metrics(Collector):
         yield self._gauge("baton:step_seconds", "Mean of recent engine steps.", stats.step_seconds)
         if stats.experts is not None:
             yield from self._of_experts(stats.experts)
-        if stats.host_tier is not None:
-            yield from self._of_host_tier(stats.host_tier)
+        if stats.offload:
+            yield from self._of_offload(stats.offload)
         yield self._counter(
             "vllm:prompt_tokens", "Prompt tokens that this worker prefilled.", counts.prompt_tokens
         )
@@ -226,10 +228,11 @@ class Metrics(Collector):
         yield self._counter(
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits
         )
-        yield self._counter(
+        yield self._by_label(
             "baton:prefix_fetched_tokens",
-            "Prompt tokens with KV from the prefix caches of other workers.",
-            counts.prefix_fetched_tokens,
+            "Prompt tokens with KV from the prefix caches of other workers, by the tier that had it there.",
+            "tier",
+            dict(zip(_TIERS, counts.prefix_fetched_tokens, strict=True)),
         )
         yield self._counter(
             "baton:prefix_fetched_bytes",
@@ -261,30 +264,33 @@ class Metrics(Collector):
             stats.used,
         )
 
-    def _of_host_tier(self, stats: HostTierStats) -> Iterator[Metric]:
-        yield self._gauge(
-            "baton:host_cache_usage_perc",
-            "Share of the places for KV blocks in the host's memory that hold one, 0 to 1.",
-            stats.blocks_used / stats.blocks_total,
+    def _of_offload(self, tiers: Sequence[OffloadStats]) -> Iterator[Metric]:
+        gauges: tuple[tuple[str, str, dict[Tier, float]], ...] = (
+            (
+                "baton:offload_usage_perc",
+                "Share of the places for KV blocks below the device that hold one, 0 to 1.",
+                {stats.tier: stats.blocks_used / stats.blocks_total for stats in tiers},
+            ),
+            (
+                "baton:offload_tokens_per_second",
+                "Recent speed of copies back to the device.",
+                {stats.tier: stats.tokens_per_s for stats in tiers},
+            ),
         )
-        yield self._counter(
-            "baton:host_cache_saved_blocks", "KV blocks copied to the host's memory.", stats.saved
-        )
-        yield self._counter(
-            "baton:host_cache_loaded_tokens",
-            "Prompt tokens with KV copied back from the host's memory.",
-            stats.loaded_tokens,
-        )
-        yield self._counter(
-            "baton:host_cache_dropped_blocks",
-            "Copies to the host's memory that came too late: the block was needed.",
-            stats.dropped,
-        )
-        yield self._counter(
-            "baton:host_cache_damaged_blocks",
-            "KV blocks in the host's memory with a wrong checksum. No request used them.",
-            stats.damaged,
-        )
+        for name, text, values in gauges:
+            family = GaugeMetricFamily(name, text, labels=(*self._labels, "tier"))
+            for tier, value in values.items():
+                family.add_metric([*self._labels.values(), _TIERS[tier]], value)
+            yield family
+        for name, text, field in (
+            ("saved_blocks", "KV blocks copied to a tier below the device.", "saved"),
+            ("loaded_tokens", "Prompt tokens with KV copied back to the device.", "loaded_tokens"),
+            ("dropped_blocks", "Copies to a tier that came too late: the block was needed.", "dropped"),
+            ("failed_blocks", "Copies to a tier that failed, as on a full disk.", "failed"),
+            ("damaged_blocks", "KV blocks with a wrong checksum. No request used them.", "damaged"),
+        ):
+            values = {_TIERS[stats.tier]: getattr(stats, field) for stats in tiers}
+            yield self._by_label(f"baton:offload_{name}", text, "tier", values)
 
     def _of_transfer(self, stats: TransferStats) -> Iterator[Metric]:
         yield self._gauge("baton:kv_transfers_open", "Transfers under way.", stats.transfers_open)

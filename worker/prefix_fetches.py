@@ -19,66 +19,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from content import CHUNK_TOKENS
+from content import CHUNK_TOKENS, Tier
 from engine import Engine, EngineRequest
 from kv_transfer import MAX_CHUNKS, Closed, FetchFailed, Injected, Receiver
 from worker.messages import ContentSource, RequestCounts
+from worker.prefix_links import Link, PrefixLinks
 
 LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""
 SLACK = 1.0
 """Seconds that a fetch may take beyond twice the time to compute its tokens."""
-MEMORY = 0.7
-"""Weight of the fetches before, against the newest one, in what is measured."""
-FORGET = 0.97
-"""What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
-fetch would be the last one."""
 PAUSE = 10.0
 """Seconds without fetches from a worker that did not answer, or with which a transfer failed. Otherwise each
 prompt would wait for it again."""
-MOST_PEERS = 1000
-"""Workers with measured fetches. One more replaces the oldest."""
-
-
-@dataclass(slots=True)
-class _Link:
-    """What recent fetches from one worker took. In all averages, older fetches weigh less."""
-
-    fetches: float = 0.0
-    waited: float = 0.0  # seconds until the first frame; a sum
-    transfers: dict[int, float] = field(default_factory=dict)
-    """Average seconds from then on, by size. Sizes differ by a factor of two."""
-    paused_until: float = 0.0  # time.monotonic()
-
-    def pays(self, tokens: int, seconds: float, now: float) -> bool:
-        """Whether a fetch of so many tokens takes less than `seconds`, as far as known. 0: not known.
-
-        Each answer of no lowers what is measured. So after many of them a fetch is tried again."""
-        if now < self.paused_until:
-            return False
-        if not seconds or not self.fetches or self._expected(tokens) < seconds:
-            return True
-        self.waited *= FORGET
-        self.transfers = {size: FORGET * took for size, took in self.transfers.items()}
-        return False
-
-    def _expected(self, tokens: int) -> float:
-        """Seconds to fetch so many tokens. Short fetches say little about the speed of long ones. So a fetch
-        that is longer than all before is expected to take as long as the longest. So it is tried."""
-        shorter = [size for size in self.transfers if size <= tokens.bit_length()]
-        if shorter:
-            transfer = self.transfers[max(shorter)]
-        else:
-            size = min(self.transfers)
-            transfer = self.transfers[size] * tokens / (1 << size)
-        return self.waited / self.fetches + transfer
-
-    def measured(self, tokens: int, waited: float, seconds: float) -> None:
-        self.fetches = MEMORY * self.fetches + 1
-        self.waited = MEMORY * self.waited + waited
-        size = tokens.bit_length()
-        before = self.transfers.get(size, seconds)
-        self.transfers[size] = (MEMORY * before + seconds) / (MEMORY + 1)
 
 
 class _Waiting(NamedTuple):
@@ -94,7 +47,8 @@ class _Fetch:
     first_chunk: int
     key: bytes  # the name of the first missing chunk
     tokens: int  # that are asked for
-    link: _Link
+    tier: Tier
+    link: Link
     started: float  # time.monotonic()
     until: float
     waiting: dict[bytes, _Waiting] = field(default_factory=dict)  # by request id
@@ -103,14 +57,21 @@ class _Fetch:
 class PrefixFetches:
     """Owns the imports of the engine, and their fetches at the receiver. Both roles share it."""
 
-    def __init__(self, engine: Engine, receiver: Receiver, incarnation: int, counts: RequestCounts) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        receiver: Receiver,
+        incarnation: int,
+        counts: RequestCounts,
+        links: PrefixLinks,
+    ) -> None:
         self._engine = engine
         self._receiver = receiver
         self._incarnation = incarnation
         self._counts = counts
         self._fetches: dict[bytes, _Fetch] = {}  # by fetch id, until the receiver writes no more
         self._open: dict[bytes, _Fetch] = {}  # by key, those that prompts may wait for
-        self._links: dict[tuple[str, int], _Link] = {}  # by address and incarnation
+        self._links = links
 
     def start(
         self, request: EngineRequest, source: ContentSource, then: Callable[[int], None], fetched: bytes = b""
@@ -130,7 +91,7 @@ class PrefixFetches:
         speed = self._engine.prompt_tokens_per_s
         seconds = tokens / speed if speed else 0.0
         same, now = self._open.get(key), time.monotonic()
-        link = same.link if same is not None else self._link(source)
+        link = same.link if same is not None else self._links.to(source)
         if not link.pays(same.tokens if same is not None else tokens, seconds, now):
             return False
         if same is not None:
@@ -141,7 +102,7 @@ class PrefixFetches:
         if block_ids is None:
             return False
         until = now + (SLACK + 2 * seconds if seconds else LONGEST)
-        fetch = _Fetch(missing.first_chunk, key, tokens, link, now, until)
+        fetch = _Fetch(missing.first_chunk, key, tokens, source.tier, link, now, until)
         fetch.waiting[request.id] = _Waiting(request, None, then)
         self._fetches[fetch_id] = self._open[key] = fetch
         self._receiver.fetch_content(
@@ -153,12 +114,6 @@ class PrefixFetches:
             block_ids=block_ids,
         )
         return True
-
-    def _link(self, source: ContentSource) -> _Link:
-        peer = source.kv_address, source.incarnation
-        if peer not in self._links and len(self._links) >= MOST_PEERS:
-            del self._links[next(iter(self._links))]
-        return self._links.setdefault(peer, _Link())
 
     def cancel(self, request_id: bytes) -> None:
         """The request has ended. Its `then` is not called."""
@@ -175,10 +130,10 @@ class PrefixFetches:
         if isinstance(event, Injected):
             stats = event.stats
             fetched = stats.tokens
-            self._counts.prefix_fetched_tokens += fetched
+            self._counts.prefix_fetched_tokens[fetch.tier] += fetched
             self._counts.prefix_fetched_bytes += stats.bytes
             waited = stats.first_frame_at - stats.fetch_at
-            fetch.link.measured(stats.tokens, waited, stats.fetch_seconds - waited)
+            fetch.link.measured(stats.tokens, waited, stats.fetch_seconds - waited, time.monotonic())
         elif isinstance(event, FetchFailed) and event.reason not in ("gone", "busy"):
             fetch.link.paused_until = time.monotonic() + PAUSE
         exchange.end_import(event.decode_id, fetched and fetch.first_chunk * CHUNK_TOKENS + fetched)
@@ -194,7 +149,7 @@ class PrefixFetches:
         for fetch_id, fetch in self._fetches.items():
             if fetch.waiting and fetch.until <= now:
                 if self._receiver.began(fetch_id):
-                    fetch.link.measured(fetch.tokens, 0.0, now - fetch.started)
+                    fetch.link.measured(fetch.tokens, 0.0, now - fetch.started, now)
                 else:
                     fetch.link.paused_until = now + PAUSE
                 waiting, fetch.waiting = fetch.waiting, {}

@@ -44,7 +44,7 @@ class RankProcessConfig(msgspec.Struct, frozen=True):
     logging: dict[str, Any]  # for logging.config.dictConfig
     engine: EngineConfig
     arenas: RankArenas | None  # None: the engine hands over no KV
-    host_tier_fd: int | None = None  # inherited: to rank 0. None: there is no host tier
+    offload_fds: Sequence[int] = ()  # inherited: to rank 0, one for each tier below the device
 
 
 def spawn_rank(config: RankProcessConfig) -> subprocess.Popen[bytes]:
@@ -52,8 +52,7 @@ def spawn_rank(config: RankProcessConfig) -> subprocess.Popen[bytes]:
     fds = tuple(config.files.fds)
     if config.arenas is not None:
         fds += (*config.arenas.sending_fds, *config.arenas.receiving_fds)
-    if config.host_tier_fd is not None:
-        fds += (config.host_tier_fd,)
+    fds += tuple(config.offload_fds)
     return spawn("worker.rank_process", msgspec.json.encode(config), pass_fds=fds)
 
 
@@ -70,7 +69,7 @@ def main() -> int:
     # These import torch.
     from engine.execution.rank import Follower
     from kv_transfer.ranks import RankCopier
-    from worker.host_tier import serve_host_tier
+    from worker.offload import serve_offload
     from worker.paged_kv import paged_kv
 
     try:
@@ -86,8 +85,7 @@ def main() -> int:
         )
         copier = RankCopier(paged_kv(follower), sending, receiving, exports=arenas.exported)
         layer_done = copier.layer_done
-    if config.host_tier_fd is not None:
-        serve_host_tier(config.engine.host_cache_size, follower, config.host_tier_fd)
+    serve_offload(config.engine, follower, config.offload_fds)
     gc.collect()
     gc.enable()
     gc.freeze()

@@ -269,6 +269,15 @@ class Service:
             long_chunk_seconds=stats.long.seconds,
             decode_seconds=stats.decode_seconds,
             kv_transports=transfer.transports,
+            prefix_links=[
+                pb.PrefixLink(
+                    incarnation=link.incarnation,
+                    tier=pb.Tier.Name(link.tier),
+                    wait=link.wait,
+                    tokens_per_s=link.tokens_per_s,
+                )
+                for link in engine.links
+            ],
         )
         return self._last_status
 
@@ -324,9 +333,9 @@ class Service:
                 self._journal.decoded(message)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
-            case messages.CacheChanged(added, evicted):
+            case messages.CacheChanged(cached, evicted):
                 assert self._cache is not None
-                for changes in self._cache.changed(added, evicted):
+                for changes in self._cache.changed(cached, evicted):
                     self._routers.broadcast_cache_events(changes)
             case messages.Offered():
                 self._routers.offer(message)
@@ -353,7 +362,7 @@ class Service:
             kv_address=kv_address,
             block_size=engine.block_size,
             num_blocks=engine.num_blocks,
-            host_blocks=engine.host_blocks,
+            offload_blocks=engine.offload_blocks,
             fetches_prefixes=config.engine.enable_prefix_caching,
             max_model_len=engine.max_model_len,
             max_num_seqs=config.engine.max_num_seqs,

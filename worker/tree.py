@@ -12,6 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -71,8 +72,8 @@ class WorkerTree:
         self._rank_files = RankFiles.create(ranks) if ranks > 1 else None
         self._sending = _Ends.create(config)
         self._receiving = _Ends.create(config)
-        has_host_tier = config.engine.host_cache_size > 0
-        self._host_tier_ends = [channel_pair() for _ in range(ranks - 1) if has_host_tier]  # rank 0's first
+        # Of each other rank, for each tier; rank 0's end first.
+        self._offload_ends = [[channel_pair() for _ in config.engine.offload_sizes] for _ in range(ranks - 1)]
         service_end, self._transfer_service_end = channel_pair()
         self.transfer_link = TransferLink(service_end)
 
@@ -94,7 +95,8 @@ class WorkerTree:
             address=self.engine_link.address,
             sending_fds=self._sending.engine.fds,
             receiving_fds=self._receiving.engine.fds,
-            host_tier_fds=[ours.fileno() for ours, _ in self._host_tier_ends],
+            offload_fds=[[ours.fileno() for ours, _ in ends] for ends in self._offload_ends],
+            disk_cache_dir=config.engine.disk_cache_dir,
             heartbeat_fd=self._heartbeat.fd,
             kv_connector=config.kv_connector,
             kv_slots=config.kv_slots,
@@ -104,14 +106,14 @@ class WorkerTree:
             engine=msgspec.Raw(msgspec.json.encode(self._engine_config)),
             ranks=self._rank_files,
         )
-        fds = (*start.sending_fds, *start.receiving_fds, *start.host_tier_fds, start.heartbeat_fd)
+        fds = (*start.sending_fds, *start.receiving_fds, start.heartbeat_fd, *chain(*start.offload_fds))
         if self._rank_files is not None:
             self._start_ranks(self._rank_files)
             fds += tuple(self._rank_files.fds)
         self._engine = ChildProcess(name, spawn(ENGINE_MODULE, msgspec.json.encode(start), pass_fds=fds))
         self._sending.engine.close_channels()
         self._receiving.engine.close_channels()
-        self._close_host_tier_ends()
+        self._close_offload_ends()
         dog = Watchdog(name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
@@ -135,7 +137,6 @@ class WorkerTree:
         for rank in range(1, config.engine.tensor_parallel_size):
             name = f"{config.name} rank {rank}"
             sending, receiving = self._sending.others[rank - 1], self._receiving.others[rank - 1]
-            host_tier = [theirs.fileno() for _, theirs in self._host_tier_ends[rank - 1 : rank]]
             start = RankProcessConfig(
                 name=name,
                 title=config.title,
@@ -151,17 +152,16 @@ class WorkerTree:
                     config.kv_slot_bytes,
                     self._exported,
                 ),
-                host_tier_fd=host_tier[0] if host_tier else None,
+                offload_fds=[theirs.fileno() for _, theirs in self._offload_ends[rank - 1]],
             )
             self._ranks.append(ChildProcess(name, spawn_rank(start)))
             sending.close_channels()
             receiving.close_channels()
             self.watch(self._watch_exit(self._ranks[-1]))
 
-    def _close_host_tier_ends(self) -> None:
-        for ends in self._host_tier_ends:
-            for end in ends:
-                end.close()
+    def _close_offload_ends(self) -> None:
+        for end in chain(*chain(*self._offload_ends)):
+            end.close()
 
     async def start_transfer(self, engine: EngineReady) -> str:
         """Starts the transfer process. Returns the address of the KV lanes."""
@@ -319,7 +319,7 @@ class WorkerTree:
         self._transfer_service_end.close()
         self._sending.close()
         self._receiving.close()
-        self._close_host_tier_ends()
+        self._close_offload_ends()
         self._heartbeat.close()
         if self._rank_files is not None:
             self._rank_files.close()

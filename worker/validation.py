@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from content import Tier
 from engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
 from rpc import worker_pb2 as pb
 from rpc.tracing import valid_traceparent
@@ -178,7 +179,9 @@ def content_source(
     """Checks the source of cached KV, if there is one. Raises Refused(INVALID)."""
     if not submit.HasField("content"):
         return None
-    return messages.ContentSource(_address(submit.content.kv_address), submit.content.incarnation)
+    return messages.ContentSource(
+        _address(submit.content.kv_address), submit.content.incarnation, _tier(submit.content.tier)
+    )
 
 
 def prefix(asked: pb.Prefix, limits: Limits) -> EngineRequest:
@@ -200,6 +203,11 @@ def _check_labels(asked: pb.Request | pb.Prefix) -> None:
     for name, value in (("cache_salt", asked.cache_salt), ("tenant", asked.tenant)):
         if len(value) > MAX_LABEL_BYTES:
             raise _invalid(f"{name} has {len(value)} bytes, more than {MAX_LABEL_BYTES}")
+
+
+def _tier(tier: "pb.Tier") -> Tier:
+    """A tier of a newer version counts as the slowest one."""
+    return Tier(min(tier, max(Tier)))
 
 
 def _address(address: str) -> str:

@@ -8,11 +8,12 @@ the faults that real workers may have.
 import asyncio
 import os
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import grpc.aio
 
+from content import Tier
 from rpc import TlsFiles, add_port, create_server
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -168,12 +169,22 @@ class FakeWorker(WorkerServicer):
         for outputs in self._outputs:
             outputs.put_nowait(pb.WorkerMessage(offer=offer))
 
-    def change_cache(self, added: Iterable[int], evicted: Iterable[int] = (), *, lost: bool = False) -> None:
-        """Changes the cache, and tells all routers unless the message is `lost`."""
+    def change_cache(
+        self,
+        added: Iterable[int],
+        evicted: Iterable[int] = (),
+        *,
+        tiers: Mapping[Tier, Iterable[int]] | None = None,
+        lost: bool = False,
+    ) -> None:
+        """Changes the cache, and tells all routers unless the message is `lost`. `tiers`: where chunks are
+        now."""
         assert self.cache is not None
         self.cache = (self.cache | {*added}) - {*evicted}
         self.cache_sequence += 1
         events = pb.CacheEvents(sequence=self.cache_sequence, added=added, evicted=evicted)
+        for tier, chunks in (tiers or {}).items():
+            getattr(events, tier.name.lower()).extend(chunks)
         for outputs in () if lost else self._outputs:
             outputs.put_nowait(pb.WorkerMessage(cache=events))
 

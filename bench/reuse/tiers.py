@@ -79,7 +79,7 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
 def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[float]]:
     """Median step times in seconds of windows with copies and without."""
     from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
-    from kv_transfer.host_store import open_host_store
+    from kv_transfer.block_store import open_host_store
     from worker.paged_kv import paged_kv
 
     device = args.device

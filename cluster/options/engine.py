@@ -160,6 +160,18 @@ class EngineOptions:
             check=check_size,
         ),
     ] = "0"
+    disk_cache_size: Annotated[
+        str,
+        opt(
+            "The same on a local disk: bytes of each worker's file in --disk-cache-dir. 0: none.",
+            "SIZE",
+            check=check_size,
+        ),
+    ] = "0"
+    disk_cache_dir: Annotated[
+        Path | None,
+        directory("On a local disk, for --disk-cache-size. The file in it has no name."),
+    ] = None
     block_size: Annotated[
         int | None,
         opt("Tokens in one KV block.", "TOKENS", shown="128 on GPUs, 16 on CPUs", check=between(1)),

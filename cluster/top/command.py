@@ -21,7 +21,7 @@ from cluster.top.scrape import Scrape, scrape
 
 COLUMNS = (
     "worker", "pool", "device", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "cached",
-    "fetched/s", "loaded/s", "KV GB/s", "hidden", "transfers", "restarts",
+    "fetched/s", "host/s", "disk/s", "KV GB/s", "hidden", "transfers", "restarts",
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def drawn(found: Frame) -> RenderableType:
             _number(w.step_seconds, 1e3),
             _share(w.cached),
             _number(w.fetched_per_s),
-            _number(w.loaded_per_s),
+            *map(_number, w.loaded_per_s),
             _number(w.kv_bytes_per_s, 1e-9, digits=2),
             _share(w.hidden),
             *("–" if value is None else str(value) for value in (w.transfers, w.restarts)),

@@ -24,7 +24,8 @@ class WorkerRow:
         kv_used: share of the KV blocks, 0 to 1.
         cached: share of the prompt tokens that its prefix cache had, 0 to 1, fetched ones included.
         fetched_per_s: prompt tokens with KV from the prefix caches of other workers.
-        loaded_per_s: prompt tokens with KV from the host's memory. None without a host tier, too.
+        loaded_per_s: prompt tokens with KV from the memory of the host and from its disk. None without such a
+            tier, too.
         kv_bytes_per_s: KV sent (prefill) or received and verified (decode).
         hidden: mean share of the time of a transfer that overlapped the prefill, 0 to 1; decode only.
     """
@@ -40,7 +41,7 @@ class WorkerRow:
     step_seconds: float | None
     cached: float | None
     fetched_per_s: float | None
-    loaded_per_s: float | None
+    loaded_per_s: tuple[float | None, float | None]
     kv_bytes_per_s: float | None
     hidden: float | None
     transfers: int | None
@@ -116,7 +117,7 @@ def _row(worker: dict[str, Any], before: Scrape | None, after: Scrape, seconds: 
         step_seconds=load.get("step_seconds") or None,
         cached=change.share("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
         fetched_per_s=change.rate("baton:prefix_fetched_tokens_total"),
-        loaded_per_s=change.rate("baton:host_cache_loaded_tokens_total"),
+        loaded_per_s=(change.loaded_per_s("host"), change.loaded_per_s("disk")),
         kv_bytes_per_s=change.rate("baton:kv_bytes_total"),
         hidden=change.mean("baton:kv_hidden_share"),
         transfers=load.get("transfers_open"),
@@ -149,6 +150,12 @@ class Change:
     def rate(self, counter: str) -> float | None:
         more = self.added(counter)
         return more / self.seconds if more is not None and self.seconds > 0 else None
+
+    def loaded_per_s(self, tier: str) -> float | None:
+        key = "baton:offload_loaded_tokens_total", tier
+        if self.before is None or self.seconds <= 0 or key not in self.after.tiers:
+            return None
+        return max(0.0, self.after.tiers[key] - self.before.tiers.get(key, 0.0)) / self.seconds
 
     def share(self, part: str, whole: str) -> float | None:
         found, looked_up = self.added(part), self.added(whole)

@@ -24,10 +24,12 @@ class Page:
 
     Attributes:
         values: counters and gauges by sample name, so counters end in `_total`.
+        tiers: those with a label `tier`, also by sample name and tier.
         histograms: histograms by family name.
     """
 
     values: dict[str, float] = field(default_factory=dict)
+    tiers: dict[tuple[str, str], float] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(default_factory=dict)
 
 
@@ -54,6 +56,8 @@ def parse(text: str) -> Page:
         for sample in family.samples:
             if family.type != "histogram":
                 page.values[sample.name] = page.values.get(sample.name, 0.0) + sample.value
+                if tier := sample.labels.get("tier"):
+                    page.tiers[sample.name, tier] = sample.value
                 continue
             histogram = page.histograms.setdefault(family.name, Histogram())
             if sample.name.endswith("_bucket"):

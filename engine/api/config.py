@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from content import Tier
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
@@ -46,6 +48,9 @@ class EngineConfig:
     enable_prefix_caching: bool = False
     host_cache_size: int = 0
     """Bytes of the host's memory for blocks that leave the prefix cache's GPU memory. 0: none."""
+    disk_cache_size: int = 0
+    """The same on a local disk, in a file in `disk_cache_dir`. 0: none."""
+    disk_cache_dir: str | None = None
     ttit_target: float | None = None
     """Seconds that a step may take if it both decodes and prefills. None: `ttit_target_steps` decides.
     Steps use this time only if a prompt would otherwise be late."""
@@ -64,6 +69,12 @@ class EngineConfig:
     divides the KV heads or is a multiple of them. On GPUs rank i runs on the i-th from `device` on."""
     enable_expert_parallel: bool = False
     """Whether each rank holds whole experts of a mixture of experts, instead of a part of every expert."""
+
+    @property
+    def offload_sizes(self) -> dict[Tier, int]:
+        """Bytes of each tier below the device, the fastest first."""
+        sizes = {Tier.HOST: self.host_cache_size, Tier.DISK: self.disk_cache_size}
+        return {tier: size for tier, size in sizes.items() if size}
 
     def __post_init__(self) -> None:
         def require(flag: str, value: object, holds: bool, remedy: str) -> None:
@@ -110,9 +121,15 @@ class EngineConfig:
             0 < self.gpu_memory_utilization <= 1,
             "must be above 0 and at most 1",
         )
-        require("host-cache-size", self.host_cache_size, self.host_cache_size >= 0, "must not be negative")
-        if self.host_cache_size and not self.enable_prefix_caching:
-            raise ValueError("--host-cache-size: needs --enable-prefix-caching")
+        for flag, size in (
+            ("host-cache-size", self.host_cache_size),
+            ("disk-cache-size", self.disk_cache_size),
+        ):
+            require(flag, size, size >= 0, "must not be negative")
+            if size and not self.enable_prefix_caching:
+                raise ValueError(f"--{flag}: needs --enable-prefix-caching")
+        if self.disk_cache_size and self.disk_cache_dir is None:
+            raise ValueError("--disk-cache-size: needs --disk-cache-dir")
         require(
             "ttit-target",
             self.ttit_target,

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from content import Tier
 from engine.api.expert_stats import ExpertStats
-from engine.api.host_tier_stats import HostTierStats
+from engine.api.offload_stats import OffloadStats
 from engine.api.sampling_params import SamplingParams
 
 PROMPT_PIECE = 64
@@ -192,8 +193,8 @@ class EngineStats:
     only if a prompt would otherwise be late."""
     experts: ExpertStats | None
     """None: a dense model."""
-    host_tier: HostTierStats | None
-    """None: there is no host tier."""
+    offload: Sequence[OffloadStats]
+    """Of each tier below the device."""
 
 
 class CachedBlock(NamedTuple):
@@ -216,13 +217,16 @@ class CachedPrefix(NamedTuple):
 
 
 class CacheObserver(Protocol):
-    """Sees what enters and leaves the prefix cache, its host tier included. Owned by the caller.
+    """Sees what enters and leaves the prefix cache, all tiers included. Owned by the caller.
 
     The engine calls it within `step`, within every call that allocates blocks, and within the calls of the
-    host tier. It must not block and must not call the engine."""
+    offload tiers. It must not block and must not call the engine."""
 
     def cached(self, blocks: Iterable[CachedBlock]) -> None:
-        """These blocks of a request entered the cache."""
+        """These blocks of a request entered the cache, on the device."""
+
+    def moved(self, name: bytes, tier: Tier) -> None:
+        """The fastest tier that has this block is now this one."""
 
     def evicted(self, name: bytes) -> None:
         """The block with this name left the cache."""

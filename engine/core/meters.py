@@ -69,5 +69,5 @@ class Meters:
             short=chunk_limit.mixed_step(chunk_limit.short_seconds),
             long=chunk_limit.mixed_step(chunk_limit.long_seconds),
             experts=experts,
-            host_tier=None if scheduler.host_tier is None else scheduler.host_tier.stats,
+            offload=[tier.stats for tier in scheduler.offload],
         )

@@ -1,16 +1,16 @@
-"""The prefix cache: which blocks are found by the names of their content, in the pool and in the host tier.
+"""The prefix cache: which blocks are found by the names of their content, in the pool and in the tiers below.
 Pure."""
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from content import CHUNK_TOKENS
+from content import CHUNK_TOKENS, Tier
 from engine.api.request import CachedPrefix, CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool
-from engine.core.host_tier import HostTier
+from engine.core.offload_tier import OffloadTier
 from engine.core.prefix_names import PrefixNames
 from engine.core.state_copies import StateCopies
 
@@ -28,7 +28,7 @@ class PrefixCache:
 
     Attributes:
         queries, hits: tokens that requests looked up, and how many of these were found.
-        host_tier: blocks that the pool may have evicted. None: there is no such tier.
+        offload: the tiers with blocks that the pool may have evicted, the fastest first.
         copies: of the states of a model with state layers. None: another model.
     """
 
@@ -38,12 +38,12 @@ class PrefixCache:
         block_size: int,
         content_root: bytes,
         observer: CacheObserver | None,
-        host_places: int,
+        offload_places: Mapping[Tier, int],
         prompt_tokens_per_s: Callable[[], float],
         copies: StateCopies | None = None,
     ) -> None:
-        """`host_places`: blocks of the host tier. 0: there is none. `prompt_tokens_per_s`: as in
-        `HostTier`."""
+        """`offload_places`: blocks of each tier below the device. `prompt_tokens_per_s`: as in
+        `OffloadTier`."""
         self.queries = 0
         self.hits = 0
         self.copies = copies
@@ -53,19 +53,21 @@ class PrefixCache:
         self._observer = observer
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
-        # By name, the blocks that are in the pool or in the host tier. The last used one is last.
+        # By name, the blocks that are in any tier. The last used one is last.
         self._cached: OrderedDict[bytes, _Cached] = OrderedDict()
         pool.on_evicted = self._evicted
-        self.host_tier: HostTier | None = None
-        if host_places:
-            self.host_tier = HostTier(
-                host_places,
+        self.offload = tuple(
+            OffloadTier(
+                tier,
+                places,
                 pool,
                 block_size,
                 lambda name: self._cached[name].tenant,
-                self._gone_from_host,
+                self._left,
                 prompt_tokens_per_s,
             )
+            for tier, places in sorted(offload_places.items())
+        )
 
     def names(self, request: EngineRequest) -> PrefixNames:
         """Names for the tokens of a request."""
@@ -73,12 +75,15 @@ class PrefixCache:
 
     def publish(self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int) -> None:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified."""
-        entered = [
-            index
-            for index in range(start, stop)
-            if self._pool.publish(blocks[index], names.blocks[index])
-            and names.blocks[index] not in self._cached
-        ]
+        entered: list[int] = []
+        for index in range(start, stop):
+            name = names.blocks[index]
+            if not self._pool.publish(blocks[index], name):
+                continue
+            if name in self._cached:
+                self._place_changed(name)
+            else:
+                entered.append(index)
         for index, block in zip(entered, names.cached(entered), strict=True):
             before = names.blocks[index - 1] if index else b""
             self._cached[block.name] = _Cached(
@@ -125,12 +130,12 @@ class PrefixCache:
         return next((count for count in range(len(names), 0, -1) if names[count - 1] in self.copies), 0)
 
     def known(self, names: Sequence[bytes]) -> int:
-        """How many of these blocks are in the pool or in the host tier, from the first on."""
+        """How many of these blocks are in any tier, from the first on."""
         return sum(1 for _ in takewhile(self._cached.__contains__, names))
 
     def blocks_of(self, chunks: Sequence[bytes], first_chunk: int) -> list[bytes]:
-        """The names of the blocks with the KV of consecutive chunks, as in `table`, as far as the pool or the
-        host tier has them."""
+        """The names of the blocks with the KV of consecutive chunks, as in `table`, as far as any tier has
+        them."""
         found: dict[bytes, None] = {}
         for position, name in enumerate(chunks, first_chunk):
             chunk, names = self._blocks_of.get(name, (-1, []))
@@ -139,11 +144,33 @@ class PrefixCache:
             found.update(dict.fromkeys(names))
         return list(found)
 
+    def tier_of(self, name: bytes) -> OffloadTier | None:
+        """The fastest tier below the device that has this block."""
+        return next((tier for tier in self.offload if name in tier), None)
+
+    def load(self, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
+        """Copies these blocks, which the tiers have, from there to blocks of the pool that nothing else uses
+        meanwhile. Then calls `then`, with True if all bytes are as they were saved."""
+        parts: dict[OffloadTier, list[tuple[bytes, int]]] = {}
+        for name, block in wanted:
+            tier = self.tier_of(name)
+            assert tier is not None
+            parts.setdefault(tier, []).append((name, block))
+        wholes: list[bool] = []
+
+        def ended(whole: bool) -> None:
+            wholes.append(whole)
+            if len(wholes) == len(parts):
+                then(all(wholes))
+
+        for tier, part in parts.items():
+            tier.load(part, ended)
+
     def restore(self, name: bytes, block: int) -> None:
-        """Offers a block with KV from the host tier, which is verified. The tier had it when the copy
+        """Offers a block with KV from a tier below, which is verified. The tier had it when the copy
         began."""
-        if name in self._cached:
-            self._pool.publish(block, name)
+        if name in self._cached and self._pool.publish(block, name):
+            self._place_changed(name)
 
     def table(self, chunks: Sequence[bytes], first_chunk: int, most: int) -> tuple[int, list[int]]:
         """Finds the KV of consecutive chunks, of which the first is chunk `first_chunk` of its prompt.
@@ -163,15 +190,25 @@ class PrefixCache:
         return len(chunks), list(table.values())
 
     def _evicted(self, name: bytes) -> None:
-        if self.host_tier is not None:
-            self.host_tier.evicted(name)
-            if name in self.host_tier:
-                return
-        self._gone(name)
+        for tier in self.offload:
+            tier.evicted(name)
+        self._place_changed(name)
 
-    def _gone_from_host(self, name: bytes) -> None:
+    def _left(self, name: bytes) -> None:
         if not self._pool.lookup([name]):
+            self._place_changed(name)
+
+    def _place_changed(self, name: bytes) -> None:
+        """A block came to the pool, or left it, or left a tier below."""
+        if self._pool.lookup([name]):
+            tier = Tier.DEVICE
+        elif (below := self.tier_of(name)) is not None:
+            tier = below.tier
+        else:
             self._gone(name)
+            return
+        if self._observer is not None:
+            self._observer.moved(name, tier)
 
     def _gone(self, name: bytes) -> None:
         if self.copies is not None:

@@ -1,6 +1,6 @@
 """Prefixes that travel between the caches of two workers. Pure.
 
-    brought     blocks that get KV from the host tier, so that another worker can read it
+    brought     blocks that get KV from a tier below, so that another worker can read it
     pinned      cached blocks that another worker reads
     importing   new blocks that get the KV of another worker's cache, beside the cached blocks before them
 
@@ -8,7 +8,7 @@ An import begins with `missing`, which takes no block: the caller may still deci
 
 What holds blocks here, and what it waits for:
 
-    importing ──▶ brought, on the other worker ──▶ copies from the memory of its host
+    importing ──▶ brought, on the other worker ──▶ copies from the memory or the disk of its host
     importing ──▶ pinned, on the other worker ──▶ a transfer into blocks that are reserved
 
 The last two end with the transfer, at the latest at its deadlines. A pin is made at once or not at all. So is
@@ -72,11 +72,8 @@ class PrefixExchange:
         return self._cache.hottest()
 
     def bring(self, chunks: Sequence[bytes], first_chunk: int, then: Callable[[], None]) -> bool:
-        """Copies what the host tier has of these chunks to the pool, as far as `pin` may take it, and then
-        calls `then`. False: the host tier has nothing that the pool lacks, or there is no room."""
-        tier = self._cache.host_tier
-        if tier is None:
-            return False
+        """Copies what the tiers below have of these chunks to the pool, as far as `pin` may take it, and then
+        calls `then`. False: they have nothing that the pool lacks, or there is no room."""
         names = self._cache.blocks_of(chunks, first_chunk)[: self._may_pin]
         cached = [block for name in names for block in self._pool.lookup([name])]
         wanted = [name for name in names if not self._pool.lookup([name])]
@@ -94,7 +91,7 @@ class PrefixExchange:
             then()
 
         self._brought += 1
-        tier.load(list(zip(wanted, blocks, strict=True)), ended)
+        self._cache.load(list(zip(wanted, blocks, strict=True)), ended)
         return True
 
     @property
@@ -121,7 +118,7 @@ class PrefixExchange:
         self._pool.release(self._pins.pop(pin_id))
 
     def missing(self, request: EngineRequest, most: int) -> MissingPrefix | None:
-        """What the pool and the host tier lack of a prompt that is not added yet, in at most `most` chunks.
+        """What all tiers lack of a prompt that is not added yet, in at most `most` chunks.
         The prompt's end does not count. None: nothing is missing."""
         tokens = [*request.prompt_ids, *request.output_ids]
         usable = (len(tokens) - 1) // self._block_size  # as for a prefill

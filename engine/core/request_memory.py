@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.core.block_pool import BlockPool
 from engine.core.live_request import LiveRequest, Phase
+from engine.core.offload_tier import OffloadTier
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_names import PrefixNames
 from engine.core.state_pool import StatePool
@@ -37,7 +38,7 @@ class RequestMemory:
         return self.blocks_for(num_tokens) - len(hits) + self._pool.unreferenced(hits)
 
     def known(self, live: LiveRequest) -> int:
-        """Blocks that the pool or the host tier has of the beginning of a request."""
+        """Blocks that any tier has of the beginning of a request."""
         if self._cache is None:
             return 0
         names = self._names(live, self._cache).blocks[: self._usable(live)]
@@ -85,19 +86,26 @@ class RequestMemory:
             self._cache.hits += live.num_cached
 
     def load(self, live: LiveRequest, ended: Callable[[bool], None]) -> bool:
-        """Loads what the host tier has of a request, behind the blocks that it took from the cache. False:
+        """Loads what the tiers below have of a request, behind the blocks that it took from the cache. False:
         nothing, or computing it takes less time.
 
         `ended` is called when nothing writes to the blocks any more. True: the request has the KV, unless it
         was dropped. False: a block was damaged, which the tier has forgotten."""
         cache = self._cache
-        if cache is None or cache.host_tier is None:
+        if cache is None or not cache.offload:
             return False
-        tier, names = cache.host_tier, self._names(live, cache)
+        names = self._names(live, cache)
         usable = names.blocks[: self._usable(live)]
         first, stop = live.num_published, cache.known(usable)
-        if not tier.pays(sum(name in tier for name in usable[first:stop])):
+        pays: dict[OffloadTier, bool] = {}
+        for index in range(first, stop):
+            tier = None if self._pool.lookup([usable[index]]) else cache.tier_of(usable[index])
+            if tier is not None and not pays.setdefault(tier, tier.pays()):
+                stop = index
+                break
+        if first == stop:
             return False
+        cache.used(usable[first:stop])
         wanted: list[tuple[bytes, int]] = []
         for index in range(first, stop):
             # The pool may have blocks again behind those that it lacks.
@@ -115,7 +123,7 @@ class RequestMemory:
                 live.num_published, live.num_cached = stop, stop * self._block_size
             ended(whole)
 
-        tier.load(wanted, landed)
+        cache.load(wanted, landed)
         return True
 
     def publish(self, live: LiveRequest, computed: int) -> None:

@@ -18,7 +18,8 @@ One engine may prefill for other workers and decode for them at the same time. W
 
 Every holder of blocks or seats ends, so nothing waits in a circle:
 
-- A loading request waits only for copies from the memory of the host. Then it runs, or it waits again.
+- A loading request waits only for copies from the memory or the disk of the host. Then it runs, or it waits
+  again.
 - A running request waits for nothing. If it must grow and no block is free, the last running request in
   order is preempted, at worst itself. So the first one always goes on to its end.
 - A held request that is fetched waits only for its transfer: the reservation has all its blocks.
@@ -34,17 +35,18 @@ Every holder of blocks or seats ends, so nothing waits in a circle:
 
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+from content import Tier
 from engine.api.request import CacheObserver, EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, without_padding
 from engine.core.fair_shares import FairShares
-from engine.core.host_tier import HostTier
 from engine.core.live_request import LiveRequest, Phase
+from engine.core.offload_tier import OffloadTier
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.request_memory import RequestMemory
@@ -96,14 +98,14 @@ class Scheduler:
         cache_observer: CacheObserver | None = None,
         states: StatePool | None = None,
         copies: StateCopies | None = None,
-        host_places: int = 0,
+        offload_places: Mapping[Tier, int] | None = None,
         prompt_tokens_per_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`mixed_rows`: tokens of a step with decodes and prompts that waste nothing, in ascending order.
         `full_step`: prompt tokens from which on a step gains nothing from further prompts.
         `content_root`: root of the names in the prefix cache. None: no prefix cache.
-        `states`: of a model with state layers, of which the prefix cache has `copies`. `host_places` and
-        `prompt_tokens_per_s`: as in `PrefixCache`."""
+        `states`: of a model with state layers, of which the prefix cache has `copies`. `offload_places` and
+        `prompt_tokens_per_s`: as in `PrefixCache`. None: no tier below the device."""
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
         self.states = states
@@ -116,7 +118,13 @@ class Scheduler:
         self.prefix_exchange: PrefixExchange | None = None
         if content_root is not None:
             self.cache = PrefixCache(
-                pool, block_size, content_root, cache_observer, host_places, prompt_tokens_per_s, copies
+                pool,
+                block_size,
+                content_root,
+                cache_observer,
+                offload_places or {},
+                prompt_tokens_per_s,
+                copies,
             )
         # Transfers of prefixes carry no states, and without states a prefix is of no use.
         if self.cache is not None and states is None:
@@ -136,9 +144,9 @@ class Scheduler:
         self._was_alone = False  # whether the last step was for a request that shares no step
 
     @property
-    def host_tier(self) -> HostTier | None:
-        """Blocks of the prefix cache in the memory of the host. None: there is no such tier."""
-        return None if self.cache is None else self.cache.host_tier
+    def offload(self) -> Sequence[OffloadTier]:
+        """The tiers of the prefix cache below the device, the fastest first."""
+        return () if self.cache is None else self.cache.offload
 
     # Coming in
 
@@ -429,7 +437,7 @@ class Scheduler:
 
     def _begin(self, live: LiveRequest, hits: Sequence[int]) -> None:
         """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
-        what the host tier has of it is loaded."""
+        what the tiers below have of it is loaded."""
         self.memory.take(live, len(live.token_ids), hits)
         if self.memory.load(live, partial(self._load_ended, live)):
             live.flights += 1
@@ -563,8 +571,8 @@ class Scheduler:
         assert not any(left), f"requests left behind: {left}"
         exchange = self.prefix_exchange
         assert exchange is None or exchange.empty, "a pin or an import was left behind"
-        if self.host_tier is not None:
-            self.host_tier.assert_whole()
+        for tier in self.offload:
+            tier.assert_whole()
         self.pool.assert_whole()
         if self.states is not None:
             self.states.assert_whole()

@@ -26,6 +26,7 @@ from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads, PrefillWork
 from router.policy.reports import (
     PrefillWindow,
+    apply_cache_events,
     apply_report,
     decode_offer,
     pace,
@@ -55,6 +56,7 @@ __all__ = [
     "PrefillWindow",
     "PrefillWork",
     "Ring",
+    "apply_cache_events",
     "apply_report",
     "decode_offer",
     "free_capacity",

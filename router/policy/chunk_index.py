@@ -8,7 +8,7 @@ report counts.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from content import CHUNK_TOKENS
+from content import CHUNK_TOKENS, Tier
 
 MAX_LEVELS = 8
 
@@ -59,6 +59,7 @@ class ChunkIndex:
         self._holders: dict[int, int] = {}  # chunk → rows that have it; no empty sets
         self._bits: list[int] = []  # row → its bit: one shared object for all chunks that only this row has
         self._reported: list[set[int]] = []
+        self._offloaded: list[dict[int, Tier]] = []  # row → reported chunk → its tier below the device
         self._expected: list[dict[int, int]] = []  # row → chunk → prompts that will cache it
 
     def __len__(self) -> int:
@@ -68,6 +69,7 @@ class ChunkIndex:
         for row in range(len(self._bits), rows):
             self._bits.append(1 << row)
             self._reported.append(set())
+            self._offloaded.append({})
             self._expected.append({})
 
     def has_reported(self, row: int, chunk: int) -> bool:
@@ -83,11 +85,27 @@ class ChunkIndex:
             reported.add(chunk)
             self._hold(row, chunk)
 
+    def place(self, row: int, chunks: Iterable[int], tier: Tier) -> None:
+        """The fastest tier with these chunks is this one. Without such a report it is the device."""
+        reported, offloaded = self._reported[row], self._offloaded[row]
+        for chunk in chunks:
+            offloaded.pop(chunk, None)
+            if tier is not Tier.DEVICE and chunk in reported:
+                offloaded[chunk] = tier
+
+    def slowest_tier(self, row: int, chunks: Iterable[int]) -> Tier:
+        """The slowest tier with a part of these chunks, which the worker reported."""
+        offloaded = self._offloaded[row]
+        if not offloaded:
+            return Tier.DEVICE
+        return max((offloaded.get(chunk, Tier.DEVICE) for chunk in chunks), default=Tier.DEVICE)
+
     def discard(self, row: int, chunks: Iterable[int]) -> None:
         reported, expected = self._reported[row], self._expected[row]
         for chunk in chunks:
             if chunk in reported:
                 reported.remove(chunk)
+                self._offloaded[row].pop(chunk, None)
                 if chunk not in expected:
                     self._release(row, chunk)
 

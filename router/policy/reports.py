@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from content import Tier
+from router.policy.chunk_index import ChunkIndex
 from router.policy.decode_load import DecodeLoad
 from router.policy.placement import DecodeOffer, MixedPace, PrefillOffer
 from router.policy.prefill import PrefillRequest, PrefillSnapshot
@@ -36,6 +38,15 @@ def apply_report(loads: PrefillLoads, row: int, status: pb.WorkerStatus, alone: 
         computed=status.prompt_tokens,
         alone=alone,
     )
+
+
+def apply_cache_events(index: ChunkIndex, row: int, events: pb.CacheEvents) -> None:
+    if events.reset:
+        index.clear(row)
+    index.discard(row, events.evicted)
+    index.add(row, events.added)
+    for tier, chunks in zip(Tier, (events.device, events.host, events.disk), strict=True):
+        index.place(row, chunks, tier)
 
 
 def prefill_offer(

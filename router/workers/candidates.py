@@ -4,8 +4,9 @@ import random
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from content import CHUNK_TOKENS
+from content import CHUNK_TOKENS, Tier
 from router.policy import (
     DecodeCaches,
     DecodeLoad,
@@ -15,6 +16,7 @@ from router.policy import (
     PrefillPolicy,
     PrefillRequest,
     PrefillWork,
+    apply_cache_events,
     apply_report,
     decode_offer,
     prefill_offer,
@@ -22,6 +24,9 @@ from router.policy import (
 from router.workers.connection import WorkerConnection
 from router.workers.refusal import Refused
 from rpc import worker_pb2 as pb
+
+DRAWN = 2
+"""Holders of a prefix to compare. More would all ask the fastest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,21 @@ class PrefillTarget:
     """Estimated time that the worker takes for this prompt alone."""
     queues: bool
     """More than one step of prompts, also of other routers, seems to be ahead of the request."""
+
+
+class PrefixSource(NamedTuple):
+    """A worker with more of a prompt than another one, and the slowest tier with a part of it."""
+
+    holder: WorkerConnection
+    tier: Tier
+
+    def seconds(self, asker: pb.WorkerStatus, tokens: int) -> float:
+        """Time in which the asker fetches so many tokens, as it measured. 0: it did not measure lately."""
+        key = self.holder.description.incarnation, self.tier
+        for link in asker.prefix_links:
+            if (link.incarnation, link.tier) == key:
+                return link.wait + tokens / link.tokens_per_s
+        return 0.0
 
 
 class Candidates:
@@ -103,13 +123,10 @@ class Candidates:
     def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
         """Raises Refused if the worker reports more chunks than fit into its blocks, on its host included."""
         described, row, index = connection.description, self._rows[connection], self._loads.index
-        if events.reset:
-            index.clear(row)
-        index.discard(row, events.evicted)
-        blocks = described.num_blocks + described.host_blocks
-        if index.reported(row) + len(events.added) > blocks * -(-described.block_size // CHUNK_TOKENS):
+        apply_cache_events(index, row, events)
+        blocks = described.num_blocks + described.offload_blocks
+        if index.reported(row) > blocks * -(-described.block_size // CHUNK_TOKENS):
             raise Refused(f"it reports more cached chunks than fit into {blocks} blocks")
-        index.add(row, events.added)
 
     def prefill_sent(self, connection: WorkerConnection, work: PrefillWork) -> None:
         self._loads.sent(self._rows[connection], work, time.monotonic())
@@ -148,23 +165,34 @@ class Candidates:
 
     def prefix_source(
         self, worker: WorkerConnection, chunks: list[int], tokens: int, rng: random.Random
-    ) -> WorkerConnection | None:
-        """A worker of any pool that has more of a prompt cached than `worker`; None if there is none.
+    ) -> PrefixSource | None:
+        """A worker of any pool with more of a prompt cached than `worker`, which fetches this in less time
+        than it computes it, as far as known. None: there is none.
 
         Only what workers have reported counts: a worker that will compute the prompt has nothing to send yet.
-        Of those that have most it is any one, so that many askers do not all go to one worker."""
+        It is the best one of a few, drawn among those that have most and those that have less. So many askers
+        do not all go to one worker."""
         if worker not in self._rows:
             return None
-        index = self._loads.index
+        index, row = self._loads.index, self._rows[worker]
         cached = index.overlap(chunks, tokens, CHUNK_TOKENS, self._all)
-        least = cached.of(self._rows[worker]) + CHUNK_TOKENS
+        own = cached.of(row)
+        best, most_saved = None, 0.0
         for found, rows in cached.levels():
-            if found < least:
-                return None
-            last = chunks[found // CHUNK_TOKENS - 1]
-            if have := [row for row in rows if index.has_reported(row, last)]:
-                return self._workers[rng.choice(have)]
-        return None
+            if found < own + CHUNK_TOKENS:
+                break
+            wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
+            have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
+            for holder in have if len(have) <= DRAWN else rng.sample(have, DRAWN):
+                source = PrefixSource(self._workers[holder], index.slowest_tier(holder, wanted))
+                saved = self._loads.seconds(row, found - own) - source.seconds(worker.status, found - own)
+                if saved > most_saved:
+                    best, most_saved = source, saved
+        return best
+
+    def offered(self, holder: WorkerConnection, chunks: list[int]) -> PrefixSource:
+        """A worker that offers a prefix, and the tier in which it has that."""
+        return PrefixSource(holder, self._loads.index.slowest_tier(self._rows[holder], chunks))
 
     def nearest_decode(
         self,

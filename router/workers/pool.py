@@ -22,7 +22,7 @@ from router.policy import (
     prefill_window,
     two_choices,
 )
-from router.workers.candidates import Candidates, PrefillTarget
+from router.workers.candidates import Candidates, PrefillTarget, PrefixSource
 from router.workers.connection import POOL_NAMES, WorkerConnection, WorkerState
 from router.workers.discovery import Discovery
 from router.workers.fit import RouterModel, check_fit
@@ -197,9 +197,9 @@ class WorkerPool:
         if not self._may_fetch_prefixes:
             return None
         source = self._candidates.prefix_source(worker, chunks, tokens, self._rng)
-        if source is None or not source.description.kv_address:
+        if source is None or not source.holder.description.kv_address:
             return None  # a worker of an older version may serve no KV
-        if source.description.content_root != worker.description.content_root:
+        if source.holder.description.content_root != worker.description.content_root:
             return None
         return _content_source(source)
 
@@ -316,7 +316,8 @@ class WorkerPool:
         if target is None or target.worker is connection or not _lacks(target, described.content_root):
             connection.decline(offer)
         else:
-            target.worker.fetch_prefix(prefix, _content_source(connection))
+            source = self._candidates.offered(connection, chunks)
+            target.worker.fetch_prefix(prefix, _content_source(source))
 
     def breaker_changed(self, connection: WorkerConnection) -> None:
         self._apply_breakers()
@@ -340,9 +341,13 @@ class WorkerPool:
         self._candidates.availability_changed(connection, serves=serves)
 
 
-def _content_source(holder: WorkerConnection) -> pb.ContentSource:
-    described = holder.description
-    return pb.ContentSource(kv_address=described.kv_address, incarnation=described.incarnation)
+def _content_source(source: PrefixSource) -> pb.ContentSource:
+    described = source.holder.description
+    return pb.ContentSource(
+        kv_address=described.kv_address,
+        incarnation=described.incarnation,
+        tier=pb.Tier.Name(source.tier),
+    )
 
 
 def _lacks(target: PrefillTarget, content_root: bytes) -> bool:

@@ -55,9 +55,10 @@ vllm:prefix_cache_queries_total {10 * tokens}
 # TYPE vllm:prefix_cache_hits counter
 vllm:prefix_cache_hits_total {4 * tokens}
 # TYPE baton:prefix_fetched_tokens counter
-baton:prefix_fetched_tokens_total {3 * tokens}
-# TYPE baton:host_cache_loaded_tokens counter
-baton:host_cache_loaded_tokens_total {2 * tokens}
+baton:prefix_fetched_tokens_total{{tier="device"}} {2 * tokens}
+baton:prefix_fetched_tokens_total{{tier="host"}} {tokens}
+# TYPE baton:offload_loaded_tokens counter
+baton:offload_loaded_tokens_total{{tier="host"}} {2 * tokens}
 """
     )
 
@@ -84,7 +85,7 @@ def test_rates_cover_the_time_between_two_scrapes() -> None:
     [row] = found.workers
     assert (row.name, row.pool, row.device, row.running) == ("decode 3", "decode", "2 GPUs", 7)
     assert (row.kv_used, row.kv_bytes_per_s) == (0.75, 5e9)
-    assert (row.cached, row.fetched_per_s, row.loaded_per_s) == (0.4, 30, 20)
+    assert (row.cached, row.fetched_per_s, row.loaded_per_s) == (0.4, 30, (20, None))
     assert found.latencies["TTIT"] is None, "of which there is no histogram"
 
 

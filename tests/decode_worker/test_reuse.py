@@ -22,6 +22,7 @@ from .conftest import Workers, retarget, status
 
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 """KV of one position in all layers: K and V, of two layers with two heads of 16 float32."""
+FETCHED = 'baton:prefix_fetched_tokens_total{tier="device"}'
 SHORT = sampling(max_tokens=5, ignore_eos=True)
 
 
@@ -239,7 +240,7 @@ async def test_prompts_with_the_same_beginning_wait_for_one_fetch(
         shared = text(640, 11)
         await answered(pair.decode, [*shared, 1], SHORT)
         await status(pair.prefill)
-        before = metrics(caching_workers[0]).get("baton:prefix_fetched_tokens_total", 0)
+        before = metrics(caching_workers[0]).get(FETCHED, 0)
         ids = [
             await pair.prefill.submit_prefill(
                 request([*shared, number], SHORT), handover=True, content=cache_of(decode)
@@ -253,7 +254,7 @@ async def test_prompts_with_the_same_beginning_wait_for_one_fetch(
             assert token.cached_tokens == 640
             await pair.prefill.cancel(prefill_id)
         await status(pair.prefill)
-        assert metrics(caching_workers[0])["baton:prefix_fetched_tokens_total"] - before == 640
+        assert metrics(caching_workers[0])[FETCHED] - before == 640
         await assert_whole(*caching_workers)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine import EngineStats, ExpertStats, HostTierStats
+from content import Tier
+from engine import EngineStats, ExpertStats, OffloadStats
 from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics
 
@@ -25,11 +26,11 @@ def exported(role: str) -> set[str]:
     """The series of a worker's engine."""
     values: dict[str, Any] = {field.name: 1 for field in fields(EngineStats)}
     values["experts"] = ExpertStats([1], 1.0, 1.0)
-    values["host_tier"] = HostTierStats(1, 1, 1, 1, 1, 1)
+    values["offload"] = [OffloadStats(Tier.HOST, 1, 1, 1, 1, 1, 1, 1, 1)]
     stats = EngineStats(**values)
-    counts = RequestCounts(**{field.name: 1 for field in fields(RequestCounts)})
+    counts = RequestCounts()
     metrics = Metrics(role, "model")
-    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True)
+    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True, links=[])
     return {sample.name for family in metrics.registry.collect() for sample in family.samples}
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 from prometheus_client import Metric
 
-from engine import EngineStats, ExpertStats, HostTierStats
+from content import Tier
+from engine import EngineStats, ExpertStats, OffloadStats
 from kv_transfer import TransferStats
 from router.admission.queue import Admission
 from router.metrics import Metrics as RouterMetrics
@@ -45,10 +46,10 @@ def test_workers() -> None:
     metrics = WorkerMetrics("prefill", "model")
     values: dict[str, Any] = {field.name: 1 for field in fields(EngineStats)}
     values["experts"] = ExpertStats([1], 1.0, 1.0)
-    values["host_tier"] = HostTierStats(1, 1, 1, 1, 1, 1)
+    values["offload"] = [OffloadStats(Tier.HOST, 1, 1, 1, 1, 1, 1, 1, 1)]
     stats = EngineStats(**values)
-    counts = RequestCounts(**{field.name: 1 for field in fields(RequestCounts)})
-    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True)
+    counts = RequestCounts()
+    metrics.engine_status = EngineStatus(question=1, stats=stats, counts=counts, idle=True, links=[])
     empty = {f.name: {} if "dict" in str(f.type) else 0 for f in msgspec.structs.fields(TransferStats)}
     metrics.transfer_stats = msgspec.convert(empty, TransferStats)
     assert names(metrics.registry.collect()) == documented("W")

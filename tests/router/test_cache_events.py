@@ -1,6 +1,7 @@
 """A router follows the reports of the workers' prefix caches."""
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from content import prompt_hints
+from bench.fakes.worker import FakeWorker
+from content import Tier, prompt_hints
+from router.policy import apply_cache_events
+from router.policy.chunk_index import ChunkIndex
 from router.text.tokenizer import ModelTokenizer
 from router.workers import connection
 from router.workers.cache_sequence import CacheAction, CacheSequence
+from router.workers.candidates import PrefixSource
 from rpc import worker_pb2 as pb
 from tests.router.conftest import Cluster, make_cluster
 from tests.router.test_overflow import offering
@@ -24,43 +29,52 @@ CHUNKS = list(range(9))
 
 @given(
     st.lists(
-        st.tuples(st.lists(st.sampled_from(CHUNKS)), st.lists(st.sampled_from(CHUNKS)), st.booleans()),
+        st.tuples(
+            st.dictionaries(st.sampled_from(CHUNKS), st.sampled_from(list(Tier))),
+            st.lists(st.sampled_from(CHUNKS)),
+            st.booleans(),
+        ),
         max_size=30,
     )
 )
 def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(changes):
     """Each report is delivered or dropped. A snapshot is sent when the router asks for it."""
-    feed, sequence, known = CacheFeed(), CacheSequence(), set()
-    has: set[int] = set()
+    feed, sequence, index = CacheFeed(), CacheSequence(), ChunkIndex()
+    index.grow(1)
+    has: dict[int, Tier] = {}
 
     def deliver(messages: list[pb.WorkerMessage]) -> None:
         for message in messages:
             match sequence.follow(message.cache):
                 case CacheAction.APPLY:
-                    if message.cache.reset:
-                        known.clear()
-                    known.update(message.cache.added)
-                    known.difference_update(message.cache.evicted)
+                    apply_cache_events(index, 0, message.cache)
                 case CacheAction.RESYNC:
                     deliver(feed.snapshot())
 
-    deliver(feed.changed([1, 2], []))
-    assert not known, "changes before the first snapshot are ignored"
-    has |= {1, 2}
+    def changed(now: dict[int, Tier], evicted: list[int]) -> list[pb.WorkerMessage]:
+        for chunk in evicted:
+            has.pop(chunk, None)
+        has.update(now)
+        return feed.changed([[c for c, at in now.items() if at is tier] for tier in Tier], evicted)
+
+    deliver(changed({1: Tier.DEVICE, 2: Tier.HOST}, []))
+    assert not index.reported(0), "changes before the first snapshot are ignored"
     deliver(feed.snapshot())
-    for added, evicted, delivered in [*changes, ([3], [], True), ([4], [3], True)]:
-        evicted = [chunk for chunk in evicted if chunk not in added]
-        has = (has | {*added}) - {*evicted}
-        messages = feed.changed(added, evicted)
+    last: list[tuple[dict[int, Tier], list[int], bool]] = [
+        ({3: Tier.HOST}, [], True),
+        ({4: Tier.DISK}, [3], True),
+    ]
+    for now, evicted, delivered in [*changes, *last]:
+        messages = changed(now, [chunk for chunk in evicted if chunk not in now])
         if delivered:
             deliver(messages)
-    assert known == has
+    assert {chunk: index.slowest_tier(0, [chunk]) for chunk in index._reported[0]} == has
 
 
 def test_large_changes_and_snapshots_travel_in_bounded_parts():
     feed, sequence = CacheFeed(), CacheSequence()
     added = list(range(2 * MAX_CHUNKS + 1))
-    for messages in (feed.snapshot(), feed.changed(added, []), feed.snapshot()):
+    for messages in (feed.snapshot(), feed.changed([added, [], []], []), feed.snapshot()):
         assert all(sequence.follow(message.cache) is CacheAction.APPLY for message in messages)
         assert all(len(message.cache.added) <= MAX_CHUNKS for message in messages)
     assert sorted(chunk for message in messages for chunk in message.cache.added) == added
@@ -167,7 +181,7 @@ async def test_a_worker_with_a_host_tier_may_report_more_chunks(caching: Cluster
     worker = caching.prefills[0]
     pool = caching.router.services.pool
     [connection] = [c for c in pool.connections if c.address == worker.address]
-    connection.description.host_blocks = 1
+    connection.description.offload_blocks = 1
     worker.change_cache(range(512))
     worker.change_cache([512])
     await caching.until(lambda: reported(caching)[0] == 513)
@@ -212,7 +226,9 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     chunks, candidates = prompt_hints(prompt, b"", b""), pool._candidates
     index.expect(candidates._rows[other_there], chunks)
     found = {candidates.prefix_source(home_there, chunks, 500, random.Random(seed)) for seed in range(9)}
-    assert found == {connection}, "the other one will have it, but has nothing to send yet"
+    assert found == {PrefixSource(connection, Tier.DEVICE)}, (
+        "the other one will have it, but has nothing to send yet"
+    )
     index.unexpect(candidates._rows[other_there], chunks)
     connection.description.kv_address = ""  # a decode worker of an older version may have none
     assert await source() is None
@@ -279,3 +295,65 @@ async def test_a_worker_that_left_the_list_may_offer_prefixes_for_a_while(
     await caching.until(lambda: any(worker.submitted for worker in caching.prefills))
     assert not leaving.submitted, "it was not declined"
     await caching.until(lambda: not leaving.attached)
+
+
+async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster):
+    prompt, [asker, slow, fast] = list(range(3, 503)), caching.prefills
+    chunks = prompt_hints(prompt, b"", b"")
+    pool = caching.router.services.pool
+    candidates = pool._candidates
+    by_address = {connection.address: connection for connection in pool.connections}
+    asking = by_address[asker.address]
+    for worker in (slow, fast):
+        worker.change_cache(chunks)
+    slow.change_cache([], tiers={Tier.HOST: chunks[2:]})
+    index = candidates._loads.index
+    [slow_row, fast_row] = [candidates._rows[by_address[worker.address]] for worker in (slow, fast)]
+    await caching.until(lambda: index.slowest_tier(slow_row, chunks) is Tier.HOST)
+    await caching.until(lambda: index.reported(fast_row) == 7)
+    asker.status.prefill_tokens_per_s = 1000.0  # 448 tokens take 0.448 s
+
+    async def source(**speeds: tuple[FakeWorker, Tier, float]) -> PrefixSource | None:
+        del asker.status.prefix_links[:]
+        for holder, tier, speed in speeds.values():
+            asker.status.prefix_links.add(
+                incarnation=holder.incarnation, tier=pb.Tier.Name(tier), wait=0.1, tokens_per_s=speed
+            )
+        asker.status.tokens_waiting += 1
+        asker.report()
+        await caching.until(lambda: asking.status.tokens_waiting == asker.status.tokens_waiting)
+        found = {candidates.prefix_source(asking, chunks, 500, random.Random(seed)) for seed in range(9)}
+        [only] = found
+        return only
+
+    from_fast = PrefixSource(by_address[fast.address], Tier.DEVICE)
+    from_slow = PrefixSource(by_address[slow.address], Tier.HOST)
+    assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 5e3)) == from_fast
+    assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 2e4)) == from_slow
+    assert await source(a=(fast, Tier.DEVICE, 1e4)) == from_slow, "it was not measured lately"
+    assert await source(b=(slow, Tier.HOST, 5e3), c=(fast, Tier.DISK, 1e9)) == from_fast
+    assert await source(a=(fast, Tier.DEVICE, 1e3), b=(slow, Tier.HOST, 1e3)) is None, "computing is faster"
+    asker.status.prefix_links.add(incarnation=1, wait=float("nan"))
+    asker.report()
+    await caching.until(lambda: asking._invalid_rates)
+    assert len(asking.status.prefix_links) == 2
+
+
+async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
+    """Otherwise a holder that is a little faster would get all of them."""
+    chunks = prompt_hints(list(range(3, 503)), b"", b"")
+    pool = caching.router.services.pool
+    asker, *holders = [*caching.prefills, *caching.decodes]
+    [asking] = [connection for connection in pool.connections if connection.address == asker.address]
+    for number, worker in enumerate(holders):
+        worker.change_cache(chunks)
+        asker.status.prefix_links.add(incarnation=worker.incarnation, wait=0.01 * number, tokens_per_s=1e6)
+    asker.status.prefill_tokens_per_s = 1000.0
+    asker.report()
+    index = pool._candidates._loads.index
+    await caching.until(lambda: bool(asking.status.prefix_links))
+    await caching.until(lambda: sum(map(index.reported, range(4))) == 21)
+    rng = random.Random(0)
+    found = Counter(pool._candidates.prefix_source(asking, chunks, 500, rng) for _ in range(300))
+    assert len(found) == 2, "of any two the faster one"
+    assert max(found.values()) < 240

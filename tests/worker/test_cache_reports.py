@@ -34,15 +34,15 @@ async def compute(stream: WorkerStream, prompt: list[int]) -> tuple[pb.CacheEven
     while not stream.caches.empty():
         events = stream.caches.get_nowait()
         merged.sequence = events.sequence
-        merged.added.extend(events.added)
-        merged.evicted.extend(events.evicted)
+        for kind in ("added", "evicted", "device", "host", "disk"):
+            getattr(merged, kind).extend(getattr(events, kind))
     return merged, token.cached_tokens
 
 
 @pytest.fixture
 def worker(tmp_path: Path, request: pytest.FixtureRequest):
     engine = {"load_format": "dummy", "num_blocks": 40, "enable_prefix_caching": True, "block_size": 16}
-    engine |= getattr(request, "param", {})
+    engine |= {"disk_cache_dir": str(tmp_path), **getattr(request, "param", {})}
     started = start_worker("prefill", tiny_model(tmp_path / "model"), tmp_path, engine=engine).wait_ready()
     yield started
     assert started.stop() == 0
@@ -74,15 +74,36 @@ async def test_every_router_gets_the_changes_in_order_and_a_snapshot_when_it_ask
         assert await asyncio.to_thread(worker.stop) == 0
 
 
-@pytest.mark.parametrize("worker", [{"host_cache_size": 1 << 20, "tensor_parallel_size": 2}], indirect=True)
-async def test_what_the_host_tier_keeps_counts_as_cached(worker):
-    # Of 7 blocks each. The worker has copies of at least the 8 blocks that the pool evicts next.
+async def saved(worker, stream: WorkerStream, tier: str) -> float:
+    """Blocks that the worker has copied to the tier."""
+    await stream.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
+    return metrics(worker)[f'baton:offload_saved_blocks_total{{tier="{tier}"}}']
+
+
+@pytest.mark.parametrize(
+    ("worker", "tier"),
+    [
+        ({"host_cache_size": 1 << 20, "tensor_parallel_size": 2}, "host"),
+        ({"disk_cache_size": 1 << 20, "tensor_parallel_size": 2}, "disk"),
+    ],
+    indirect=["worker"],
+)
+async def test_what_a_tier_below_the_device_keeps_counts_as_cached(worker, tier):
+    # Of 7 blocks each, 6 of them cached. The worker copies at least the 8 blocks that the pool evicts next.
     prompts = [text(100, seed) for seed in range(8)]
+    offloaded: list[int] = []
     async with attached(worker) as stream:
-        for prompt in prompts:
+        [chunk] = await stream.hints(prompts[0])
+        for number, prompt in enumerate(prompts):
+            async with asyncio.timeout(10):
+                while await saved(worker, stream, tier) < 6 * number + 8 - 40:
+                    pass
             events, _ = await compute(stream, prompt)
             assert {*events.added} == {*await stream.hints(prompt)}
             assert not events.evicted
-        assert await compute(stream, prompts[0]) == (pb.CacheEvents(), 96)
+            offloaded += getattr(events, tier)
+        assert offloaded[0] == chunk
+        events, cached = await compute(stream, prompts[0])
+        assert (cached, [*events.device], [*events.added]) == (96, [chunk], [])
         await assert_whole(worker)
-    assert metrics(worker)["baton:host_cache_loaded_tokens_total"] == 96
+    assert metrics(worker)[f'baton:offload_loaded_tokens_total{{tier="{tier}"}}'] == 96

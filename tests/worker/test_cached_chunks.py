@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from content import CHUNK_TOKENS, prompt_hints
+from content import CHUNK_TOKENS, Tier, prompt_hints
 from engine.api.request import EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Scheduler
@@ -56,8 +56,8 @@ class Worker:
 
     def receive_changes(self) -> None:
         if (changed := self.observer.take()) is not None:
-            assert not {*changed.added} & {*changed.evicted}
-            self.known |= {*changed.added}
+            assert not {*changed.cached[Tier.DEVICE]} & {*changed.evicted}
+            self.known |= {*changed.cached[Tier.DEVICE]}
             self.known -= {*changed.evicted}
 
     def estimate(self, prompt: list[int]) -> int:

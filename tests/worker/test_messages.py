@@ -2,13 +2,14 @@
 
 import pytest
 
+from content import Tier
 from engine import (
     EngineRequest,
     EngineStats,
     ExpertStats,
-    HostTierStats,
     Logprobs,
     MixedStep,
+    OffloadStats,
     Output,
     PromptLogprobs,
     SamplingParams,
@@ -68,10 +69,11 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 MixedStep(7, 0.5),
                 MixedStep(9, 0.75),
                 ExpertStats([1, 2], 1.5, 2.0),
-                HostTierStats(1, 2, 3, 4, 5, 6),
+                [OffloadStats(Tier.HOST, 1, 2, 0.5, 3, 4, 5, 6, 7)],
             ),
             RequestCounts(1, 2, 3, 4, 5),
             idle=False,
+            links=[messages.PrefixLink(1, Tier.DISK, 0.5, 100.0)],
         ),
         messages.EngineReady(
             "model",

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine import EngineStats, ExpertStats, HostTierStats
+from content import Tier
+from engine import EngineStats, ExpertStats, OffloadStats
 from kv_transfer import TransferStats
 from worker.messages import EngineStatus, RequestCounts
 from worker.metrics import Metrics
@@ -28,8 +29,10 @@ ACCEPTED = (
 def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
     metrics = Metrics("prefill", "m", tensor_parallel_size=2)
     fours: list[Any] = [4] * len(dataclasses.fields(EngineStats))
-    fours[-2:] = ExpertStats([70, 0, 5], 2.8, 1.5), HostTierStats(8, 2, 30, 40, 5, 6)
-    metrics.engine_status = EngineStatus(4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True)
+    fours[-2:] = ExpertStats([70, 0, 5], 2.8, 1.5), [OffloadStats(Tier.HOST, 8, 2, 1e3, 30, 40, 5, 6, 7)]
+    metrics.engine_status = EngineStatus(
+        4, EngineStats(*fours), RequestCounts(4, 4, 4, 4, 4), idle=True, links=[]
+    )
     metrics.transfer_stats = TransferStats(
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {},
         {"decode 0": "nixl", "decode 1": "tcp: another machine"},
@@ -48,8 +51,8 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
         f'baton:expert_tokens_total{{expert="0",{labels}}} 70.0',
         f"baton:expert_imbalance{{{labels}}} 2.8",
         f"baton:experts_used{{{labels}}} 1.5",
-        f"baton:host_cache_usage_perc{{{labels}}} 0.25",
-        f"baton:host_cache_loaded_tokens_total{{{labels}}} 40.0",
+        f'baton:offload_usage_perc{{{labels},tier="host"}} 0.25',
+        f'baton:offload_loaded_tokens_total{{{labels},tier="host"}} 40.0',
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.0",
         'baton:kv_readers{model_name="m",role="prefill",transport="nixl"} 1.0',
         f'baton:kv_bytes_total{{direction="send",{labels}}} 1000.0',

@@ -8,9 +8,10 @@ import pytest
 from content import CHUNK_TOKENS
 from engine import EngineRequest
 from kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats
-from worker import prefix_fetches
+from worker import prefix_fetches, prefix_links
 from worker.messages import ContentSource, RequestCounts
 from worker.prefix_fetches import PrefixFetches
+from worker.prefix_links import PrefixLinks
 
 TOKEN_BYTES = 100
 SOURCE = ContentSource("127.0.0.1:7000", 8)
@@ -44,7 +45,7 @@ class World:
             began=lambda fetch_id: fetch_id in self.began,
         )  # fmt: skip
         self.began: set[bytes] = set()
-        self.fetches = PrefixFetches(engine, receiver, 7, self.counts)
+        self.fetches = PrefixFetches(engine, receiver, 7, self.counts, PrefixLinks())
 
     def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
@@ -86,7 +87,7 @@ def test_what_came_enters_the_cache_before_the_prompt_is_added(world: World) -> 
     assert [*world.imports.values()] == [4 * CHUNK_TOKENS], "one chunk was there, and three of four came"
     assert world.added == [b"r"]
     assert world.fetched == [3 * CHUNK_TOKENS]
-    assert world.counts.prefix_fetched_tokens == 3 * CHUNK_TOKENS
+    assert world.counts.prefix_fetched_tokens == [3 * CHUNK_TOKENS, 0, 0]
     assert world.counts.prefix_fetched_bytes == 3 * CHUNK_TOKENS * TOKEN_BYTES
     assert world.empty
 
@@ -273,7 +274,7 @@ def test_no_block_is_taken_before_the_fetch_is_known_to_pay(world: World) -> Non
 
 
 def test_each_worker_has_a_bandwidth_of_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_fetches, "MOST_PEERS", 2)
+    monkeypatch.setattr(prefix_links, "MOST", 2)
     world.engine.prompt_tokens_per_s = 1000.0
     assert world.start()
     world.inject(4, 1.0)  # as many tokens take 0.256 s to compute

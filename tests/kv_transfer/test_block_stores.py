@@ -1,15 +1,21 @@
-"""Blocks to the memory of the host and back, on the CPU, by the kernels in the interpreter, and on GPUs."""
+"""Blocks to the memory or the disk of the host and back, on the CPU, by the kernels in the interpreter, and
+on GPUs."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from kv_transfer import disk_store
 from kv_transfer.arena import channel_pair
-from kv_transfer.host_store import HostStore, open_host_store
+from kv_transfer.block_store import BlockStore, block_bytes, open_host_store
+from kv_transfer.disk_store import DiskStore
 from kv_transfer.layout import FP8, KVLayout
 from kv_transfer.ranked_store import RankedStore, StoreServer
 from kv_transfer.transport import PagedKV
@@ -32,7 +38,17 @@ def content(kv: PagedKV, block: int) -> list[torch.Tensor]:
     return [t[:, block].contiguous().view(torch.uint8).cpu() for t in (*kv.layers, *kv.scales)]
 
 
-def ended(store: HostStore, count: int) -> list[bool]:
+def damage(store: BlockStore, kv: PagedKV, place: int) -> None:
+    """Changes a byte of a place."""
+    if isinstance(store, DiskStore):
+        at = place * block_bytes(kv) + 7
+        [byte] = os.pread(store._file.fileno(), 1, at)
+        os.pwrite(store._file.fileno(), bytes([byte ^ 1]), at)
+    else:
+        store.memory(place)[7] ^= 1  # type: ignore[attr-defined]
+
+
+def ended(store: BlockStore, count: int) -> list[bool]:
     whole, deadline = store.ended(), time.monotonic() + 20
     while len(whole) < count:
         assert time.monotonic() < deadline
@@ -40,11 +56,20 @@ def ended(store: HostStore, count: int) -> list[bool]:
     return whole
 
 
+@pytest.fixture(params=["host", "disk"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[PagedKV, int], BlockStore]:
+    if request.param == "host":
+        return lambda kv, places: open_host_store(kv, places, lambda: None)
+    return lambda kv, places: DiskStore(kv, places, str(tmp_path), lambda: None)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", FP8])
-def test_blocks_come_back_bit_for_bit_and_into_any_block(device: str, dtype: str) -> None:
+def test_blocks_come_back_bit_for_bit_and_into_any_block(
+    open_store: Callable[[PagedKV, int], BlockStore], device: str, dtype: str
+) -> None:
     kv = paged(dtype, device)
-    store = open_host_store(kv, 5, lambda: None)
+    store = open_store(kv, 5)
     before = [content(kv, block) for block in range(BLOCKS)]
     saves = [(3, 4), (7, 0), (1, 2)]
     store.save(saves)
@@ -66,10 +91,69 @@ def test_a_place_with_other_bytes_is_not_whole(device: str) -> None:
     store = open_host_store(kv, 4, lambda: None)
     store.save([(1, 0), (2, 1), (3, 2)])
     assert ended(store, 3) == [True] * 3
-    memory = store._memory  # type: ignore[attr-defined]
-    memory.reshape(4, -1)[1, 100] ^= 1
+    damage(store, kv, place=1)
     store.load([(4, 0), (5, 1), (6, 2)])
     assert ended(store, 3) == [True, False, True]
+    store.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_disk_lost_is_not_whole(device: str, tmp_path: Path) -> None:
+    """One byte of the first block was changed, and the end of the last block is missing."""
+    kv = paged("bfloat16", device)
+    store = DiskStore(kv, 8, str(tmp_path), lambda: None)
+    store.save([(1, 0), (2, 1), (3, 2)])
+    assert ended(store, 3) == [True] * 3
+    damage(store, kv, place=0)
+    os.ftruncate(store._file.fileno(), 3 * block_bytes(kv) - 1)
+    right = content(kv, 2)
+    store.load([(4, 0), (5, 1), (6, 2)])
+    assert ended(store, 3) == [False, True, False]
+    assert all(map(torch.equal, content(kv, 5), right))
+    store.save([(3, 2)])
+    assert ended(store, 1) == [True], "a torn place is written anew"
+    store.load([(6, 2)])
+    assert ended(store, 1) == [True]
+    store.close()
+
+
+def test_a_full_disk_ends_the_save(tmp_path: Path) -> None:
+    kv = paged("bfloat16", "cpu")
+    store = DiskStore(kv, 8, str(tmp_path), lambda: None)
+    assert not list(tmp_path.iterdir()), "the file has no name, so no other process opens it"
+    assert os.fstat(store._file.fileno()).st_mode & 0o077 == 0
+    store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
+    store.save([(1, 0), (2, 1)])
+    assert ended(store, 2) == [False, False]
+    store.load([(5, 0)])
+    assert ended(store, 1) == [False], "the device has other bytes there"
+    assert store.room
+    store.close()
+
+
+def test_a_disk_with_too_little_space_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="are free"):
+        DiskStore(paged("bfloat16", "cpu"), 1 << 40, str(tmp_path), lambda: None)
+
+
+def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads and saves at the same time, through two slots, with reads that end in any order."""
+    kv = paged("bfloat16", "cpu")
+    monkeypatch.setattr(disk_store, "STAGING_BYTES", 2 * block_bytes(kv))
+    store = DiskStore(kv, 8, str(tmp_path), lambda: None)
+    right = [content(kv, block) for block in range(BLOCKS)]
+    for place in range(6):
+        assert store.room
+        store.save([(place, place)])
+        assert ended(store, 1) == [True]
+    store.load([(6, 0)])
+    store.save([(11, 7)])
+    assert not store.room
+    assert ended(store, 2) == [True, True]
+    store.load([(7, 7), (8, 5)])
+    assert ended(store, 2) == [True, True]
+    for block, before in ((6, 0), (7, 11), (8, 5)):
+        assert all(map(torch.equal, content(kv, block), right[before]))
     store.close()
 
 
@@ -102,9 +186,11 @@ def test_the_kernels_move_whole_blocks_with_their_checksums(kernel_device: str, 
     assert [found == sum_ for found, sum_ in zip(again, saved, strict=True)] == [True, False, True]
 
 
-def test_a_block_is_whole_if_it_is_whole_on_all_ranks() -> None:
+def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
+    open_store: Callable[[PagedKV, int], BlockStore],
+) -> None:
     kvs = [paged("float32", "cpu") for _ in range(3)]
-    stores = [open_host_store(kv, 4, lambda: None) for kv in kvs]
+    stores = [open_store(kv, 4) for kv in kvs]
     pairs = [channel_pair() for _ in kvs[1:]]
     for store, (_, theirs) in zip(stores[1:], pairs, strict=True):
         StoreServer(store, theirs)
@@ -112,7 +198,7 @@ def test_a_block_is_whole_if_it_is_whole_on_all_ranks() -> None:
     before = [[content(kv, block) for block in (3, 5)] for kv in kvs]
     ranked.save([(3, 0), (5, 2)])
     assert ended(ranked, 2) == [True, True]
-    stores[2]._memory[2, 7] ^= 1  # type: ignore[attr-defined]
+    damage(stores[2], kvs[2], place=2)
     ranked.load([(8, 0), (9, 2)])
     assert ended(ranked, 2) == [True, False]
     for kv, right in zip(kvs, before, strict=True):

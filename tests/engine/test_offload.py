@@ -1,22 +1,30 @@
-"""The host tier under random operations, with the KV of each row as a model; and each rule by itself."""
+"""The tiers below the device under random operations, with the KV of each row as a model; and each rule by
+itself."""
 
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from content import Tier
 from engine import Engine
 from engine.api.request import CachedBlock, EngineRequest
 from engine.api.sampling_params import SamplingParams
+from engine.core import offload_tier
 from engine.core.block_pool import BlockPool
-from engine.core.host_tier import BlockCopy, HostTier
 from engine.core.live_request import LiveRequest, Phase
+from engine.core.offload_tier import BlockCopy, OffloadTier
+from engine.core.prefix_cache import PrefixCache
 from engine.core.scheduler import Scheduler
-from worker.host_tier import host_tier_pump
+from kv_transfer.disk_store import DiskStore
+from worker.offload import offload_pumps
 
 BLOCK = 16
 TENANTS = [b"one", b"two", b"three"]
@@ -37,6 +45,9 @@ class Observed:
             assert block.name not in self.names
             self.names.add(block.name)
 
+    def moved(self, name: bytes, tier: Tier) -> None:
+        assert name in self.names
+
     def evicted(self, name: bytes) -> None:
         self.names.remove(name)
 
@@ -44,7 +55,7 @@ class Observed:
 class Worker:
     """A scheduler with a host tier and without a model. Of each row it has the tokens that its KV is for."""
 
-    def __init__(self, num_blocks: int, num_places: int, seqs: int = 4) -> None:
+    def __init__(self, num_blocks: int, num_places: int, seqs: int = 4, tier: Tier = Tier.HOST) -> None:
         self.observed = Observed()
         self.scheduler = Scheduler(
             BlockPool(num_blocks),
@@ -53,10 +64,9 @@ class Worker:
             max_num_batched_tokens=64,
             content_root=b"root",
             cache_observer=self.observed,
-            host_places=num_places,
+            offload_places={tier: num_places},
         )
-        assert self.scheduler.host_tier is not None
-        self.tier: HostTier = self.scheduler.host_tier
+        [self.tier] = self.scheduler.offload
         self.rows: dict[int, object] = {}
         self.places: dict[int, list[object]] = {}
         self.saved: dict[int, list[object]] = {}  # what `places` had at the end of the copy, as a checksum
@@ -279,16 +289,15 @@ def test_the_tenant_with_most_blocks_gives_up_its_own() -> None:
 def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads() -> None:
     speed = 0.0
     pool = BlockPool(4)
-    tier = HostTier(8, pool, BLOCK, lambda name: b"", lambda name: None, lambda: speed)
-    assert not tier.pays(0)
-    assert tier.pays(2)
+    tier = OffloadTier(Tier.HOST, 8, pool, BLOCK, lambda name: b"", lambda name: None, lambda: speed)
+    assert tier.pays()
     tier._tokens, tier._seconds = 1000.0, 1.0
     speed = 900.0
-    assert tier.pays(2)
+    assert tier.pays()
     speed = 1100.0
-    assert not tier.pays(2)
+    assert not tier.pays()
     refused = 1
-    while not tier.pays(2):
+    while not tier.pays():
         refused += 1
     assert refused < 10, "a load is tried again"
 
@@ -392,21 +401,30 @@ def test_only_what_neither_the_pool_nor_the_host_has_is_fetched() -> None:
     assert worker.tier.stats.loaded_tokens == 128
 
 
-def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    """The tokens of each prompt. Copies are made as in the loop of a worker."""
-    pump = host_tier_pump(engine, lambda: None)
+def answers(
+    engine: Engine,
+    prompts: list[list[int]],
+    directory: Path | None = None,
+    break_disk: Callable[[DiskStore], None] = lambda store: None,
+) -> list[list[int]]:
+    """The tokens of each prompt. Copies are made as in the loop of a worker. `break_disk` is called before
+    each prompt."""
+    pumps = offload_pumps(engine, lambda: None, str(directory))
+    disks = [pump._store for pump in pumps if isinstance(pump._store, DiskStore)]
     tokens: dict[bytes, list[int]] = {}
     for number, prompt in enumerate(prompts):
         request_id = number.to_bytes(2)
         tokens[request_id] = []
+        for disk in disks:
+            break_disk(disk)
         engine.add(EngineRequest(request_id, prompt, sampling=SamplingParams(max_tokens=20, ignore_eos=True)))
         while not engine.idle if number % 3 == 2 or number == len(prompts) - 1 else engine.stats().waiting:
             if engine.has_work:
                 for output in engine.step().outputs:
                     tokens[output.id].append(output.token)
-            if pump is not None:
+            for pump in pumps:
                 pump.pump()
-    if pump is not None:
+    for pump in pumps:
         while pump.copies:
             pump.pump()
         pump.close()
@@ -414,20 +432,125 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return list(tokens.values())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_are_the_same_with_and_without_the_tier(
-    tiny_engine: Callable[..., Engine], overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a pool that is too small, so that requests are preempted and prefixes evicted."""
-    monkeypatch.setattr(HostTier, "pays", lambda self, blocks: blocks > 0)
-    turns = [[*text(20 + 7 * turn, chat), chat] for turn in range(4) for chat in range(6)]
-    right = answers(tiny_engine(num_blocks=200), turns)
-    engine = tiny_engine(
-        num_blocks=30, enable_prefix_caching=True, host_cache_size=1 << 20, overlap=overlap, max_num_seqs=4
+TURNS = [[*text(20 + 7 * turn, chat), chat] for turn in range(4) for chat in range(6)]
+"""For a pool that is too small, so that requests are preempted and prefixes evicted."""
+
+
+def corrupt(store: DiskStore) -> None:
+    """Overwrites every second place."""
+    size = store._size
+    for place in range(0, os.fstat(store._file.fileno()).st_size // size, 2):
+        os.pwrite(store._file.fileno(), bytes(size), place * size)
+
+
+def fill_up(store: DiskStore) -> None:
+    store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
+
+
+@pytest.fixture
+def right(tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+    return answers(tiny_engine(num_blocks=200), TURNS)
+
+
+def small(tiny_engine: Callable[..., Engine], directory: Path, **given: object) -> Engine:
+    """An engine with tiers."""
+    return tiny_engine(
+        num_blocks=30, enable_prefix_caching=True, max_num_seqs=4, disk_cache_dir=str(directory), **given
     )
-    assert answers(engine, turns) == right
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {Tier.HOST: 1 << 20},
+        {Tier.DISK: 1 << 20},
+        {Tier.HOST: 1 << 15, Tier.DISK: 1 << 20},
+    ],
+    ids=["host", "disk", "both"],
+)
+def test_tokens_are_the_same_with_and_without_tiers(
+    tiny_engine: Callable[..., Engine],
+    right: list[list[int]],
+    tmp_path: Path,
+    sizes: dict[Tier, int],
+    overlap: bool,
+) -> None:
+    given = {f"{tier.name.lower()}_cache_size": size for tier, size in sizes.items()}
+    engine = small(tiny_engine, tmp_path, overlap=overlap, **given)
+    assert answers(engine, TURNS, tmp_path) == right
     stats = engine.stats()
     assert stats.preemptions
-    assert stats.host_tier is not None
-    assert stats.host_tier.loaded_tokens > 100
-    assert stats.host_tier.damaged == 0
+    assert [tier.tier for tier in stats.offload] == [*sizes]
+    assert stats.offload[-1].loaded_tokens > 100
+    for tier in stats.offload:
+        assert tier.blocks_used <= tier.blocks_total == sizes[tier.tier] // engine.block_bytes
+        assert tier.damaged == tier.failed == 0
+
+
+def test_a_disk_that_changes_blocks_costs_no_token(
+    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path
+) -> None:
+    engine = small(tiny_engine, tmp_path, disk_cache_size=1 << 20)
+    assert answers(engine, TURNS, tmp_path, corrupt) == right
+    assert engine.stats().offload[0].damaged
+
+
+def test_a_full_disk_costs_no_token(
+    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path
+) -> None:
+    engine = small(tiny_engine, tmp_path, disk_cache_size=1 << 20)
+    assert answers(engine, TURNS, tmp_path, fill_up) == right
+    [stats] = engine.stats().offload
+    assert stats.failed
+    assert stats.saved == stats.blocks_used == 0
+
+
+def test_no_copy_is_made_for_a_while_after_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(offload_tier, "time", SimpleNamespace(monotonic=lambda: now))
+    worker = Worker(num_blocks=16, num_places=64)
+    worker.run(text(100, 1))
+    worker.tier._clean, worker.tier._looked = 16, -16
+    [copy, *others] = worker.tier.next_saves(3)
+    for other in (copy, *others):
+        worker.tier.ended(other, False)
+    assert worker.tier.stats.failed == 3
+    worker.tier._looked = -16
+    assert not worker.tier.next_saves(3)
+    now += offload_tier.PAUSE
+    assert len(worker.tier.next_saves(3)) == 3
+
+
+def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
+    pool, seen = BlockPool(8), dict[bytes, Tier | None]()
+    observer = SimpleNamespace(
+        cached=lambda blocks: seen.update((block.name, Tier.DEVICE) for block in blocks),
+        moved=seen.__setitem__,
+        evicted=lambda name: seen.__setitem__(name, None),
+    )
+    cache = PrefixCache(pool, BLOCK, b"root", observer, {Tier.DISK: 4, Tier.HOST: 2}, lambda: 0.0)  # type: ignore[arg-type]
+    host, disk = cache.offload
+    names = cache.names(EngineRequest(b"r", text(4 * BLOCK, 1)))
+    names.extend(text(4 * BLOCK, 1), 4 * BLOCK)
+    blocks = pool.allocate(4)
+    cache.publish(names, blocks, 0, 4)
+    pool.release(blocks)
+    for tier, count in ((host, 1), (disk, 2)):
+        tier._clean, tier._looked = 8, -8
+        for copy in tier.next_saves(count):
+            tier.ended(copy, True)
+    pool.release(pool.allocate(8))
+    last, second_last = names.blocks[3], names.blocks[2]  # the end is evicted first
+    assert (seen[last], seen[second_last], seen[names.blocks[0]]) == (Tier.HOST, Tier.DISK, None)
+    host._forget(last, host._there[last])
+    assert seen[last] is Tier.DISK
+    block, ended = pool.allocate(1), list[bool]()
+    cache.load([(last, block[0])], ended.append)
+    for copy in disk.next_loads(9):
+        disk.ended(copy, True)
+    assert ended == [True]
+    cache.restore(last, block[0])
+    assert seen[last] is Tier.DEVICE
+    pool.release(block)

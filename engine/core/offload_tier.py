@@ -1,6 +1,6 @@
-"""The host tier: blocks of the prefix cache that live on in the memory of the host. Pure bookkeeping.
+"""Tiers below the device, where blocks of the prefix cache live on: memory of the host, local disk. Pure.
 
-A *place* in the memory of the host holds one block, which is found by the name of its content:
+A *place* of a tier holds one block, which is found by the name of its content:
 
     absent ──next_saves──▶ copying out ──ended──▶ there ──next_loads──▶ copying in ──ended──▶ there
       ▲                        │                    │                        │
@@ -10,7 +10,9 @@ A *place* in the memory of the host holds one block, which is found by the name 
 The caller makes the copies. Copies out are of blocks that no request holds, before the pool evicts them. The
 pool never waits for such a copy: if it gives out the block meanwhile, the copy is dropped at its end. A block
 that is copied in belongs to a request, so it is not free. It enters the prefix cache only after its checksum
-was right. No copy waits for anything but the device, so nothing here waits in a circle.
+was right. No copy waits for anything but the device and the disk, so nothing here waits in a circle.
+
+Tiers know nothing of each other. Each saves what the pool evicts next.
 """
 
 import time
@@ -18,7 +20,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.api.host_tier_stats import HostTierStats
+from content import Tier
+from engine.api.offload_stats import OffloadStats
 from engine.core.block_pool import BlockPool
 
 CLEAN_SHARE = 4
@@ -28,6 +31,8 @@ LOOKS = 8
 """After a change of one in so many of these blocks, the pool is searched again for blocks to copy."""
 MEMORY = 0.7
 """Weight of the loads before, against the newest one, in the measured speed."""
+PAUSE = 10.0
+"""Seconds without copies to a tier after one has failed: the disk is full, or does not work."""
 FORGET = 0.97
 """Factor on the measured seconds of loads with each prompt that is computed because of them. Otherwise one
 slow load would be the last one."""
@@ -53,7 +58,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopy:
-    """A copy between a block of the pool and a place in the memory of the host."""
+    """A copy between a block of the pool and a place of a tier."""
 
     name: bytes
     block: int
@@ -65,11 +70,16 @@ class BlockCopy:
         return self.entry.place
 
 
-class HostTier:
-    """Owns the places."""
+class OffloadTier:
+    """Owns the places of one tier.
+
+    Attributes:
+        tier: which one it is.
+    """
 
     def __init__(
         self,
+        tier: Tier,
         num_places: int,
         pool: BlockPool,
         block_size: int,
@@ -80,6 +90,7 @@ class HostTier:
         """`tenant_of` a cached block, by its name. `left` is called with the name of each block that is not
         kept here any more. `prompt_tokens_per_s`: the speed at which a prompt is computed now. 0: not
         known."""
+        self.tier = tier
         self.num_places = num_places
         self._pool = pool
         self._block_size = block_size
@@ -98,15 +109,24 @@ class HostTier:
         self._waiting: deque[BlockCopy] = deque()  # copies in
         self._loads = 0  # not ended
         self._tokens = self._seconds = 0.0  # of recent loads
-        self._saved = self._loaded = self._dropped = self._damaged = 0
+        self._saved = self._loaded = self._dropped = self._failed = self._damaged = 0
+        self._paused_until = 0.0  # time.monotonic()
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._there
 
     @property
-    def stats(self) -> HostTierStats:
-        return HostTierStats(
-            self.num_places, len(self._there), self._saved, self._loaded, self._dropped, self._damaged
+    def stats(self) -> OffloadStats:
+        return OffloadStats(
+            self.tier,
+            blocks_total=self.num_places,
+            blocks_used=len(self._there),
+            tokens_per_s=self._tokens / self._seconds if self._seconds else 0.0,
+            saved=self._saved,
+            loaded_tokens=self._loaded,
+            dropped=self._dropped,
+            failed=self._failed,
+            damaged=self._damaged,
         )
 
     # Copies out
@@ -117,6 +137,8 @@ class HostTier:
 
     def next_saves(self, most: int) -> list[BlockCopy]:
         """Up to `most` blocks to copy to their places now. The caller calls `ended` for each."""
+        if self._paused_until and time.monotonic() < self._paused_until:
+            return []
         if not self._to_save and self._pool.moves - self._looked > self._clean // LOOKS:
             self._looked = self._pool.moves
             self._to_save.extend(
@@ -163,10 +185,8 @@ class HostTier:
 
     # Copies in
 
-    def pays(self, blocks: int) -> bool:
-        """Whether copying so many blocks takes less time than computing them, as far as known."""
-        if not blocks:
-            return False
+    def pays(self) -> bool:
+        """Whether copying a block takes less time than computing it, as far as known."""
         if self._seconds * self._prompt_tokens_per_s() <= self._tokens:
             return True
         self._seconds *= FORGET
@@ -192,18 +212,25 @@ class HostTier:
     # Both
 
     def ended(self, copy: BlockCopy, whole: bool) -> None:
-        """A copy is over. `whole`: of a copy in, whether its checksum was that of the copy out."""
+        """A copy is over. `whole`: of a copy in, whether its checksum was that of the copy out. Of a copy
+        out, whether the place has all bytes."""
         self._copies -= 1
         if copy.load is not None:
             self._in(copy, copy.load, whole)
-        elif self._saving.get(copy.name) is copy:
+        elif self._saving.get(copy.name) is not copy:
+            # The block was given out meanwhile, so the bytes may be of another prompt.
+            self._free.append(copy.place)
+            self._dropped += 1
+        elif not whole:
+            del self._saving[copy.name]
+            self._free.append(copy.place)
+            self._failed += 1
+            self._paused_until = time.monotonic() + PAUSE
+        else:
             del self._saving[copy.name]
             self._there[copy.name] = copy.entry
             self._by_tenant.setdefault(copy.entry.tenant, OrderedDict())[copy.name] = copy.entry
             self._saved += 1
-        else:  # the block was given out meanwhile, so the bytes may be of another prompt
-            self._free.append(copy.place)
-            self._dropped += 1
 
     def _in(self, copy: BlockCopy, load: _Load, whole: bool) -> None:
         entry = copy.entry

@@ -1,4 +1,4 @@
-"""Blocks of a KV cache in the memory of the host, and the copies between both: what a host tier needs.
+"""Copies of blocks of a KV cache below the device, in the memory of the host or on disk (`disk_store`).
 
 A *place* has all layers of one block, as this rank holds them. A block that is saved gets a checksum. A block
 that is loaded is whole only if its bytes have that checksum: else the block has any bytes.
@@ -22,7 +22,7 @@ Pair = tuple[int, int]
 """A block and a place."""
 
 
-class HostStore(Protocol):
+class BlockStore(Protocol):
     """The caller has one thread. It owns blocks and places from the start of their copy to its end."""
 
     batch: int
@@ -44,12 +44,28 @@ class HostStore(Protocol):
 
     def ended(self) -> list[bool]:
         """Of each block with a copy that is over, in the order of the copies: whether it is whole. A block
-        that is saved always is."""
+        that is saved is, unless a disk fails."""
         ...
 
     def close(self) -> None:
         """Waits for the copies, and frees the places."""
         ...
+
+
+class HostStore(BlockStore, Protocol):
+    """A store in the memory of the host."""
+
+    sums: list[int | None]
+    """The checksum of each place. None: a block that is loaded from there is not whole."""
+
+    def memory(self, place: int) -> memoryview:
+        """The bytes of a place. No copy uses them while the caller does."""
+        ...
+
+
+def block_bytes(kv: PagedKV) -> int:
+    """The bytes of a block, as this rank holds it."""
+    return sum(2 * tensor[0, 0].nbytes for tensor in (*kv.layers, *kv.scales))
 
 
 def open_host_store(kv: PagedKV, num_places: int, tick: Callable[[], None]) -> HostStore:
@@ -69,12 +85,12 @@ class CpuStore:
         # Layers and scales: [2, blocks, bytes of a block]
         self._parts = [t.flatten(2).view(torch.uint8).numpy() for t in (*kv.layers, *kv.scales)]
         self._ends = np.cumsum([2 * part.shape[2] for part in self._parts]).tolist()
-        block_bytes: int = self._ends[-1]
+        size = block_bytes(kv)
         # The system maps its pages only when they are first written.
-        self._memory = np.empty((num_places, block_bytes), dtype=np.uint8)
-        self._sums = [0] * num_places
+        self._memory = np.empty((num_places, size), dtype=np.uint8)
+        self.sums: list[int | None] = [None] * num_places
         self._ended: list[bool] = []
-        self.batch = max(1, BATCH_BYTES // block_bytes)
+        self.batch = max(1, BATCH_BYTES // size)
 
     @property
     def room(self) -> int:
@@ -84,12 +100,12 @@ class CpuStore:
         for block, place in pairs:
             for part, there in zip(self._parts, self._split(place), strict=True):
                 there[:] = part[:, block]
-            self._sums[place] = xxhash.xxh3_64_intdigest(self._memory[place])
+            self.sums[place] = xxhash.xxh3_64_intdigest(self._memory[place])
             self._ended.append(True)
 
     def load(self, pairs: Sequence[Pair]) -> None:
         for block, place in pairs:
-            whole = xxhash.xxh3_64_intdigest(self._memory[place]) == self._sums[place]
+            whole = xxhash.xxh3_64_intdigest(self._memory[place]) == self.sums[place]
             if whole:
                 for part, there in zip(self._parts, self._split(place), strict=True):
                     part[:, block] = there
@@ -98,6 +114,9 @@ class CpuStore:
     def ended(self) -> list[bool]:
         ended, self._ended = self._ended, []
         return ended
+
+    def memory(self, place: int) -> memoryview:
+        return self._memory[place].data
 
     def close(self) -> None:
         self._parts.clear()

@@ -1,0 +1,136 @@
+"""Blocks of a KV cache in a file on a local disk: a `BlockStore` behind a small `HostStore`.
+
+    save:  block ──▶ slot of the staging store, which makes the checksum ──▶ place in the file
+    load:  place in the file ──▶ slot, with the checksum of its save ──▶ block, if the bytes have it
+
+Threads read and write the file, so the caller never waits for the disk. A write that fails, for example
+because the disk is full, ends its save. A read that fails ends its load as a wrong checksum does.
+
+The file has no name in its directory. So only this process can read it, and the system frees its space when
+the process ends, in any way. No content of an earlier process is ever read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kv_transfer.block_store import Pair, block_bytes, open_host_store
+from kv_transfer.transport import PagedKV
+
+STAGING_BYTES = 256 << 20
+"""Memory of the host for blocks on their way."""
+THREADS = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    block: int
+    place: int
+    slot: int
+    is_load: bool
+    io: Future[bool] | None = None
+    """Whether the file was read or written."""
+    whole: bool | None = None
+    """Whether the copy came to its end with the right bytes. None: it is not over."""
+
+
+class DiskStore:
+    """Owns the file and the staging store."""
+
+    def __init__(self, kv: PagedKV, num_places: int, directory: str, tick: Callable[[], None]) -> None:
+        """`tick`: as for `open_host_store`. Raises `OSError` if the directory takes no file, or has too
+        little space, and `MemoryError` if the host has too little memory."""
+        self._size = block_bytes(kv)
+        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        if (free := shutil.disk_usage(directory).free) < num_places * self._size:
+            self._file.close()
+            raise OSError(f"{num_places * self._size} bytes are wanted, {free} are free")
+        slots = min(num_places, max(1, STAGING_BYTES // self._size))
+        self._staging = open_host_store(kv, slots, tick)
+        self.batch = max(1, min(self._staging.batch, slots // 2))
+        self._sums: list[int | None] = [None] * num_places
+        self._free = list(range(slots))
+        self._under_way: deque[_Copy] = deque()  # in the order of the caller
+        self._reading: list[_Copy] = []
+        self._staged: deque[_Copy] = deque()  # at the staging store, in its order
+        self._threads = ThreadPoolExecutor(THREADS, "disk tier")
+
+    @property
+    def room(self) -> int:
+        return min(len(self._free), self._staging.room) // self.batch * self.batch
+
+    def save(self, pairs: Sequence[Pair]) -> None:
+        copies = self._begin(pairs, is_load=False)
+        self._stage(copies)
+
+    def load(self, pairs: Sequence[Pair]) -> None:
+        for copy in self._begin(pairs, is_load=True):
+            copy.io = self._threads.submit(self._read, copy)
+            self._reading.append(copy)
+
+    def ended(self) -> list[bool]:
+        for whole in self._staging.ended():
+            copy = self._staged.popleft()
+            if copy.is_load:
+                copy.whole = whole
+            else:
+                self._sums[copy.place] = self._staging.sums[copy.slot]
+                copy.io = self._threads.submit(self._write, copy)
+        read = [copy for copy in self._reading if copy.io is not None and copy.io.done()]
+        self._stage(read[: self._staging.room])
+        ended: list[bool] = []
+        while self._under_way:
+            copy = self._under_way[0]
+            if not copy.is_load and copy.io is not None and copy.io.done():
+                copy.whole = copy.io.result()
+            if copy.whole is None:
+                break
+            ended.append(copy.whole)
+            self._free.append(copy.slot)
+            self._under_way.popleft()
+        return ended
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._staging.close()
+        self._file.close()
+
+    def _begin(self, pairs: Sequence[Pair], *, is_load: bool) -> list[_Copy]:
+        copies = [_Copy(block, place, self._free.pop(), is_load) for block, place in pairs]
+        self._under_way += copies
+        return copies
+
+    def _stage(self, copies: Sequence[_Copy]) -> None:
+        """Starts copies between blocks and their slots, all in one direction."""
+        if not copies:
+            return
+        self._staged += copies
+        pairs = [(copy.block, copy.slot) for copy in copies]
+        if not copies[0].is_load:
+            self._staging.save(pairs)
+            return
+        for copy in copies:
+            self._reading.remove(copy)
+            is_read = copy.io is not None and copy.io.result()
+            self._staging.sums[copy.slot] = self._sums[copy.place] if is_read else None
+        self._staging.load(pairs)
+
+    def _read(self, copy: _Copy) -> bool:
+        try:
+            memory = self._staging.memory(copy.slot)
+            return os.preadv(self._file.fileno(), [memory], copy.place * self._size) == self._size
+        except OSError:
+            return False
+
+    def _write(self, copy: _Copy) -> bool:
+        try:
+            memory = self._staging.memory(copy.slot)
+            return os.pwrite(self._file.fileno(), memory, copy.place * self._size) == self._size
+        except OSError:
+            return False

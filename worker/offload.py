@@ -1,0 +1,116 @@
+"""Moves blocks between the engine's KV cache and the tiers below it, as the engine says, between two
+steps."""
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from content import Tier
+from engine import Engine, EngineConfig
+from engine.core.offload_tier import BlockCopy, OffloadTier
+from engine.execution.rank import Follower
+from engine.models import cache_bytes_per_token, state_caches
+from kv_transfer.block_store import BlockStore, Pair, open_host_store
+from kv_transfer.disk_store import DiskStore
+from kv_transfer.ranked_store import RankedStore, StoreServer
+from kv_transfer.transport import PagedKV
+from worker.paged_kv import paged_kv
+
+POLL = 0.0005
+"""Seconds between two calls while copies are under way."""
+
+
+SHARE = 0.2
+"""Of the time between two calls, how long a CPU may copy blocks to the host. It makes one batch in any
+case."""
+
+
+class OffloadPump:
+    """Makes the copies that a tier wants. It starts some in each call, and never waits for one."""
+
+    def __init__(self, tier: OffloadTier, store: BlockStore) -> None:
+        self._tier = tier
+        self._store = store
+        self._under_way: deque[BlockCopy] = deque()  # in the order of the store
+        self._busy = False  # the last call started copies, so more may wait
+        self._pumped = time.monotonic()
+
+    def pump(self) -> None:
+        """Ends the copies that are over, and starts the next ones. Copies that requests wait for go first."""
+        began = time.monotonic()
+        until = began + SHARE * (began - self._pumped)
+        self._end()
+        self._busy = False
+        if loads := self._tier.next_loads(self._store.room):
+            self._start(self._store.load, loads)
+        # A GPU or a disk makes one batch at a time, since a request that must be loaded waits for it. A CPU
+        # makes a batch at once.
+        while not self._under_way and (saves := self._tier.next_saves(self._store.batch)):
+            self._start(self._store.save, saves)
+            if time.monotonic() > until:
+                break
+        self._pumped = time.monotonic()
+
+    def _start(self, start: Callable[[Sequence[Pair]], None], copies: Sequence[BlockCopy]) -> None:
+        self._busy = True
+        self._under_way += copies
+        start([(copy.block, copy.place) for copy in copies])
+        self._end()
+
+    def _end(self) -> None:
+        for whole in self._store.ended():
+            self._tier.ended(self._under_way.popleft(), whole)
+
+    @property
+    def copies(self) -> bool:
+        """Whether copies are under way or wait, so that `pump` must be called soon."""
+        return self._busy or bool(self._under_way) or self._tier.loading
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def offload_pumps(
+    engine: Engine,
+    tick: Callable[[], None],
+    disk_cache_dir: str | None = None,
+    rank_fds: Sequence[Sequence[int]] = (),
+) -> list[OffloadPump]:
+    """One for each tier of the engine. `tick`, a sign of life, is called while memory is pinned. `rank_fds`:
+    for each other rank, a socket for each tier. Raises `ValueError` if the host has too little memory, or the
+    disk too little space."""
+    pumps: list[OffloadPump] = []
+    for number, tier in enumerate(engine.offload):
+        try:
+            store = _open_store(tier.tier, paged_kv(engine), tier.num_places, disk_cache_dir, tick)
+        except MemoryError as error:
+            size = tier.num_places * engine.block_bytes
+            raise ValueError(f"--host-cache-size: {size} bytes cannot be had: {error}") from error
+        except OSError as error:
+            raise ValueError(f"--disk-cache-dir: {disk_cache_dir}: {error}") from error
+        if rank_fds:
+            store = RankedStore(store, [socket.socket(fileno=fds[number]) for fds in rank_fds])
+        pumps.append(OffloadPump(tier, store))
+    return pumps
+
+
+def serve_offload(config: EngineConfig, follower: Follower, fds: Sequence[int]) -> None:
+    """Makes the copies of this rank, in a thread for each tier. `fds`: for each tier, a socket to rank 0. A
+    model with states has no tiers."""
+    if state_caches(follower.cache_spec):
+        return
+    kv = paged_kv(follower)
+    size_of_block = kv.block_size * cache_bytes_per_token(follower.cache_spec) * kv.ranks
+    for (tier, size), fd in zip(config.offload_sizes.items(), fds, strict=True):
+        store = _open_store(tier, kv, size // size_of_block, config.disk_cache_dir, lambda: None)
+        StoreServer(store, socket.socket(fileno=fd))
+
+
+def _open_store(
+    tier: Tier, kv: PagedKV, num_places: int, disk_cache_dir: str | None, tick: Callable[[], None]
+) -> BlockStore:
+    if tier is Tier.HOST:
+        return open_host_store(kv, num_places, tick)
+    assert disk_cache_dir is not None, "checked by the configuration"
+    return DiskStore(kv, num_places, disk_cache_dir, tick)

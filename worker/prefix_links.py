@@ -1,0 +1,86 @@
+"""How fast prefixes come from other workers: measured for each tier of each worker."""
+
+import math
+from dataclasses import dataclass, field
+
+from content import Tier
+from worker.messages import ContentSource, PrefixLink
+
+MEMORY = 0.7
+"""Weight of the fetches before, against the newest one, in what is measured."""
+FORGET = 0.97
+"""What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
+fetch would be the last one."""
+MOST = 1000
+"""Links with measured fetches. One more replaces the oldest."""
+RECENT = 60.0
+"""Seconds for which routers hear of a measured fetch. Later they count the link as unknown, so it is tried
+again."""
+
+
+@dataclass(slots=True)
+class Link:
+    """What recent fetches from one tier of one worker took. In all averages, older fetches weigh less."""
+
+    fetches: float = 0.0
+    waited: float = 0.0  # seconds until the first frame; a sum
+    transfers: dict[int, float] = field(default_factory=dict)
+    """Average seconds from then on, by size. Sizes differ by a factor of two."""
+    tokens: float = 0.0  # a sum, as is `seconds`
+    seconds: float = 0.0  # from the first frame on
+    paused_until: float = 0.0  # time.monotonic()
+    measured_at: float = -math.inf  # time.monotonic()
+
+    def pays(self, tokens: int, seconds: float, now: float) -> bool:
+        """Whether a fetch of so many tokens takes less than `seconds`, as far as known. 0: not known.
+
+        Each answer of no lowers what is measured. So after many of them a fetch is tried again."""
+        if now < self.paused_until:
+            return False
+        if not seconds or not self.fetches or self._expected(tokens) < seconds:
+            return True
+        self.waited *= FORGET
+        self.transfers = {size: FORGET * took for size, took in self.transfers.items()}
+        return False
+
+    def _expected(self, tokens: int) -> float:
+        """Seconds to fetch so many tokens. Short fetches say little about the speed of long ones. So a fetch
+        that is longer than all before is expected to take as long as the longest. So it is tried."""
+        shorter = [size for size in self.transfers if size <= tokens.bit_length()]
+        if shorter:
+            transfer = self.transfers[max(shorter)]
+        else:
+            size = min(self.transfers)
+            transfer = self.transfers[size] * tokens / (1 << size)
+        return self.waited / self.fetches + transfer
+
+    def measured(self, tokens: int, waited: float, seconds: float, now: float) -> None:
+        self.measured_at = now
+        self.tokens = MEMORY * self.tokens + tokens
+        self.seconds = MEMORY * self.seconds + seconds
+        self.fetches = MEMORY * self.fetches + 1
+        self.waited = MEMORY * self.waited + waited
+        size = tokens.bit_length()
+        before = self.transfers.get(size, seconds)
+        self.transfers[size] = (MEMORY * before + seconds) / (MEMORY + 1)
+
+
+class PrefixLinks:
+    """The links of one worker to the tiers of other workers."""
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[str, int, Tier], Link] = {}  # by address, incarnation and tier
+
+    def to(self, source: ContentSource) -> Link:
+        key = source.kv_address, source.incarnation, source.tier
+        if key not in self._links and len(self._links) >= MOST:
+            del self._links[next(iter(self._links))]
+        return self._links.setdefault(key, Link())
+
+    def recent(self, now: float) -> list[PrefixLink]:
+        """What routers should know."""
+        return [
+            PrefixLink(incarnation, tier, link.waited / link.fetches, link.tokens / link.seconds)
+            for (_, incarnation, tier), link in self._links.items()
+            if now < link.measured_at + RECENT and link.seconds
+        ]
