@@ -73,6 +73,9 @@ class Metrics:
         self.handover_gap = self._histogram(
             "baton:handover_gap_seconds", "Between the tokens of prefill and decode.", _INTERVAL
         )
+        self.queue = self._histogram(
+            "baton:router_queue_seconds", "From the request to its first submission to a worker.", _LATENCY
+        )
         self.loop_lag = self._histogram(
             "baton:event_loop_lag_seconds", "How late the event loop runs a timer.", _INTERVAL
         )

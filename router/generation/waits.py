@@ -27,7 +27,8 @@ class Waits:
         self._worker_wait = worker_wait
         self._prefilled = False
         self._has_retry = False  # taken from the budget and not used yet
-        self._deadline = time.monotonic() + timeout
+        self._began = time.monotonic()
+        self._deadline = self._began + timeout
         loop = asyncio.get_running_loop()
         self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
         self._worker_timer: asyncio.TimerHandle | None = None
@@ -49,6 +50,8 @@ class Waits:
         self._has_retry = True
 
     def prefill_sent(self) -> None:
+        if not self._prefilled:
+            self._metrics.queue.observe(time.monotonic() - self._began)
         self._prefilled, self._has_retry = True, False
 
     def wait_for_worker(self, role: str) -> None:

@@ -195,6 +195,18 @@ async def test_every_failure_is_named_and_counted(api: str) -> None:
     assert "too many requests" in busy.detail
 
 
+async def test_users_back_off_from_a_server_that_does_not_answer() -> None:
+    """The open loop keeps its schedule: its load does not depend on the server."""
+    config = client_config("http://127.0.0.1:1", SAME, concurrency=2, duration=1.0)
+    records = await run_client(config)
+    assert {r.error_class for r in records} == {"refused"}
+    assert len(records) <= 2 * 4, "after 0, 0.1, 0.3 and 0.7 seconds"
+    async with MockServer(Behavior(ttft=0, faults=["500", "none"])) as server:
+        records = await run_client(client_config(server.url, SAME, sessions=8))
+    assert len(records) == 8
+    assert records[-1].ended < 1.0, "an answer ends the pause"
+
+
 async def test_a_port_without_a_listener_is_refused() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bench.contract import Report, Row
 from bench.load.report import compare
@@ -52,6 +54,28 @@ def test_an_invalid_condition_is_refused(text: str) -> None:
 
 def test_conditions_take_row_names_of_sweeps() -> None:
     assert Condition.parse("rate=0.5.ttit.p99.9>+1%").row == "rate=0.5.ttit.p99.9"
+
+
+def test_a_comparison_says_what_changed() -> None:
+    """The setup, and the rows that changed by more than their intervals."""
+    old, new = (_report(ttft_p50=10, ttit_p50=10, throughput=99, client_cpu=1) for _ in range(2))
+    values = {"ttft.p50": (13, 12, 14), "ttit.p50": (11, 9, 12), "throughput": (100, None, None)}
+    for row in new["results"]:
+        value, low, high = values.get(row["name"], (2, None, None))
+        row |= {"value": value} | ({} if low is None else {"low": low, "high": high})
+    for row in old["results"]:
+        row |= {"low": 9, "high": 11} if row["name"] in ("ttft.p50", "ttit.p50") else {}
+    new["parameters"] |= {"url": "http://other", "seed": 5}
+    new["versions"] = {**old["versions"], "torch": "9"}
+    verdict = compare.judge(old, new, [])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(compare.render([old, new], ["a", "b"], verdict))
+    text = console.export_text()
+    assert "b: url: – → http://other" in text
+    assert "b: torch: " in text
+    assert "seed" not in text
+    assert "b is worse: ttft.p50 +30.0%, client.cpu +100.0%\n" in text
+    assert "better" not in text, "1 % without an interval is not named"
 
 
 def test_a_condition_that_holds_reports_the_change() -> None:

@@ -39,7 +39,8 @@ def outcome(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Outcome:
         "summary": summarize(records, options.slo.objectives, warm_up=0.0),
         "self_check": check([], [0.0], 0.1, 0.01, more.pop("died", [])),
         "server": ServerView(
-            (Stage("queue", "vllm:request_queue_time_seconds", 60, 0.01, 0.01, 0.02),), "by it"
+            (Stage("prefill_queue", "vllm:request_queue_time_seconds", 60, 0.01, 64.0, None, ("p50",)),),
+            "by it",
         ),
         "elapsed": 6.0,
         "processes": 1,
@@ -135,15 +136,20 @@ def test_a_report_of_another_bench_is_refused() -> None:
 def test_rows_have_the_names_and_units_of_the_contract() -> None:
     rows = {row["name"]: row for row in _report(failed=2)["results"]}
     for metric in ("ttft", "ttit", "ttit.request", "handover", "e2e"):
-        for quantile in ("p50", "p90", "p99", "p99.9", "max"):
+        for quantile in ("p50", "p90", "max"):
             assert rows[f"{metric}.{quantile}"]["unit"] == "ms"
+    assert "ttft.p99" not in rows, "60 answers are too few"
+    assert "60 answers are too few for p99" in " ".join(_report()["detail"]["notes"])
     assert rows["ttft.p50"]["value"] == pytest.approx(100)
     assert rows["ttft.p50"]["low"] <= rows["ttft.p50"]["value"] <= rows["ttft.p50"]["high"]
     assert rows["ttit.p99"]["goal"] == 20
     assert rows["ttit.p99"]["meets_goal"] is True
     assert rows["errors.http_500"]["value"] == 2
     assert rows["goodput.share"]["value"] == pytest.approx(60 / 62)
-    assert rows["server.queue.mean"]["value"] == pytest.approx(10)
+    assert rows["server.prefill_queue.mean"]["value"] == pytest.approx(10)
+    assert rows["server.prefill_queue.p50"]["low"] == 64_000, "in the last bucket: at least so much"
+    assert "server.prefill_queue.p99" not in rows
+    assert "&gt; 64,000" in page([_report()], ["x"])
 
 
 def test_requests_are_written_in_order_with_their_failures(tmp_path: Path) -> None:

@@ -20,10 +20,19 @@ def test_quantiles_are_by_nearest_rank() -> None:
 
 
 def test_too_few_samples_have_no_upper_bound() -> None:
-    found = Series.of([[float(x)] for x in range(50)]).estimates()
-    assert found["p99"].value == 49.0
+    found = Series.of([[float(x)] for x in range(100)]).estimates()
+    assert found["p99"].value == 98.0
     assert found["p99"].high is None
     assert found["p50"].high is not None
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [(1, {"p50", "max"}), (9, {"p50", "max"}), (10, {"p50", "p90", "max"}), (99, {"p50", "p90", "max"}),
+     (100, {"p50", "p90", "p99", "max"}), (1000, {"p50", "p90", "p99", "p99.9", "max"})],
+)  # fmt: skip
+def test_a_quantile_needs_a_sample_above_it(count: int, names: set[str]) -> None:
+    assert Series.of([[float(x)] for x in range(count)]).estimates().keys() == names
 
 
 @pytest.mark.parametrize("size", [1, 20])

@@ -54,6 +54,8 @@ async def test_echo_with_logprobs_scores_a_prompt_on_the_prefill_worker_alone(cl
         assert result["usage"]["completion_tokens"] == max_tokens
     assert [(p.handover, p.request.sampling.prompt_logprobs) for p in prefills(cluster)] == [(False, 2)] * 2
     assert not decodes(cluster)
+    queued = 'baton:router_queue_seconds_count{model_name="fake",role="router"} 2.0'
+    assert queued in await cluster.metrics(), "the first submission of each request"
     await cluster.idle()
 
 

@@ -16,6 +16,12 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 _Z = 1.96  # 95 %
 
 
+def enough_samples(count: float, quantile: float) -> bool:
+    """Whether at least one sample is above the quantile. Else the maximum would stand for it: the p99 of 50
+    samples is one sample. The median always has enough."""
+    return quantile <= 0.5 or round(count * (1 - quantile), 6) >= 1
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """`low` and `high` bound the 95 % interval. `high` is None if there are too few samples."""
@@ -43,11 +49,14 @@ class Series:
         return len(self.values)
 
     def estimates(self) -> dict[str, Estimate]:
-        """p50, p90, p99, p99.9 and max; empty without samples. The maximum has no interval."""
+        """p50, max, and those of p90, p99 and p99.9 for which there are enough samples. Empty without any
+        sample. The maximum has no interval."""
         if not len(self):
             return {}
         order = np.sort(self.values)
-        found = {name: self._estimate(order, q) for name, q in QUANTILES.items()}
+        found = {
+            name: self._estimate(order, q) for name, q in QUANTILES.items() if enough_samples(len(self), q)
+        }
         return found | {"max": Estimate(float(order[-1]))}
 
     def curve(self, points: int = 120) -> list[tuple[float, float]]:

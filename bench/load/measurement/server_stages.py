@@ -1,6 +1,6 @@
 """Where the time went inside the server: its histograms, from `/metrics` before and after the run.
 
-Knows the names of vLLM's metrics and of Baton's. If the server has none of them, the report says so.
+Knows the names of the metrics of vLLM, SGLang and Baton. If the server has none of them, the report says so.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-# Stage -> the histogram that measures it.
-STAGES: Mapping[str, str] = {
-    "queue": "vllm:request_queue_time_seconds",
-    "prefill": "vllm:request_prefill_time_seconds",
-    "transfer": "baton:kv_transfer_seconds",
-    "exposed_transfer": "baton:kv_exposed_seconds",
-    "handover": "baton:handover_gap_seconds",
-    "router_lag": "baton:event_loop_lag_seconds",
-    "decode": "vllm:request_decode_time_seconds",
-    "ttft": "vllm:time_to_first_token_seconds",
-    "e2e": "vllm:e2e_request_latency_seconds",
+from bench.load.measurement.quantiles import QUANTILES, enough_samples
+
+# Stage -> the histograms that measure it. A server has one of them.
+STAGES: Mapping[str, tuple[str, ...]] = {
+    "router_queue": ("baton:router_queue_seconds",),
+    "prefill_queue": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
+    "prefill": ("vllm:request_prefill_time_seconds",),
+    "transfer": ("baton:kv_transfer_seconds",),
+    "exposed_transfer": ("baton:kv_exposed_seconds",),
+    "handover": ("baton:handover_gap_seconds",),
+    "router_lag": ("baton:event_loop_lag_seconds",),
+    "decode": ("vllm:request_decode_time_seconds",),
+    "ttft": ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"),
+    "e2e": ("vllm:e2e_request_latency_seconds", "sglang:e2e_request_latency_seconds"),
 }
 _PAGE_BYTES = 16 << 20
 
@@ -37,14 +40,21 @@ class Histogram(msgspec.Struct):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """What the server measured of one stage during the run, in seconds."""
+    """What the server measured of one stage during the run, in seconds.
+
+    Attributes:
+        p99: None if there are too few samples.
+        beyond: the quantiles that are in the last bucket, which has no upper bound. They are larger than
+            the value here.
+    """
 
     name: str
     metric: str
     count: int
     mean: float
     p50: float
-    p99: float
+    p99: float | None
+    beyond: tuple[str, ...] = ()
 
 
 class ServerView(msgspec.Struct, frozen=True):
@@ -99,7 +109,7 @@ async def page_text(response: aiohttp.ClientResponse) -> str:
 
 def parse(text: str, into: dict[str, Histogram]) -> None:
     """Adds the known histograms. Raises the errors of the parser for a bad page."""
-    known = set(STAGES.values())
+    known = {metric for metrics in STAGES.values() for metric in metrics}
     for family in text_string_to_metric_families(text):
         if family.name not in known:
             continue
@@ -123,34 +133,41 @@ def between(before: Snapshot, after: Snapshot) -> ServerView:
     assert isinstance(after, dict)
     stages = []
     restarted = False
-    for name, metric in STAGES.items():
-        if metric not in after:
+    for name, metrics in STAGES.items():
+        metric = next((each for each in metrics if each in after), None)
+        if metric is None:
             continue
         added = difference(before.get(metric, Histogram()), after[metric])
         if added is None:
             restarted = True
         elif added.count:
-            stages.append(
-                Stage(
-                    name=name,
-                    metric=metric,
-                    count=round(added.count),
-                    mean=added.total / added.count,
-                    p50=quantile(added, 0.5),
-                    p99=quantile(added, 0.99),
-                )
-            )
+            stages.append(_stage(name, metric, added))
     if restarted:
         return ServerView(
             (), "no server-side stages: counters went backwards, the server restarted during the run"
         )
     if not stages:
         return ServerView(
-            (), "no server-side stages: /metrics has none of the histograms that vLLM and Baton export"
+            (), "no server-side stages: /metrics has none of the histograms of vLLM, SGLang and Baton"
         )
     return ServerView(
         tuple(stages),
         "by the server's own histograms over the whole run, warm-up included; quantiles from buckets",
+    )
+
+
+def _stage(name: str, metric: str, added: Histogram) -> Stage:
+    quantiles = {q: quantile(added, QUANTILES[q]) for q in ("p50", "p99")}
+    last = max((bound for bound in added.buckets if math.isfinite(bound)), default=0.0)
+    below = added.buckets.get(last, 0.0)
+    return Stage(
+        name=name,
+        metric=metric,
+        count=round(added.count),
+        mean=added.total / added.count,
+        p50=quantiles["p50"],
+        p99=quantiles["p99"] if enough_samples(added.count, QUANTILES["p99"]) else None,
+        beyond=tuple(q for q in quantiles if QUANTILES[q] * added.count > below),
     )
 
 

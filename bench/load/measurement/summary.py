@@ -176,9 +176,11 @@ def _slo_met(slo: Slo, latencies: dict[str, dict[str, Estimate]], share: float, 
 
 
 def _bound_met(bound: Bound, latencies: dict[str, dict[str, Estimate]]) -> bool:
+    """With too few samples for the quantile, the bound holds for the maximum."""
     assert bound.quantile in QUANTILES
     name = "ttit" if bound.metric == "gap" else bound.metric
-    found = latencies.get(name, {}).get(bound.quantile)
+    of_metric = latencies.get(name, {})
+    found = of_metric.get(bound.quantile) or of_metric.get("max")
     return found is not None and found.value <= bound.limit_ms
 
 

@@ -11,14 +11,20 @@ from typing import Any
 from bench.load.report import svg
 from bench.load.report.results import LATENCIES
 from bench.load.report.svg import Chart, Line
-from bench.load.report.table import TITLES, ms, rows_of
+from bench.load.report.table import TITLES, ms, rows_of, stage_ms
 
 Report = Mapping[str, Any]
 # The page holds its style and its script: it loads nothing.
 CSS, JS = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
 _COLORS = 8
 _QUANTILES = ("p50", "p90", "p99", "p99.9", "max")
-_ADDED_STAGES = ("queue", "prefill", "exposed_transfer", "decode")  # consecutive in a request
+_ADDED_STAGES = (
+    "router_queue",
+    "prefill_queue",
+    "prefill",
+    "exposed_transfer",
+    "decode",
+)  # consecutive in a request
 
 
 @dataclass(frozen=True)
@@ -260,7 +266,7 @@ def _stages(runs: Sequence[Run]) -> str:
         keys = "".join(f'<span><i class="key c{i}"></i>{_stage(s)}</span>' for i, s in enumerate(added))
         lines = "".join(
             f"<tr><td>{_stage(s)}</td>"
-            + "".join(f"<td>{ms(s[k] * 1e3)}</td>" for k in ("mean", "p50", "p99"))
+            + "".join(f"<td>{escape(stage_ms(s, k))}</td>" for k in ("mean", "p50", "p99"))
             + f'<td>{s["count"]:,}</td><td class="text"><small>{escape(s["metric"])}</small></td></tr>'
             for s in server["stages"]
         )
@@ -297,13 +303,16 @@ def _latency_table(run: Run) -> str:
     for metric in LATENCIES:
         if f"{metric}.p50" not in rows:
             continue
-        cells = "".join(
-            f"<td>{ms(rows[f'{metric}.{q}']['value'])}<br><small>{_interval(rows[f'{metric}.{q}'])}</small></td>"
-            for q in _QUANTILES
-        )
+        cells = "".join(_latency_cell(rows.get(f"{metric}.{q}")) for q in _QUANTILES)
         lines.append(f"<tr><td>{escape(TITLES[metric])}</td>{cells}</tr>")
     head = "".join(f"<th>{q}</th>" for q in _QUANTILES)
     return f'<div class="card"><table><tr><th>ms</th>{head}</tr>{"".join(lines)}</table></div>'
+
+
+def _latency_cell(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "<td>–</td>"
+    return f"<td>{ms(row['value'])}<br><small>{_interval(row)}</small></td>"
 
 
 def _interval(row: Mapping[str, Any]) -> str:

@@ -69,7 +69,9 @@ def rows(outcome: Outcome) -> Iterator[Row]:
     yield Row("client.cpu", check.cpu, "share")
     for stage in outcome.server.stages:
         for name in ("mean", "p50", "p99"):
-            yield Row(f"server.{stage.name}.{name}", getattr(stage, name) * 1e3, "ms")
+            if (seconds := getattr(stage, name)) is not None:
+                least = seconds * 1e3 if name in stage.beyond else None
+                yield Row(f"server.{stage.name}.{name}", seconds * 1e3, "ms", low=least)
 
 
 def _counts(summary: Summary) -> Iterator[Row]:
@@ -145,6 +147,8 @@ def notes(outcome: Outcome) -> list[str]:
             f"{summary.input_off} of {summary.ok} prompts have other lengths than asked for, as the server "
             f"counts (input lengths: {outcome.plan.tokenization.statement})"
         )
+    if summary.ok and "p99" not in summary.latencies["ttft"]:
+        found.append(f"{summary.ok} answers are too few for p99 of their latencies, which needs 100")
     if summary.output_short:
         found.append(f"{summary.output_short} of {summary.ok} answers are shorter than asked for")
     if summary.tokens_per_chunk > 1.02:

@@ -126,15 +126,16 @@ def _latencies(rows: Rows) -> Table:
     table.add_column("of p99", justify="right", style="dim")
     for metric in LATENCIES:
         if f"{metric}.p50" in rows:
-            values = (ms(rows[f"{metric}.{q}"]["value"]) for q in _QUANTILES)
+            found = [rows.get(f"{metric}.{q}") for q in _QUANTILES]
+            values = ("–" if row is None else ms(row["value"]) for row in found)
             table.add_row(
-                TITLES[metric], *values, *(_interval(rows[f"{metric}.{q}"]) for q in ("p50", "p99"))
+                TITLES[metric], *values, *(_interval(rows.get(f"{metric}.{q}")) for q in ("p50", "p99"))
             )
     return table
 
 
-def _interval(row: Mapping[str, Any]) -> str:
-    if "low" not in row:
+def _interval(row: Mapping[str, Any] | None) -> str:
+    if row is None or "low" not in row:
         return ""
     return f"{ms(row['low'])} – {ms(row['high'])}" if "high" in row else f"≥ {ms(row['low'])}"
 
@@ -189,9 +190,17 @@ def _server(server: Mapping[str, Any]) -> RenderableType:
     for column in ("stage", "mean", "≈ p50", "≈ p99", "count"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for stage in server["stages"]:
-        values = (ms(stage[name] * 1e3) for name in ("mean", "p50", "p99"))
+        values = (stage_ms(stage, name) for name in ("mean", "p50", "p99"))
         table.add_row(stage["name"].replace("_", " "), *values, str(stage["count"]))
     return table
+
+
+def stage_ms(stage: Mapping[str, Any], name: str) -> str:
+    """A number of a stage. A quantile in the last bucket of its histogram is larger than the bucket says."""
+    if stage[name] is None:
+        return "–"
+    mark = "> " if name in stage.get("beyond", ()) else ""
+    return mark + ms(stage[name] * 1e3)
 
 
 def _fine_print(report: Mapping[str, Any]) -> Text:

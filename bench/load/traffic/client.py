@@ -25,6 +25,9 @@ from bench.load.traffic.workload import Session, Turn, Workload
 
 # Timers of uvloop have a resolution of 1 ms. So sleep until shortly before, then poll.
 _SPIN_SECONDS = 0.002
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0
+"""Seconds that a user of a closed loop waits after a request without an answer, doubled each time."""
+_NO_ANSWER = (Failure.REFUSED, Failure.UNREACHABLE, Failure.DISCONNECTED, Failure.HTTP)
 
 
 class ClientConfig(msgspec.Struct, frozen=True, tag=True):
@@ -68,7 +71,7 @@ class Client:
         self._composer = Composer(config.tokenization)
         self._emit = emit
         self._cut = Failure.INTERRUPTED  # the failure of a cancelled request
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._start = 0.0
         limited = config.concurrency and not self._is_closed_loop
         self._slots = asyncio.Semaphore(config.users) if limited else None
@@ -128,14 +131,19 @@ class Client:
             await asyncio.wait(users, timeout=self._config.duration, return_when=asyncio.FIRST_COMPLETED)
 
     async def _user(self, http: aiohttp.ClientSession, mine: Iterator[int]) -> None:
-        config = self._config
+        """Sends sessions one after another. A server that does not answer gets fewer and fewer requests."""
+        config, pause = self._config, _FIRST_PAUSE
         for index in mine:
             session = config.workload.session(index)
             body = self._body(session.turns[0], [])
             due = self._now()
             if config.duration is not None and due >= config.duration:
                 return
-            await self._session(http, index, session, due, body)
+            if await self._session(http, index, session, due, body) not in _NO_ANSWER:
+                pause = _FIRST_PAUSE
+                continue
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
 
     async def _drain(self, stopped: asyncio.Task[bool]) -> None:
         if not self._tasks:
@@ -151,8 +159,9 @@ class Client:
 
     async def _session(
         self, http: aiohttp.ClientSession, index: int, session: Session, due: float, body: bytes
-    ) -> None:
-        """Sends all turns in order. A failure ends the session, since the next turn needs the answer."""
+    ) -> Failure | None:
+        """Sends all turns in order. Returns the failure that ended the session, since the next turn needs
+        the answer."""
         config = self._config
         name = f"{config.run_id}-{index}" if config.workload.keeps_sessions else ""
         history: list[tuple[Turn, str]] = []
@@ -160,7 +169,7 @@ class Client:
             if number:
                 due = self._now() + turn.think_seconds
                 if config.duration is not None and due >= config.duration:
-                    return
+                    return None
                 body = self._body(turn, history)
                 await self._sleep_until(due)
             record = Record(
@@ -179,8 +188,9 @@ class Client:
             record.skipped_turns = 0 if record.ok else len(session.turns) - number - 1
             self._emit(record)
             if not record.ok:
-                return
+                return record.failure
             history.append((turn, answer.text))
+        return None
 
     async def _request(self, http: aiohttp.ClientSession, answer: Answer, body: bytes) -> None:
         try:
@@ -219,12 +229,12 @@ class Client:
         assert isinstance(text, str), "sessions of several turns are sent as text, never as token ids"
         return text
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, object]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         """Keeps tasks with an exception, so that `_drain` raises it."""
         if task.cancelled() or task.exception() is None:
             self._tasks.discard(task)
