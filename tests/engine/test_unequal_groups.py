@@ -19,6 +19,7 @@ import torch
 import kv_transfer as kv
 from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
 from engine.api.request import Reservation
+from engine.core import state_copies
 from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
 from engine.kernels import KV, Fp8KV, parts
@@ -328,19 +329,39 @@ STATES = (
     [("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Bamba", 2, 4)],
 )
 def test_states_are_handed_over(
-    tmp_path: Path, save_tiny: Any, kind: str, prefill_ranks: int, decode_ranks: int
+    tmp_path: Path,
+    save_tiny: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    prefill_ranks: int,
+    decode_ranks: int,
 ) -> None:
-    """The tokens are those of transformers, wherever a prompt ends within a chunk. 4 ranks share 2 groups."""
+    """The tokens are those of transformers, wherever a prompt ends within a chunk. 4 ranks share 2 groups.
+
+    Two chats go on. The prefill worker begins with a copy of the states, the decode worker with its KV."""
+    monkeypatch.setattr(state_copies, "END_TOKENS", 16)
     reference, rng = save_tiny(tmp_path, kind), random.Random(4)
     layout = kv.KVLayout(3, 2, 16, "float32", STATES, (0, 2))
-    settings = {"num_blocks": 60, "max_num_batched_tokens": 16}
+    settings: dict[str, Any] = {
+        "num_blocks": 60,
+        "max_num_batched_tokens": 16,
+        "enable_prefix_caching": True,
+    }
     prefill = Side(tmp_path, layout, prefill_ranks, block_size=16, **settings)
     decode = Side(tmp_path, layout, decode_ranks, block_size=32, **settings)
     prompts = [[rng.randrange(3, 199) for _ in range(n)] for n in (1, 2, 15, 16, 17, 31, 32, 33, 70)]
     sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    requests = [EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts]
+
+    def answers(prompts: list[list[int]]) -> list[list[int]]:
+        return pair.run([EngineRequest(os.urandom(16), prompt, [], sampling) for prompt in prompts])
+
     with closing(prefill), closing(decode):
         pair = Pair(prefill, decode)
-        tokens = pair.run(requests[:5]) + pair.run(requests[5:])
+        tokens = answers(prompts[:5]) + answers(prompts[5:])
+        assert not any(prefill.sink.cached.values())
+        prompts += [[*prompts[i], *tokens[i], 9, 8, 7] for i in (5, 8)]
+        tokens += answers(prompts[-2:])
+        assert sorted(list(prefill.sink.cached.values())[-2:]) == [16, 64]
+        assert sorted(pair.cached[-2:]) == [32, 64]
     for prompt, found in zip(prompts, tokens, strict=True):
         assert found == [token for token, _ in greedy(reference, prompt, 6)], f"{len(prompt)} tokens"
