@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.kv_transfer.second_wire import COMMIT, HELLO, KV, SLICE, pack, unpack
+from tests.kv_transfer.second_wire import COMMIT, HELLO, KV, SLICE, STATE_SLICE, pack, unpack
 from tests.kv_transfer.second_wire import frame as whole_frame
 from tests.proxy import Proxy
 
@@ -85,7 +85,7 @@ class BadNetwork(Proxy):
                     frame = bytearray(whole_frame(COMMIT, pack(message), head[8:24]))
                 meant = head[5] in self.back if back else head[5] == KV and not self.back
                 meant = meant and self.kind in (None, head[26])
-                if head[5] == SLICE and self.arena is not None:
+                if head[5] in (SLICE, STATE_SLICE) and self.arena is not None:
                     self.arena.slot(unpack(frame[HEADER:-trailer])[0])[7] ^= 1
                     self.arena, self.suffered = None, 1
                 hit = meant and self.hits > 0 and self.rng.random() < self.chance

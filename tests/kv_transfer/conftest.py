@@ -45,15 +45,26 @@ class Worker(TransferProcess):
         self.block_size = block_size
         self.exports = exports
         shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
-        dtype, each = getattr(torch, layout.dtype), range(layout.num_layers)
+        dtype, each = getattr(torch, layout.dtype), layout.kv_layers
         layers = [self.filled(torch.zeros(shape, device=device)).to(dtype) for _ in each]
         scales: list[torch.Tensor] = []
         if layout.dtype == "float8_e4m3fn":
             shape = (2, blocks, layout.num_kv_heads, block_size)
             scales = [self.filled(torch.zeros(shape, device=device)).abs() for _ in each]
+        self.states = [
+            [
+                self.filled(torch.zeros(4, x.rows, x.heads, x.head_dim, device=device)).to(
+                    getattr(torch, x.dtype)
+                )
+                for _ in layout.state_layers
+            ]
+            for x in layout.states
+        ]
+        """Of each state and layer, four slots."""
         self.ranks = Ranks(
-            layers, scales, block_size, layout, ranks, self.sending, self.receiving, exports=exports
-        )
+            layers, scales, block_size, layout, ranks, self.sending, self.receiving, self.states,
+            exports=exports,
+        )  # fmt: skip
         self.free = list(range(blocks))
         random.shuffle(self.free)
 
@@ -99,16 +110,20 @@ class Prefill(Worker):
     def filled(self, layer: torch.Tensor) -> torch.Tensor:
         return layer.normal_()
 
-    def open(self, num_tokens: int, prefill_id: bytes | None = None) -> bytes:
+    def open(self, num_tokens: int, prefill_id: bytes | None = None, state_slot: int = 0) -> bytes:
         prefill_id = prefill_id or os.urandom(16)
         self.held[prefill_id] = self.allocate(num_tokens)
-        self.sender.open(prefill_id, self.held[prefill_id], num_tokens)
+        self.sender.open(prefill_id, self.held[prefill_id], num_tokens, state_slot)
         return prefill_id
 
-    def hold(self, num_tokens: int, prefill_id: bytes | None = None, token: int = 7) -> bytes:
+    def hold(
+        self, num_tokens: int, prefill_id: bytes | None = None, token: int = 7, state_slot: int = 0
+    ) -> bytes:
         """A finished prefill."""
-        prefill_id = self.open(num_tokens, prefill_id)
+        prefill_id = self.open(num_tokens, prefill_id, state_slot)
         self.sender.ready(prefill_id, None, 0, num_tokens)
+        for layer in self.layout.state_layers:
+            self.sender.ready(prefill_id, layer, 0, num_tokens)
         self.sender.commit(prefill_id, kv.FirstToken(token))
         return prefill_id
 

@@ -45,7 +45,8 @@ class Group(Ranks):
         shape = (2, BLOCKS, block_size, heads, 8)
         layers = [torch.randn(shape, device=device) for _ in range(2)]
         ends = [mapped(ArenaEnd(channel_pair()[0], arena)) for _ in range(2)]
-        super().__init__(layers, [], block_size, layout_of(heads), size, *ends)
+        sends, receives = ends
+        super().__init__(layers, [], block_size, layout_of(heads), size, sends, receives)
         self.gathers, self.scatters = (open_ranks(self.kv, end) for end in (self.sending, self.receiving))
 
     def close(self) -> None:

@@ -1,0 +1,64 @@
+"""States travel with the KV of a prefill, bit for bit, and are not used before all of them have come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import kv_transfer as kv
+from tests.kv_transfer.conftest import Pair
+
+from .conftest import Kind
+
+STATES = kv.StateType("conv", 3, 8, 16, "bfloat16"), kv.StateType("ssm", 1, 8, 256, "float32")
+SIDES = [{"layout": kv.KVLayout(3, 2, 16, dtype, STATES, (0, 2))} for dtype in ("float32", "float8_e4m3fn")]
+"""The KV of the second layer is converted. A state `ssm` takes two slots of an arena, and `conv` one."""
+
+
+def assert_states(pair: Pair, there: int, here: int) -> None:
+    """The states in these slots of prefill and decode are the same."""
+    for sent, received in zip(pair.prefill.states, pair.decode.states, strict=True):
+        for layer, other in zip(sent, received, strict=True):
+            assert torch.equal(layer[there].cpu(), other[here].cpu())
+
+
+def test_states_come_when_the_last_chunk_has_passed_their_layer(make_pair: Any) -> None:
+    pair = make_pair(*SIDES)
+    prefill, decode, n = pair.prefill, pair.decode, 32
+    came = decode.stats().frames_received  # of the test copy
+    prefill_id = prefill.open(n, state_slot=3)
+    blocks = prefill.held[prefill_id]
+    decode_id = decode.fetch(prefill, prefill_id, n, state_slot=2)
+    for start, layer, frames in ((0, 0, 0), (0, 1, 1), (0, 2, 1), (16, 0, 4), (16, 1, 5), (16, 2, 8)):
+        prefill.sender.ready(prefill_id, layer, start, start + 16)
+        pair.until(lambda frames=frames: decode.stats().frames_received >= came + frames, "the frames")
+        assert decode.stats().frames_received == came + frames
+    assert decode_id not in decode.events
+    prefill.sender.commit(prefill_id, kv.FirstToken(1))
+    event = pair.event(decode_id)
+    assert isinstance(event, kv.Injected)
+    assert (event.stats.tokens, event.stats.frames) == (n, 8)
+    assert event.stats.bytes == n * prefill.layout.bytes_per_token + prefill.layout.state_bytes
+    assert_states(pair, 3, 2)
+    assert not any(layer[[1, 3]].any() for layers in decode.states for layer in layers)
+    error = decode.exact_rows(decode.reserved[decode_id], 0, 0, n) - prefill.rows(blocks, 0, 0, n)
+    assert error.abs().max() < 0.3
+    pair.assert_whole()
+
+
+def test_a_byte_of_a_state_that_changes_on_its_way(make_pair: Any, transport: Kind) -> None:
+    """The decode worker has all KV, so nothing but states comes."""
+    pair = make_pair(*SIDES)
+    with transport.bent(pair) as address:
+        prefill_id = pair.prefill.hold(40, state_slot=1)
+        decode_id = pair.decode.fetch(
+            pair.prefill, prefill_id, 40, start=40, state_slot=3, kv_address=address
+        )
+        event = pair.event(decode_id)
+        assert isinstance(event, kv.Injected)
+        assert event.stats.bytes == pair.prefill.layout.state_bytes
+        pair.assert_whole()
+    assert_states(pair, 1, 3)
+    counter, _ = transport.found
+    assert pair.decode.stats().checksum_failures == {counter: 1}
