@@ -104,8 +104,8 @@ class Lane:
                 "length",
             )
             head = dict(zip(names, struct.unpack("<4H4I", raw[24:48]), strict=True))
-            head["sender_rank"], head["receiver_rank"] = raw[48:50]
-            assert raw[50:60] == bytes(10)
+            head["sender_rank"], head["receiver_rank"], head["state_type"] = raw[48:51]
+            assert raw[51:60] == bytes(9)
             rest = self._exactly(head["length"] + (16 if self.incoming else 8))
             if rest is None:
                 return 0, b"", {}, b""
@@ -148,7 +148,8 @@ def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -
     head += transfer
     head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
     head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))
-    head += struct.pack("<I", h.get("length", len(body))) + bytes(12)
+    head += struct.pack("<I", h.get("length", len(body))) + bytes(2)
+    head += struct.pack("<B", h.get("state_type", 0)) + bytes(9)
     head += struct.pack("<I", h.get("check", xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF))
     return head + body + struct.pack("<Q", h.get("checksum", xxhash.xxh3_64_intdigest(body)))
 
@@ -158,9 +159,16 @@ def mac(secret: bytes, label: bytes, opened: bytes, nonce: bytes, identity: byte
     return hmac.digest(secret, b"".join(struct.pack("<I", len(p)) + p for p in parts), hashlib.sha256)
 
 
-def identity(side: str, incarnation: int = 5, dtype: str = "float32", scales: str = "none") -> bytes:
-    about = ["model of the tests", LAYOUT, dtype, scales, 4096]
-    return pack([side, [3, 3], f"fake {side}", incarnation, 0, 1, *about])
+def identity(
+    side: str,
+    incarnation: int = 5,
+    dtype: str = "float32",
+    scales: str = "none",
+    layout: str = LAYOUT,
+    newest: int = 3,
+) -> bytes:
+    about = ["model of the tests", layout, dtype, scales, 4096]
+    return pack([side, [3, newest], f"fake {side}", incarnation, 0, 1, *about])
 
 
 def connect(
