@@ -3,10 +3,11 @@
 The life of a request:
 
 1. A router submits it. The engine reserves blocks for the prompt and the first token, or the worker answers
-   *no room*. The prefix cache may have the first blocks already.
-2. The KV receiver fetches the rest of the KV and injects it layer by layer as it arrives.
-3. When the KV is complete and verified, the request joins the running batch, and the worker repeats prefill's
-   first token.
+   *no room*. The prefix cache may have the first blocks already. Of a model with states the engine also
+   reserves a slot for them.
+2. The KV receiver fetches the rest of the KV, and the states, and injects them layer by layer as they arrive.
+3. When all of it is complete and verified, the request joins the running batch, and the worker repeats
+   prefill's first token.
 4. The request gets one token per step until it finishes.
 
 If the KV does not arrive, the reservation waits for a Retarget, a Cancel or the deadline of the request. A

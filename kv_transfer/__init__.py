@@ -13,6 +13,9 @@ Life of a transfer, and the process of each step::
                                                             INJECTED                      poll: Injected
     poll: Released          RELEASED  <------- ACK ----------
 
+Of a layer that keeps states in place of KV, `Sender.ready` counts only for the last positions. The states
+then travel as frames of the same transfer.
+
 Chunks of a prefix cache travel in the same way, named by their content: FETCH_CONTENT, `ContentWanted`,
 `Sender.serve`, HAVE, frames, COMMIT, ACK.
 

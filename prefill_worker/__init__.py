@@ -7,6 +7,7 @@ The life of a prefill:
 2. The engine reserves blocks for the whole prompt, and the KV sender opens it for a FETCH. The router learns
    that the prefill has started, if it waits for that.
 3. The engine computes the prompt in chunks. Each layer of a chunk is ready for the lanes when it is enqueued.
+   The states of a layer are ready with the last chunk.
 4. The first token goes to the router at once, and COMMIT goes to the decode worker.
 5. The prefill is held until the decode worker's ACK, a cancel or the hold deadline, or until its blocks are
    needed.

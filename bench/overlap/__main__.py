@@ -25,6 +25,8 @@ order A B B A …, since contexts grow. Two more streams decode in B, so that th
 the embedded model has 1 or 3.
 So do --prefill-kv-cache-dtype and --decode-kv-cache-dtype: `overlap.tcp.autotofp8.n2000.hidden`.
 With --kv-connector auto KV goes from GPU to GPU, or through shared memory: `overlap.auto.n2000.hidden`.
+With --model-shape bamba-9b states go with the KV: `overlap.tcp.bamba-9b.n2000.hidden`. They are 123 MB of
+each request, whatever its length, and leave while the last chunk of the prompt is computed.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ from bench.overlap.streams import (
 )
 from bench.overlap.trace import Trace
 from bench.roles import Driver, Roles
-from bench.shapes import DENSE, write_shape
+from bench.shapes import DENSE, HYBRIDS, write_shape
 from cluster.gpus import visible_gpus
 
 CONTEXT = 1000
@@ -92,7 +94,7 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
     if args.device == "cpu":
         # One thread each: otherwise two engines would compete for the cores of a small machine.
         return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])]
-    model = args.model or str(write_shape(DENSE, directory))
+    model = args.model or str(write_shape(args.model_shape, directory))
     longest = max([args.tokens, 1200, *args.growth]) + 4096
     common += ["--device", "cuda", "--model", model, "--load-format", "dummy"]
     common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
@@ -198,6 +200,7 @@ def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Tra
     transport += "" if sizes == (1, 1) else ".{}to{}".format(*sizes)
     dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
     transport += "" if dtypes == ("auto", "auto") else ".{}to{}".format(*dtypes)
+    transport += "" if args.model_shape == DENSE else f".{args.model_shape}"
     prefix = f"{transport}.n{args.tokens}"
     idle = runs.streamed[0]
     alones = [trace.joined[i].fetch_seconds for i in runs.alones]
@@ -277,7 +280,10 @@ def main() -> int:
             f"--{side}-kv-cache-dtype", choices=("auto", "fp8"), default="auto",
             help=f"of the {side} worker (default: %(default)s)",
         )  # fmt: skip
-    p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
+    p.add_argument("--model", help="default: the embedded model on a CPU, --model-shape (dummy) on a GPU")
+    p.add_argument(
+        "--model-shape", choices=(DENSE, *HYBRIDS), default=DENSE, help="on a GPU (default: %(default)s)"
+    )
     p.add_argument(
         "--batch", type=int, action="append", default=[], metavar="N",
         help="also measure the handover while N other streams decode; may be repeated",
@@ -294,6 +300,8 @@ def main() -> int:
         args.rounds = contract.MIN_PAIRS
     if min(args.batch, default=AT_ONCE + 1) <= AT_ONCE:
         p.error(f"--batch: more than {AT_ONCE}, which are handed over at a time")
+    if on_cpu and args.model_shape != DENSE:
+        p.error("--model-shape: with --device cuda")
     if args.rounds < contract.MIN_PAIRS:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
     parameters = {k: v for k, v in vars(args).items() if k != "json"}
