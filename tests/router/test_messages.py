@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 
 from router.admission.keys import api_keys
@@ -20,6 +19,8 @@ BODY = {"max_tokens": 200, "messages": HELLO}
 
 
 def client(cluster: Cluster, key: str = "any") -> Any:
+    import anthropic  # here, since every process of a test run imports this module, and this takes a second
+
     return anthropic.AsyncAnthropic(base_url=cluster.url, api_key=key, max_retries=0)
 
 
@@ -109,6 +110,8 @@ async def test_fields_reach_the_workers_and_the_prompt(cluster: Cluster):
 
 
 async def test_errors_have_anthropics_form(tokenizer: ModelTokenizer, tmp_path: Path):
+    import anthropic
+
     create: Any = {"messages": HELLO, "max_tokens": 5}
     async with make_cluster(tokenizer, tmp_path, api_keys=api_keys(["k"], None)) as cluster:
         async with client(cluster, "k") as api, client(cluster, "wrong") as stranger:

@@ -45,7 +45,20 @@ async def asked(url: str, cases: list[Case]) -> list[Stream]:
 
 
 async def test_a_killed_run_equals_a_quiet_one(broken: Broken) -> None:
+    """All decode workers are killed. The streams wait, are kept alive, and go on when the workers are back.
+    Then an engine is killed."""
     await asyncio.to_thread(broken.all_back)
+    decodes = broken.cluster.of("decode")
+
+    def kill_all() -> None:
+        for worker in decodes:
+            worker.hold()
+            worker.kill("service")
+
+    def release_all() -> None:
+        for worker in decodes:
+            worker.release()
+
     url = broken.cluster.url
     [plain] = await asked(url, [PLAIN])
     cases = [row(plain) for row in ROWS.values()]
@@ -56,7 +69,8 @@ async def test_a_killed_run_equals_a_quiet_one(broken: Broken) -> None:
         url,
         right,
         cases,
-        (each_has(4), lambda: broken.busiest("decode").kill("service")),
+        (each_has(4), kill_all),
+        (lambda streams: all(stream.keepalives for stream in streams), release_all),
         (each_has(9), lambda: broken.busiest("decode").kill("engine")),
     )
     for name, before, after in zip(ROWS, quiet, killed, strict=True):
@@ -68,3 +82,4 @@ async def test_a_killed_run_equals_a_quiet_one(broken: Broken) -> None:
     assert 10 < len(by_name["stop string"].token_ids) < TOKENS
     assert by_name["min_tokens"].finish_reason == "stop"
     assert len(by_name["min_tokens"].token_ids) in (16, 17)
+    await broken.settled()

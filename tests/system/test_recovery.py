@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from bench.chaos.cluster import Worker
-from bench.chaos.streams import Case, Stream, new_session, read
+from bench.chaos.streams import Case, new_session, read
 
 from .recovery import LONG, MIXED, SHORT, Broken, each_has
 
@@ -57,22 +57,6 @@ async def test_decode_killed_before_its_ack_costs_no_second_prefill(broken: Brok
     await broken.ride([case], (broken.transferring, hang), (each_has(1), lambda: victim.kill("service")))
     assert broken.tokens_prefilled() - before == 2 * cost
     assert broken.cluster.router_metric("baton:retries_total") - retries == 1
-    await broken.settled()
-
-
-async def test_with_no_worker_of_a_role_streams_wait_and_are_kept_alive(broken: Broken) -> None:
-    await asyncio.to_thread(broken.all_back)
-    decodes = broken.cluster.of("decode")
-
-    def kill_all() -> None:
-        for worker in decodes:
-            worker.hold()
-            worker.kill("service")
-
-    def kept_alive(streams: list[Stream]) -> bool:
-        return all(stream.keepalives for stream in streams)
-
-    await broken.ride(SHORT, (each_has(3), kill_all), (kept_alive, decodes[0].release))
     await broken.settled()
 
 
