@@ -20,7 +20,9 @@ ANSWER = 12
 HANDED_OVER = ("--routing-policy", "round-robin", "--no-overflow")
 ANYWHERE = ("--routing-policy", "round-robin")
 FETCHED = "baton:prefix_fetched_tokens_total"
-Make = Callable[[int, tuple[str, ...]], LocalCluster]
+LOADED = "baton:offload_loaded_tokens_total"
+Make = Callable[..., LocalCluster]
+HOST, BOTH = ("--host-cache-size", "64MiB"), ("--host-cache-size", "4MiB", "--disk-cache-size", "64MiB")
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -29,13 +31,16 @@ def text(length: int, seed: int) -> list[int]:
 
 @pytest.fixture
 def reusing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]) -> Iterator[Make]:
-    """Makes a cluster with so many KV blocks for each worker, a host tier, and these flags of its router."""
+    """Makes a cluster with so many KV blocks for each worker, tiers below them, and these flags of its
+    router."""
     made: list[LocalCluster] = []
 
-    def make(blocks: int, router_flags: tuple[str, ...]) -> LocalCluster:
+    def make(
+        blocks: int, router_flags: tuple[str, ...], worker_flags: tuple[str, ...] = HOST
+    ) -> LocalCluster:
         directory: Path = tmp_path_factory.mktemp("reusing")
         flags = [*FLAGS, *shallow_model, "--enable-prefix-caching", "--num-blocks", str(blocks)]
-        flags += ["--host-cache-size", "64MiB"]
+        flags += [*worker_flags, "--disk-cache-dir", str(directory)]
         made.append(LocalCluster(directory, worker_flags=flags, router_flags=router_flags).__enter__())
         return made[-1]
 
@@ -55,15 +60,24 @@ async def answers(http: aiohttp.ClientSession, url: str, prompts: list[list[int]
     return [stream.token_ids for stream in await streams(http, url, prompts)]
 
 
+async def total(cluster: LocalCluster, metric: str) -> float:
+    """The sum over all workers."""
+    return sum([await asyncio.to_thread(worker.metric, metric) for worker in cluster.workers])
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("router_flags", [HANDED_OVER, ANYWHERE], ids=["handed over", "anywhere"])
+@pytest.mark.parametrize(
+    ("router_flags", "tiers"),
+    [(HANDED_OVER, HOST), (HANDED_OVER, BOTH), (ANYWHERE, BOTH)],
+    ids=["handed over, host", "handed over, disk", "anywhere, disk"],
+)
 async def test_chats_say_the_same_with_every_cache_on_through_evictions_kills_and_drains(
-    reusing: Make, broken: Broken, router_flags: tuple[str, ...]
+    reusing: Make, broken: Broken, router_flags: tuple[str, ...], tiers: tuple[str, ...]
 ) -> None:
     await asyncio.to_thread(broken.all_back)
     # Blocks of 16 positions; four chats grow to 800 tokens each.
-    cluster = await asyncio.to_thread(reusing, 80, router_flags)
+    cluster = await asyncio.to_thread(reusing, 80, router_flags, tiers)
     prefills, decodes = cluster.of("prefill"), cluster.of("decode")
     events: dict[int, Callable[[], None]] = {
         3: lambda: decodes[0].kill("engine"),
@@ -83,8 +97,7 @@ async def test_chats_say_the_same_with_every_cache_on_through_evictions_kills_an
             assert await asked == right, f"turn {turn}"
             chats = [[*chat, *more, *text(45, turn)] for chat, more in zip(chats, right, strict=True)]
             if turn == 2:
-                workers = cluster.workers
-                reused = sum([await asyncio.to_thread(worker.metric, FETCHED) for worker in workers])
+                reused = await total(cluster, FETCHED)
     assert reused > 0 or router_flags == ANYWHERE, "there, turns may stay where their KV is"
     await Broken(cluster, {}).settled()
 
@@ -103,7 +116,34 @@ async def test_turns_on_different_workers_compute_little_of_what_is_known(
             cached += stream.cached_tokens
             known += (len(chat) - 300) * (turn > 0)
             chat = [*chat, *stream.token_ids, *text(300 - ANSWER, turn)]
-    workers = cluster.workers
-    fetched = sum([await asyncio.to_thread(worker.metric, FETCHED) for worker in workers])
+    fetched = await total(cluster, FETCHED)
     assert fetched > TURNS * 200 or router_flags == ANYWHERE, "the turns do not stay on one worker"
     assert cached >= 0.95 * known
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_hits_recover_after_a_restart_of_a_prefill_worker(reusing: Make) -> None:
+    """From the other worker of its pool, from decode workers, and from the memory of their hosts: pools are
+    smaller than the chats."""
+    flags = (*HOST, "--drain-timeout", "10")
+    cluster = await asyncio.to_thread(reusing, 120, ("--no-overflow",), flags)
+    leaving = cluster.of("prefill")[0]
+    chats = [text(400, number) for number in range(6)]
+    shares: list[float] = []
+    async with new_session() as http:
+        for turn in range(6):
+            if turn == 3:
+                leaving.terminate()
+                await asyncio.to_thread(leaving.wait_life, 2)
+            known = [len(chat) - 60 for chat in chats]
+            found = await streams(http, cluster.url, chats)
+            shares.append(sum(stream.cached_tokens for stream in found) / sum(known))
+            chats = [
+                [*chat, *stream.token_ids, *text(60 - ANSWER, turn)]
+                for chat, stream in zip(chats, found, strict=True)
+            ]
+    assert shares[0] == 0
+    assert min(shares[1:]) > 0.75, f"half of the chats have the worker that restarts: {shares}"
+    assert await total(cluster, FETCHED) > 0
+    assert await total(cluster, LOADED) > 0
