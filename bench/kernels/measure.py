@@ -236,14 +236,12 @@ def fp8_kv_choices(cases: Fp8KVCases) -> Choices:
     from engine.kernels.tiles import Shape as Tile
 
     shape = cases.shape
-    few = {"FEW_PIECES_PER_SM": [2, 4, 8], "BLOCK_N": [32, 64], "FP8_STAGES": [3, 5, 7, 9]}
-    many = {"PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64, 128], "FP8_STAGES": [3, 5, 7, 9]}
-    many |= {"BYTES_PER_WARP": [32, 64, 128]}
+    split = {"PIECES_PER_SM": [2, 4, 8], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7, 9]}
+    split |= {"BYTES_PER_WARP": [64, 128]}
     shapes = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]
     decode = [partial(cases.decode, f"b{batch}", [shape.context] * batch) for batch in shape.batches]
     return [
-        (decode_attention, few, decode[0]),
-        (decode_attention, many, decode[-1]),
+        *((decode_attention, split, case) for case in decode[::2]),
         (tiles, {"LONG": shapes}, partial(cases.prefill, 0, shape.prompts[-1])),
         (prefill_attention, {"STAGES": [2, 3, 4, 5]}, partial(cases.prefill, 0, shape.prompts[-1])),
     ]
@@ -255,7 +253,7 @@ def choices(cases: Cases) -> Choices:
 
     shape = cases.shape
     shapes = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]
-    pieces = {"FEW_REQUESTS": [0], "PIECES_PER_SM": [4, 8, 16], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7]}
+    pieces = {"PIECES_PER_SM": [2, 4, 8], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7]}
     search = {"PIVOTS": [4, 8, 16], "PROGRAMS": [256, 512, 1024]}
     long, some = shape.prompts[-1], shape.batches[len(shape.batches) // 2]
     return [

@@ -11,14 +11,15 @@ whole GPU reads it, also if contexts are few or of unequal length (Flash-Decodin
    It takes the shortest length that allows this. A long context gets many pieces, a short one only one.
 2. `_split`, one program per (piece, KV head): attention over the keys of the piece alone, and the logarithm
    to base 2 of its softmax sum, lse(i). The first piece of a request has the sink in its sum.
-3. `_combine`, one program per (request, query head): out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max).
-   A request of one piece has its result already.
+3. `_combine`, one program per request and one or several query heads:
+   out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max). A request of one piece has its result already.
 
 The number of pieces depends on batch size and device alone, and programs read their work on the device. So a
 captured graph serves contexts of any length. A padding request, of context 0, has no piece and gets 0.
 """
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 import triton
@@ -27,29 +28,30 @@ from torch import Tensor
 
 from engine.kernels import KV, overlap, parts
 from engine.kernels.online_softmax import (
-    LEAST_UNIT,
     LOG2_E,
     any_tile,
-    attend,
     cache_tiles,
     first_seen,
+    logarithm,
     normalized,
+    of_pairs,
     span_options,
+    values_of,
     whole_tile,
 )
 from engine.kernels.overlap import inputs_ready
 from engine.model_config import Span
 
 # Measured on an H200 (`python -m bench.kernels --sweep`).
-FEW_REQUESTS, FEW_PIECES_PER_SM = 32, 4
-PIECES_PER_SM = 8  # programs of `_split` for each multiprocessor, if there is enough work
+PIECES_PER_SM = 4  # programs of `_split` for each multiprocessor, if the requests alone give fewer
 BLOCK_N = 32  # keys of a tile; pieces are cut at multiples of it
 BYTES_PER_WARP = 256  # of a key
-STAGES, FP8_STAGES = 5, 7
-ROWS = 16  # fewest rows of a tensor core product; a group of query heads is padded to them
+STAGES = 7
+ROWS = 8  # least size of a side of a tensor core product; a group of query heads is padded to it
 
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
-COMBINE_PIECES = 32  # pieces that `_combine` takes at once
+COMBINED = 32  # results of `_split` that `_combine` takes at once
+FEW_REQUESTS = 32  # up to these, each head of a request has a program of `_combine`
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,7 @@ class Pieces:
 def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int, span: Span | None = None) -> Pieces:
     """Cuts contexts [requests] int32 into pieces, from the first position in the span on."""
     requests = len(contexts)
-    per_sm = FEW_PIECES_PER_SM if requests <= FEW_REQUESTS else PIECES_PER_SM
-    pieces = requests + -(-per_sm * multiprocessors // num_kv_heads)
+    pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
     result = Pieces(contexts.new_empty(pieces, 3), contexts.new_empty(requests + 1))
     _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
         contexts,
@@ -99,11 +100,13 @@ def decode_attention(
     count = len(pieces.work)
     partial = torch.empty((count, num_heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
-    whole = block_size % BLOCK_N == 0
+    values = values_of(cache, fp8=scales is not None)
     _split[(num_kv_heads, count)](
         q,
         cache,
-        cache_tiles(cache, BLOCK_N) if whole else cache,
+        values,
+        cache_tiles(cache, BLOCK_N, block_size),
+        cache_tiles(values, BLOCK_N, block_size),
         cache if scales is None else scales,
         block_tables,
         pieces.work,
@@ -123,23 +126,24 @@ def decode_attention(
         HEAD_DIM=head_dim,
         ROWS=max(ROWS, triton.next_power_of_2(group)),
         BLOCK_N=BLOCK_N,
-        WHOLE=whole,
         FP8=scales is not None,
         SPAN=span is not None,
         SINKS=sinks is not None,
         num_warps=max(1, head_dim * cache.itemsize // BYTES_PER_WARP),
-        num_stages=STAGES if scales is None else FP8_STAGES,
+        num_stages=STAGES,
         **overlap.options(),
     )
-    _combine[(requests, num_heads)](
+    together = 1 if requests <= FEW_REQUESTS else gcd(num_heads, 4)
+    _combine[(requests, num_heads // together)](
         partial,
         lse,
         pieces.first,
         out,
         out.stride(0),
         HEADS=num_heads,
+        TOGETHER=together,
         HEAD_DIM=head_dim,
-        PIECES=COMBINE_PIECES,
+        PIECES=COMBINED // together,
         num_warps=1,
         **overlap.options(),
     )
@@ -195,8 +199,10 @@ def _partition(
 @triton.jit(do_not_specialize=["table_stride"])
 def _split(
     q,
-    kv,
-    tiles_of_kv,
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
     kv_scales,
     block_tables,
     work,
@@ -216,7 +222,6 @@ def _split(
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WHOLE: tl.constexpr,
     FP8: tl.constexpr,
     SPAN: tl.constexpr,
     SINKS: tl.constexpr,
@@ -226,8 +231,7 @@ def _split(
     kv_head = tl.program_id(0)  # the heads of a piece run at once, since they are neighbours in memory
     piece = tl.program_id(1)
     request = tl.load(work + piece * 3).to(tl.int64)
-    begin = tl.load(work + piece * 3 + 1)
-    stop = tl.load(work + piece * 3 + 2)
+    begin, stop = tl.load(work + piece * 3 + 1), tl.load(work + piece * 3 + 2)
     if begin == stop:
         return
     rows_of_q = tl.arange(0, ROWS)
@@ -240,11 +244,12 @@ def _split(
     alone = tl.load(first + request + 1) - first_piece == 1
 
     table = block_tables + request * table_stride
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    unit = LEAST_UNIT if FP8 else 1.0
+    m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    # With FP8 these are for the lower and the upper numbers of pairs, else `acc` has all.
+    acc, upper_acc = tl.zeros([WIDTH, ROWS], tl.float32), tl.zeros([WIDTH, ROWS], tl.float32)
     queries, scale = normalized(queries, scale, FP8)
+    queries = tl.trans(queries)
     if SINKS:
         sink = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
         m = tl.where(piece == first_piece, sink, m)
@@ -253,38 +258,39 @@ def _split(
         unaligned = begin % BLOCK_N
         if unaligned != 0:
             k, v, k_scale, v_scale, inside = any_tile(
-                kv, kv_scales, table, begin - unaligned, stop, slots, kv_head,
+                keys, values, kv_scales, table, begin - unaligned, stop, slots, kv_head,
                 BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
             )  # fmt: skip
             seen = inside & (tl.arange(0, BLOCK_N) >= unaligned)
-            m, total, acc, unit = attend(
-                queries, k, v, k_scale, v_scale, seen[None, :], m, total, acc, unit, scale, True, FP8
+            m, total, acc, upper_acc = attend(
+                queries, k, v, k_scale, v_scale, seen, m, total, acc, upper_acc, scale, True, FP8
             )
             begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
     last = begin + (stop - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, last, BLOCK_N):
-        if WHOLE:
+        if BLOCK_SIZE % BLOCK_N == 0:
             k, v, k_scale, v_scale = whole_tile(
-                tiles_of_kv, kv_scales, table, start, slots, kv_head,
+                key_tiles, value_tiles, kv_scales, table, start, slots, kv_head,
                 BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
             )  # fmt: skip
         else:
             k, v, k_scale, v_scale, _ = any_tile(
-                kv, kv_scales, table, start, stop, slots, kv_head,
+                keys, values, kv_scales, table, start, stop, slots, kv_head,
                 BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
             )  # fmt: skip
-        m, total, acc, unit = attend(
-            queries, k, v, k_scale, v_scale, None, m, total, acc, unit, scale, False, FP8
+        m, total, acc, upper_acc = attend(
+            queries, k, v, k_scale, v_scale, None, m, total, acc, upper_acc, scale, False, FP8
         )
     if last < stop:
         k, v, k_scale, v_scale, inside = any_tile(
-            kv, kv_scales, table, last, stop, slots, kv_head,
+            keys, values, kv_scales, table, last, stop, slots, kv_head,
             BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
         )  # fmt: skip
-        m, total, acc, unit = attend(
-            queries, k, v, k_scale, v_scale, inside[None, :], m, total, acc, unit, scale, True, FP8
+        m, total, acc, upper_acc = attend(
+            queries, k, v, k_scale, v_scale, inside, m, total, acc, upper_acc, scale, True, FP8
         )
-    result = acc * unit / total[:, None]
+    result = tl.interleave(tl.trans(acc), tl.trans(upper_acc)) if FP8 else tl.trans(acc)
+    result /= total[:, None]
     if alone:
         to_out = out + request * out_stride + in_row
         tl.store(to_out, result.to(out.dtype.element_ty), mask=used[:, None])
@@ -295,6 +301,49 @@ def _split(
 
 
 @triton.jit
+def attend(
+    queries,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    seen,
+    m,
+    total,
+    acc,
+    upper_acc,
+    scale,
+    MASKED: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Adds a tile, for queries [head_dim, rows]. Keys and dimensions are the large sides of the products, so
+    that few rows waste little of them. With MASKED, only the keys in `seen` [keys] count. Returns the new m,
+    total, acc and upper_acc."""
+    shift, inverse = logarithm(v_scale, FP8)
+    upper = v
+    if FP8:
+        k = k.to(queries.dtype)
+        v, upper = of_pairs(v, queries.dtype)
+        k_scale *= scale
+    scores = tl.dot(k, queries, input_precision="tf32x3")
+    if FP8:
+        scores = scores * k_scale[:, None] + shift[:, None]
+    else:
+        scores *= scale
+    if MASKED:
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, axis=0))
+    weights = tl.exp2(scores - new_m[None, :])
+    shrink = tl.exp2(m - new_m)
+    total = total * shrink + tl.sum(weights * inverse[:, None] if FP8 else weights, axis=0)
+    weights = weights.to(v.dtype)
+    acc = tl.dot(tl.trans(v), weights, acc * shrink[None, :], input_precision="tf32x3")
+    if FP8:
+        upper_acc = tl.dot(tl.trans(upper), weights, upper_acc * shrink[None, :], input_precision="tf32x3")
+    return new_m, total, acc, upper_acc
+
+
+@triton.jit
 def _combine(
     partial,
     lse,
@@ -302,33 +351,35 @@ def _combine(
     out,
     out_stride,
     HEADS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
     request = tl.program_id(0)
-    head = tl.program_id(1)
     begin = tl.load(first + request)
     end = tl.load(first + request + 1)
     if end - begin == 1:
         return
+    heads = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     dims = tl.arange(0, HEAD_DIM)
-    m = -1e30  # not −inf, which would give NaN for a request without pieces
-    total = 0.0
-    acc = tl.zeros([HEAD_DIM], tl.float32)
+    m = tl.full([TOGETHER], -1e30, tl.float32)  # not −inf, which would give NaN without pieces
+    total = tl.zeros([TOGETHER], tl.float32)
+    acc = tl.zeros([TOGETHER, HEAD_DIM], tl.float32)
     for start in tl.range(begin, end, PIECES):
         own = start + tl.arange(0, PIECES)
-        there = own < end
-        at = own.to(tl.int64) * HEADS + head
+        there = (own < end)[:, None]
+        at = own.to(tl.int64)[:, None] * HEADS + heads[None, :]
         weight = tl.load(lse + at, mask=there, other=float("-inf"))
-        values = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=there[:, None], other=0.0)
+        of_heads = partial + at[:, :, None] * HEAD_DIM + dims[None, None, :]
+        values = tl.load(of_heads, mask=there[:, :, None], other=0.0)
         new_m = tl.maximum(m, tl.max(weight, axis=0))
-        weight = tl.exp2(weight - new_m)
+        weight = tl.exp2(weight - new_m[None, :])
         shrink = tl.exp2(m - new_m)
         total = total * shrink + tl.sum(weight, axis=0)
-        acc = acc * shrink + tl.sum(weight[:, None] * values, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * values, axis=0)
         m = new_m
-    result = acc / tl.maximum(total, 1e-30)
-    to = out + request.to(tl.int64) * out_stride + head * HEAD_DIM + dims
+    result = acc / tl.maximum(total, 1e-30)[:, None]
+    to = out + request.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     tl.store(to, result.to(out.dtype.element_ty))

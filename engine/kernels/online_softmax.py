@@ -1,4 +1,4 @@
-"""The step that both attention kernels repeat for each tile of keys and values from the paged cache.
+"""What both attention kernels share: tiles of keys and values from the paged cache, and the online softmax.
 
 For each row (a query) a kernel keeps, over all tiles so far: the largest score m, the sum `total` of
 exp(score − m), and the sum `acc` of values weighted by exp(score − m). If a tile has a larger m, the earlier
@@ -8,10 +8,14 @@ instruction. A sink is where a kernel starts: its logit is the first m, and the 
 A tile within one block of the cache is a rectangle in memory, [positions, head_dim] of one head. Hopper's
 copy engine fetches it by itself (`whole_tile`). Otherwise each row is looked up (`any_tile`).
 
-A cache in FP8 is converted tile by tile, without its scales: those of keys multiply the scores, and those of
-values the weights (`kv_cache`). The products are in float16, since one instruction converts two FP8 numbers
-to it. So that float16 holds the other factors, too, the queries are divided by a power of two (`normalized`),
-and `acc` counts in units of a power of two near the largest scale of values so far.
+A cache in FP8 is converted tile by tile, without its scales (`kv_cache`): those of keys multiply the scores.
+The logarithm of the scale of a value is added to its score. So a weight is exp(score) · scale, divided by the
+largest one, and `total` sums weights divided by their scales. The products are in float16, since one
+instruction converts two FP8 numbers to it. So that float16 holds the queries, too, they are divided by a
+power of two (`normalized`).
+
+Values are read as *pairs* of two FP8 numbers in 16 bits. The transposing loads of the tensor core's operands
+move 16 bits, so they can move pairs, and a thread converts them in its registers.
 
 Values past `stop` are masked when they are loaded: these slots may hold NaN, which a weight of zero would not
 remove. Products of float32 take three passes of the tensor cores (TF32 and its rounding errors), because TF32
@@ -20,6 +24,7 @@ alone has 10 bits of mantissa.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,15 +34,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.model_config import Span
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST_UNIT = tl.constexpr(2.0**-120)  # less than any scale
+LEAST_QUERY = tl.constexpr(2.0**-120)  # counts as the largest number of queries that are zeros
 
 
-def cache_tiles(kv: Tensor, block_n: int) -> TensorDescriptor:
+def values_of(cache: Tensor, *, fp8: bool) -> Tensor:
+    """The cache as kernels read its values: in FP8 as pairs, int16."""
+    return cache.view(torch.int16) if fp8 else cache
+
+
+def cache_tiles(kv: Tensor, block_n: int, block_size: int) -> Tensor | TensorDescriptor:
     """The cache as a matrix with one row per slot, first of all keys, then of all values. A load fetches
-    `block_n` rows of one head."""
-    _, num_blocks, block_size, kv_heads, head_dim = kv.shape
-    rows = kv.view(2 * num_blocks * block_size, kv_heads * head_dim)
-    return TensorDescriptor.from_tensor(rows, [block_n, head_dim])
+    `block_n` rows of one head. If a tile may be in two blocks, the copy engine cannot load it: then the cache
+    itself."""
+    if block_size % block_n:
+        return kv
+    kv_heads, head_dim = kv.shape[3:]
+    return TensorDescriptor.from_tensor(kv.view(-1, kv_heads * head_dim), [block_n, head_dim])
 
 
 def span_options(span: Span | None) -> dict[str, Any]:
@@ -58,7 +70,8 @@ def first_seen(position, SPAN: tl.constexpr, CHUNKED: tl.constexpr):
 
 @triton.jit
 def whole_tile(
-    tiles,
+    key_tiles,
+    value_tiles,
     scales,
     table,
     start,
@@ -72,6 +85,7 @@ def whole_tile(
 ):
     """Keys and values of one tile of `cache_tiles` from position `start` on, all in one block, and the scales
     of both. `scales` is that of `Fp8KV`; without FP8 a scale is 1."""
+    PACKED: tl.constexpr = 2 if FP8 else 1
     block = tl.load(table + start // BLOCK_SIZE)
     row = block * BLOCK_SIZE + start % BLOCK_SIZE
     k_scale, v_scale = 1.0, 1.0
@@ -79,13 +93,15 @@ def whole_tile(
         of_keys = scales + (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE
         of_keys += start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
         k_scale, v_scale = tl.load(of_keys), tl.load(of_keys + slots.to(tl.int64) * KV_HEADS)
-    k, v = tiles.load([row, kv_head * HEAD_DIM]), tiles.load([row + slots, kv_head * HEAD_DIM])
+    k = key_tiles.load([row, kv_head * HEAD_DIM])
+    v = value_tiles.load([row + slots, kv_head * (HEAD_DIM // PACKED)])
     return k, v, k_scale, v_scale
 
 
 @triton.jit
 def any_tile(
-    kv,
+    keys,
+    values,
     scales,
     table,
     start,
@@ -99,7 +115,9 @@ def any_tile(
     FP8: tl.constexpr,
 ):
     """Keys and values of positions [start, start + BLOCK_N), the scales of both, and whether each position is
-    before `stop`. Positions from `stop` on have value 0 and any key."""
+    before `stop`. Positions from `stop` on have value 0 and any key. `keys` is the cache, and `values` is its
+    `values_of`."""
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
     offsets = tl.arange(0, BLOCK_N)
     positions = start + offsets
     inside = positions < stop
@@ -109,16 +127,15 @@ def any_tile(
     else:
         block = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         rows = block * BLOCK_SIZE + positions % BLOCK_SIZE
-    keys = kv + kv_head * HEAD_DIM
-    values = keys + slots.to(tl.int64) * (KV_HEADS * HEAD_DIM)
-    at = rows[:, None] * (KV_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
-    k = tl.load(keys + at)
-    v = tl.load(values + at, mask=inside[:, None], other=0.0)
+    keys += rows[:, None] * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+    values += (rows + slots)[:, None] * (KV_HEADS * WIDTH) + kv_head * WIDTH
+    k = tl.load(keys + tl.arange(0, HEAD_DIM)[None, :])
+    v = tl.load(values + tl.arange(0, WIDTH)[None, :], mask=inside[:, None], other=0)
     k_scale, v_scale = 1.0, 1.0
     if FP8:
         of_keys = scales + (block * (KV_HEADS - 1) + kv_head) * BLOCK_SIZE + rows
         k_scale = tl.load(of_keys)
-        v_scale = tl.load(of_keys + slots.to(tl.int64) * KV_HEADS, mask=inside, other=0.0)
+        v_scale = tl.load(of_keys + slots.to(tl.int64) * KV_HEADS, mask=inside, other=1.0)
     return k, v, k_scale, v_scale, inside
 
 
@@ -129,6 +146,7 @@ def power_of_two(x):
 
 
 COMPILED = tl.constexpr(isinstance(power_of_two, JITFunction))
+"""Else the interpreter runs the kernels, which has no PTX."""
 
 
 @triton.jit
@@ -138,46 +156,37 @@ def normalized(queries, scale, FP8: tl.constexpr):
     if FP8:
         element: tl.constexpr = tl.float32 if queries.dtype == tl.float32 else tl.float16
         largest = tl.max(tl.max(tl.abs(queries.to(tl.float32)), axis=1), axis=0)
-        unit = power_of_two(tl.maximum(largest, LEAST_UNIT))
+        unit = power_of_two(tl.maximum(largest, LEAST_QUERY))
         queries, scale = (queries.to(tl.float32) / unit).to(element), scale * unit
     return queries, scale
 
 
 @triton.jit
-def _float16(values):
-    """FP8 values as float16. The compiler would move a cast to where each thread has its operand of the
-    product. There a thread would load values byte by byte, since the product adds up rows."""
+def of_pairs(pairs, dtype: tl.constexpr):
+    """The lower and the upper FP8 number of each pair, in `dtype`."""
     if COMPILED:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
-            "=r,=r,r", [values.to(tl.int8, bitcast=True)], dtype=tl.float16, is_pure=False, pack=4,
+        lower, upper = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;"
+            "cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-    return values.to(tl.float16)
+    else:
+        lower = (pairs & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        upper = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    return lower.to(dtype), upper.to(dtype)
 
 
 @triton.jit
-def attend(
-    queries, k, v, k_scale, v_scale, seen, m, total, acc, unit, scale, MASKED: tl.constexpr, FP8: tl.constexpr
-):
-    """Adds a tile. With MASKED, a query sees only the keys in `seen` [queries, keys]. Returns the new m,
-    total, acc and its unit. Without FP8 the unit stays 1."""
-    if FP8:
-        k = k.to(queries.dtype)
-        v = _float16(v) if queries.dtype == tl.float16 else v.to(queries.dtype)
-    scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
-    if FP8:
-        scores *= k_scale[None, :]
-    if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
-    new_m = tl.maximum(m, tl.max(scores, axis=1) * scale)
-    weights = tl.exp2(scores * scale - new_m[:, None])
-    shrink = tl.exp2(m - new_m)
-    total = total * shrink + tl.sum(weights, axis=1)
-    if FP8:
-        new_unit = tl.maximum(unit, power_of_two(tl.max(v_scale, axis=0)))
-        inverse = 1.0 / new_unit  # exact
-        weights *= (v_scale * inverse)[None, :]
-        shrink *= unit * inverse
-        unit = new_unit
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
-    return new_m, total, acc, unit
+def logarithm(scale, FP8: tl.constexpr):
+    """The logarithm to base 2 of a scale, and the inverse of the number that it is of. The compiler's own
+    logarithm has a dozen instructions. Without FP8 a scale is 1."""
+    shift, inverse = 0.0, 1.0
+    if FP8 and COMPILED:
+        shift, inverse = tl.inline_asm_elementwise(
+            "{ .reg .f32 t; lg2.approx.ftz.f32 t, $2; mov.b32 $0, t; neg.f32 t, t;"
+            "ex2.approx.ftz.f32 $1, t; }",
+            "=r,=r,r", [scale], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif FP8:
+        shift, inverse = tl.log2(scale), 1.0 / scale
+    return shift, inverse

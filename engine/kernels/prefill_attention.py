@@ -25,14 +25,15 @@ from torch import Tensor
 
 from engine.kernels import KV, parts
 from engine.kernels.online_softmax import (
-    LEAST_UNIT,
     LOG2_E,
     any_tile,
-    attend,
     cache_tiles,
     first_seen,
+    logarithm,
     normalized,
+    of_pairs,
     span_options,
+    values_of,
     whole_tile,
 )
 from engine.kernels.tiles import SHORT, Shape
@@ -69,11 +70,13 @@ def prefill_attention(
     (block_m, block_n, warps), stages = tiles.shape, STAGES
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
         block_n, stages = SHORT.block_n, 1
-    whole = block_size % block_n == 0
+    values = values_of(cache, fp8=scales is not None)
     _prefill[(len(tiles.work), num_kv_heads)](
         q,
         cache,
-        cache_tiles(cache, block_n) if whole else cache,
+        values,
+        cache_tiles(cache, block_n, block_size),
+        cache_tiles(values, block_n, block_size),
         cache if scales is None else scales,
         block_tables,
         tiles.work,
@@ -91,7 +94,6 @@ def prefill_attention(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         MASKED_N=MASKED_N,
-        WHOLE=whole,
         FP8=scales is not None,
         SINKS=sinks is not None,
         **span_options(span),
@@ -103,8 +105,10 @@ def prefill_attention(
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
     q,
-    kv,
-    tiles_of_kv,
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
     kv_scales,
     block_tables,
     tiles,
@@ -122,7 +126,6 @@ def _prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED_N: tl.constexpr,
-    WHOLE: tl.constexpr,
     FP8: tl.constexpr,
     SINKS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -155,7 +158,6 @@ def _prefill(
     m = tl.full([BLOCK_M], LEAST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    unit = LEAST_UNIT if FP8 else 1.0
     queries, scale = normalized(queries, scale, FP8)
     if SINKS:
         m = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -165,38 +167,58 @@ def _prefill(
         begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
         for start in tl.range(skipped, begin, BLOCK_N):
             k, v, k_scale, v_scale, _ = any_tile(
-                kv, kv_scales, table, start, stop, slots, kv_head,
+                keys, values, kv_scales, table, start, stop, slots, kv_head,
                 BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
             )  # fmt: skip
             seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
-            m, total, acc, unit = attend(
-                queries, k, v, k_scale, v_scale, seen, m, total, acc, unit, scale, True, FP8
-            )
+            m, total, acc = attend(queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, True, FP8)
     for start in tl.range(begin, whole, BLOCK_N):
-        if WHOLE:
+        if BLOCK_SIZE % BLOCK_N == 0:
             k, v, k_scale, v_scale = whole_tile(
-                tiles_of_kv, kv_scales, table, start, slots, kv_head,
+                key_tiles, value_tiles, kv_scales, table, start, slots, kv_head,
                 BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
             )  # fmt: skip
         else:
             k, v, k_scale, v_scale, _ = any_tile(
-                kv, kv_scales, table, start, stop, slots, kv_head,
+                keys, values, kv_scales, table, start, stop, slots, kv_head,
                 BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
             )  # fmt: skip
-        m, total, acc, unit = attend(
-            queries, k, v, k_scale, v_scale, None, m, total, acc, unit, scale, False, FP8
-        )
+        m, total, acc = attend(queries, k, v, k_scale, v_scale, None, m, total, acc, scale, False, FP8)
     for start in tl.range(whole, stop, MASKED_N):
         k, v, k_scale, v_scale, inside = any_tile(
-            kv, kv_scales, table, start, stop, slots, kv_head,
+            keys, values, kv_scales, table, start, stop, slots, kv_head,
             BLOCK_SIZE, KV_HEADS, HEAD_DIM, MASKED_N, FP8,
         )  # fmt: skip
         positions = start + tl.arange(0, MASKED_N)
         seen = (positions[None, :] <= query_positions[:, None]) & inside[None, :]
         if SPAN:
             seen &= positions[None, :] >= first_keys
-        m, total, acc, unit = attend(
-            queries, k, v, k_scale, v_scale, seen, m, total, acc, unit, scale, True, FP8
-        )
-    result = (acc * unit / total[:, None]).to(out.dtype.element_ty)
+        m, total, acc = attend(queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, True, FP8)
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + row_of * out_stride + in_row, result, mask=used)
+
+
+@triton.jit
+def attend(
+    queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, MASKED: tl.constexpr, FP8: tl.constexpr
+):
+    """Adds a tile. With MASKED, a query sees only the keys in `seen` [queries, keys]. Returns the new m,
+    total and acc."""
+    shift, inverse = logarithm(v_scale, FP8)
+    if FP8:
+        k = k.to(queries.dtype)
+        lower, upper = of_pairs(v, queries.dtype)
+        v = tl.interleave(lower, upper)
+        k_scale *= scale
+        scale = 1.0
+    scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
+    if FP8:
+        scores = scores * k_scale[None, :] + shift[None, :]
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - new_m[:, None])
+    shrink = tl.exp2(m - new_m)
+    total = total * shrink + tl.sum(weights * inverse[None, :] if FP8 else weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
+    return new_m, total, acc

@@ -1,7 +1,8 @@
 """The kernels of a CUDA device, behind the interface of `engine.kernels`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from engine.kernels import (
     KV,
     Fp8Experts,
+    Fp8KV,
     HeadNorm,
     LayerState,
     Mamba2,
@@ -28,6 +30,7 @@ from engine.kernels.attention import AttentionMetadata
 from engine.kernels.combine import combine
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
 from engine.kernels.fp8_linear import Fp8Linear
+from engine.kernels.gather_kv import Gathered, gather, plan_gather
 from engine.kernels.grouped_linear import grouped_linear
 from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.shuffle import shuffle
@@ -39,13 +42,23 @@ from engine.model_config import ClampedSwiGLU, Scoring, Span
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TritonPlan:
     num_decodes: int
+    block_size: int
     block_tables: Tensor  # [requests, blocks] int32
     pieces: Pieces | None  # None: no decodes
+    prefills: Sequence[tuple[int, int]]  # in a graph, none
     tiles: Tiles | None  # None: no chunks
     span: Span | None
+
+    @cached_property
+    def gathered(self) -> Gathered | None:
+        """The blocks that a cache in FP8 converts for its chunks, the same for all layers. A layer with a
+        span needs few of them."""
+        if not self.prefills or self.span:
+            return None
+        return plan_gather(self.prefills, self.num_decodes, self.block_tables, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +168,8 @@ class TritonKernels:
             shape = shape_for(metadata.prefills)
             work = tile_work(metadata.prefills, decodes, shape.tokens(num_heads // num_kv_heads))
             tiles = Tiles(torch.from_numpy(work).to(device, non_blocking=True), shape)
-        return TritonPlan(decodes, metadata.block_tables, pieces, tiles, span)
+        prefills = () if metadata.tiles is not None else metadata.prefills
+        return TritonPlan(decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: KV, plan: TritonPlan, sinks: Tensor | None = None
@@ -165,7 +179,10 @@ class TritonKernels:
             decodes = slice(plan.num_decodes)
             decode_attention(q[decodes], kv, plan.block_tables, plan.pieces, out[decodes], plan.span, sinks)
         if plan.tiles is not None:
-            prefill_attention(q, kv, plan.block_tables, plan.tiles, out, plan.span, sinks)
+            tables = plan.block_tables
+            if isinstance(kv, Fp8KV) and plan.gathered is not None:
+                kv, tables = gather(kv, plan.gathered.blocks, q.dtype), plan.gathered.tables
+            prefill_attention(q, kv, tables, plan.tiles, out, plan.span, sinks)
         return out
 
     def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> TritonStatePlan:

@@ -49,6 +49,7 @@ def main() -> None:
         HeadNorm,
         LayerState,
         Mamba2,
+        gather_kv,
         parts,
         sampling,
     )
@@ -95,6 +96,8 @@ def main() -> None:
         q, k, v = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
         sinks = None if span is None else x[0, :heads]
         kernels.attention(q, k, v, kv, kernels.plan(metadata, heads, kv_heads, dtype, span), sinks)
+        if isinstance(kv, Fp8KV):
+            gather_kv.gather(kv, metadata.block_tables[0], dtype)
         if dtype is not torch.float32:
             for tokens in (1, 20, 64):
                 for size in (hidden, 16 * hidden):

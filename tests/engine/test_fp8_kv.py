@@ -84,6 +84,32 @@ def test_triton_kernels(
     check(step, triton_kernels, kernel_device)
 
 
+@pytest.mark.parametrize(("block_size", "dtype"), [(24, F32), (128, F16)])
+def test_long_chunks_gather_their_blocks(
+    triton_kernels: Kernels, kernel_device: str, block_size: int, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from engine.kernels.gather_kv import gather
+
+    used: list[int] = []
+
+    def counted(kv: Fp8KV, blocks: Tensor, to: torch.dtype) -> Tensor:
+        used.append(len(blocks))
+        return gather(kv, blocks, to)
+
+    monkeypatch.setattr("engine.kernels.triton_kernels.gather", counted)
+    check(Step([(70, 71), (3, 20), (150, 400)], (3, 1), 64, block_size, dtype), triton_kernels, kernel_device)
+    assert used == [-(-20 // block_size) + -(-400 // block_size)]
+
+
+def test_which_chunks_gather_their_blocks() -> None:
+    from engine.kernels.gather_kv import MOST_POSITIONS, plan_gather
+
+    tables = torch.zeros(2, 1 + MOST_POSITIONS // 128, dtype=torch.int32)
+    for chunk, gathers in (((1000, 1128), True), ((1000, 1127), False), ((0, MOST_POSITIONS + 1), False)):
+        assert (plan_gather([chunk], 1, tables, 128) is not None) is gathers
+
+
 def test_scales_may_be_very_different(triton_kernels: Kernels, kernel_device: str) -> None:
     """Float16 does not hold these values. The largest are in the last tile of keys."""
     step = Step([(90, 91), (10, 60)], (4, 2), 64, 16, BF16)

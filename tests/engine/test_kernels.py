@@ -508,7 +508,7 @@ def test_any_batch(
 )
 @pytest.mark.parametrize("span", [None, Span(100), Span(300, chunked=True)], ids=repr)
 def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int], span: Span | None) -> None:
-    from engine.kernels.decode_attention import BLOCK_N, FEW_PIECES_PER_SM, partition
+    from engine.kernels.decode_attention import BLOCK_N, PIECES_PER_SM, partition
 
     multiprocessors, kv_heads = 3, 2
     pieces = partition(
@@ -516,7 +516,7 @@ def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int],
     )
     seen = first_seen(torch.tensor(contexts) - 1, span).clamp_min(0).tolist()
     work, first = pieces.work.tolist(), pieces.first.tolist()
-    assert len(work) == len(contexts) + FEW_PIECES_PER_SM * multiprocessors // kv_heads
+    assert len(work) == len(contexts) + PIECES_PER_SM * multiprocessors // kv_heads
     longest = max(stop - start for _, start, stop in work)
     for i, context in enumerate(contexts):
         own = work[first[i] : first[i + 1]]
@@ -534,13 +534,17 @@ def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int],
         assert needed > len(work), "no shorter length makes do"
 
 
+@pytest.mark.parametrize(("few", "heads"), [(2, (2, 1)), (1, (12, 6))], ids=["each head", "four heads"])
 def test_combining_more_pieces_than_fit_one_pass(
-    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    triton_kernels: Kernels, kernel_device: str, few: int, heads: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     from engine.kernels import decode_attention
 
-    monkeypatch.setattr(decode_attention, "COMBINE_PIECES", 2)
-    Step([(350, 351), (9, 10)], (2, 1), 64, 16).check(triton_kernels, kernel_device)
+    monkeypatch.setattr(decode_attention, "COMBINED", 8 if few == 1 else 2)
+    monkeypatch.setattr(decode_attention, "FEW_REQUESTS", few)
+    monkeypatch.setattr(decode_attention, "PIECES_PER_SM", 8)
+    Step([(350, 351), (9, 10)], heads, 64, 16).check(triton_kernels, kernel_device)
 
 
 @pytest.mark.gpu
