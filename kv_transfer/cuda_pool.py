@@ -265,7 +265,11 @@ class CudaPool:
         """As `_copy`, from memory in any dtype."""
         by_dtype: dict[str, list[tuple[tuple[Staged, int], int]]] = {}
         for item, checksum in zip(items, sums or [0] * len(items), strict=True):
-            by_dtype.setdefault(item[0].dtype or self._layout.dtype, []).append((item, checksum))
+            staged, own = item[0], self._layout.dtype
+            dtype = (
+                own if staged.piece.state is not None else staged.dtype or own
+            )  # states are never converted
+            by_dtype.setdefault(dtype, []).append((item, checksum))
         for dtype, some in by_dtype.items():
             of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
             convert = dtype != self._layout.dtype

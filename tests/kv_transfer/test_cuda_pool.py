@@ -1,0 +1,122 @@
+"""`CudaPool` without a GPU, against `HostPool`: the same slices leave the same numbers in the pool."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from kv_transfer.arena import Arena
+from kv_transfer.cuda_memory import DeviceMemory
+from kv_transfer.cuda_pool import CudaPool
+from kv_transfer.device import HostPool, Pool, Staged
+from kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state
+from kv_transfer.transport import PagedKV
+
+from . import cuda_on_cpu
+
+BLOCKS, TOKENS, SLOTS, SLOT_BYTES = 6, 41, 16, 4096
+STATES = StateType("conv", 1, 3, 6, "bfloat16"), StateType("ssm", 4, 3, 8, "float32")
+THERE, HERE = [5, 0, 3, 1], [2, 4, 0, 5]
+DTYPES = [("bfloat16", "bfloat16"), (FP8, FP8), ("bfloat16", FP8), (FP8, "float32")]
+
+
+@pytest.fixture(autouse=True)
+def emulated(kernel_device: str, exact_casts: None) -> Iterator[None]:
+    if kernel_device != "cpu":
+        pytest.skip("the same is tested on the GPU")
+    with pytest.MonkeyPatch.context() as patch:
+        cuda_on_cpu.use(patch)
+        yield
+
+
+def cache(dtype: str, block_size: int, seed: int) -> PagedKV:
+    """A KV cache with random bytes: two layers of KV, one of states."""
+    layout = KVLayout(3, 4, 8, dtype, STATES, (1,))
+    torch.manual_seed(seed)
+    layers = [torch.randn(2, BLOCKS, block_size, 4, 8).to(getattr(torch, dtype)) for _ in range(2)]
+    scales = [torch.rand(2, BLOCKS, 4, block_size) for _ in layers] if dtype == FP8 else []
+    states = [
+        [torch.randn(3, state.rows, state.heads, state.head_dim).to(getattr(torch, state.dtype))]
+        for state in STATES
+    ]
+    return PagedKV(layers, block_size, layout, "cpu", scales=scales, states=states)
+
+
+def everything(kv: PagedKV) -> list[torch.Tensor]:
+    tensors = [*kv.layers, *kv.scales, *(layer for state in kv.states for layer in state)]
+    return [tensor.float() for tensor in tensors]
+
+
+def pieces(layout: KVLayout) -> list[Slice]:
+    found = [
+        p for i in (0, 2) for heads in ((0, 3), (3, 4)) for p in cut(layout, i, (7, TOKENS), heads, 2048)
+    ]
+    return found + [p for state in (0, 1) for p in cut_state(layout, 1, state, TOKENS, (0, 3), 300)]
+
+
+def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str) -> PagedKV:
+    """The receiver's cache after a transfer through an arena."""
+    source, target, arena = cache(sent, 16, 1), cache(kept, 32, 2), Arena.create(SLOTS, SLOT_BYTES)
+    sender, receiver = make(source, arena), make(target, arena)
+    tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
+    for few in batches(source.layout):
+        sender.gather([Staged(piece, slot, tables[0]) for slot, piece in few])
+        for event in receiver.scatter([Staged(piece, slot, tables[1], sent) for slot, piece in few]):
+            assert receiver.passed(event)
+    return target
+
+
+def pulled(sent: str, kept: str, damage: Callable[[DeviceMemory], None]) -> tuple[PagedKV, list[bool]]:
+    """The same through exported memory, and which slices were right. `damage` comes after a first gather."""
+    source, target = cache(sent, 16, 1), cache(kept, 32, 2)
+    sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
+    receiver = CudaPool(target, Arena.create(SLOTS, SLOT_BYTES), exported=True)
+    memory = receiver.open(sender.export())
+    tables, whole = (sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)), []
+    for generation, few in enumerate(batches(source.layout), 1):
+        sender.gather([Staged(piece, slot, tables[0], generation=generation) for slot, piece in few])
+        if generation == 1:
+            assert sender._exported is not None
+            damage(sender._exported)
+        event, outcome = receiver.pull(
+            memory, [Staged(piece, slot, tables[1], sent, generation) for slot, piece in few]
+        )
+        assert receiver.passed(event)
+        whole += outcome()
+    return target, whole
+
+
+def batches(layout: KVLayout) -> list[list[tuple[int, Slice]]]:
+    """Slices with their slots, of which some are neighbours."""
+    cuts = pieces(layout)
+    return [list(zip((7, 3, 4, 5, 9, 11, 12), cuts[i : i + 7], strict=False)) for i in range(0, len(cuts), 7)]
+
+
+def nothing(_: DeviceMemory) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("sent", "kept"), DTYPES)
+def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: str, kept: str) -> None:
+    right = everything(moved(HostPool, sent, kept))
+    through_exported, whole = pulled(sent, kept, nothing)
+    assert all(whole)
+    for ours in (moved(partial(CudaPool, exported=False), sent, kept), through_exported):
+        for tensor, expected in zip(everything(ours), right, strict=True):
+            assert torch.equal(tensor, expected)
+
+
+def test_a_slice_that_is_wrong_or_late_is_found() -> None:
+    def bend(memory: DeviceMemory) -> None:
+        ctypes.memset(memory.slot(3) + 7, 0xA5, 1)
+
+    def use_again(memory: DeviceMemory) -> None:
+        ctypes.memset(memory.mark(9), 9, 1)
+
+    for damage, wrong in ((bend, 1), (use_again, 4)):
+        _, whole = pulled("bfloat16", "bfloat16", damage)
+        assert [i for i, right in enumerate(whole) if not right] == [wrong]
