@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.kernels import KV, AttentionMetadata, Kernels, parts
+from engine.kernels.tiles import SHORT, tile_work
 from engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
@@ -77,6 +78,7 @@ class Cases:
         for tokens in shape.prompts:
             yield lambda tokens=tokens: self.prefill(0, tokens)
         yield lambda: self.prefill(3 * shape.prompts[0], shape.prompts[0])
+        yield lambda: self.prefill(shape.prompts[-1], 40, in_graph=True)  # the next turn of a chat
         yield self.gather
         yield self.scatter
         yield from self._sampling()
@@ -135,9 +137,10 @@ class Cases:
         return kv, tables.to(self.device)
 
     def attention(
-        self, spans: Sequence[tuple[int, int]]
+        self, spans: Sequence[tuple[int, int]], *, in_graph: bool = False
     ) -> tuple[Callable[[], object], Tensor, Tensor, Tensor]:
-        """The attention of one layer in a step, and its dense q, k and v."""
+        """The attention of one layer in a step, and its dense q, k and v. `in_graph`: of a step that a graph
+        replays."""
         shape, decodes = self.shape, sum(stop - start == 1 for start, stop in spans)
         kv, tables = self.cache([stop for _, stop in spans])
         tokens = sum(stop - start for start, stop in spans)
@@ -145,7 +148,16 @@ class Cases:
         k, v = (self.normal(tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
         contexts = torch.tensor([stop for _, stop in spans], dtype=torch.int32, device=self.device)
         slots = torch.empty(0, dtype=torch.int64, device=self.device)  # no KV is written
-        metadata = AttentionMetadata(shape.block_size, slots, tables, contexts, decodes, spans[decodes:])
+        tiles = None
+        if in_graph:
+            tile, programs = (
+                SHORT.tokens(shape.heads // shape.kv_heads),
+                self.kernels.tile_programs(shape.kv_heads),
+            )
+            tiles = torch.from_numpy(tile_work(spans[decodes:], decodes, tile, programs)).to(self.device)
+        metadata = AttentionMetadata(
+            shape.block_size, slots, tables, contexts, decodes, spans[decodes:], tiles
+        )
         plan = self.kernels.plan(metadata, shape.heads, shape.kv_heads, shape.dtype)
         return lambda: self.kernels.attention(q, k, v, kv, plan), q, k, v
 
@@ -168,8 +180,8 @@ class Cases:
             f"decode_attention.{name}", 2 * nbytes(q) + kv_bytes, flops, ours, theirs, "torch SDPA, KV dense"
         )
 
-    def prefill(self, start: int, tokens: int) -> Case:
-        ours, q, k, v = self.attention([(start, start + tokens)])
+    def prefill(self, start: int, tokens: int, *, in_graph: bool = False) -> Case:
+        ours, q, k, v = self.attention([(start, start + tokens)], in_graph=in_graph)
         queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
 
         def theirs() -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from engine.execution.upload import aligned
 from engine.kernels.attention import AttentionMetadata
-from engine.kernels.tiles import scan_work, tile_work
+from engine.kernels.tiles import TILE_FIELDS, scan_work, tile_work
 from engine.layers.ranks import Ranks
 from engine.step import Draws, Step, Variant
 
@@ -74,7 +74,12 @@ class Widths(NamedTuple):
     hidden: int
     vocabulary: int
     tile: int  # tokens of a tile of attention
+    programs: int  # pieces of tiles that are computed at once
     scan: int  # tokens of a chunk of state layers; 0: no layer has states
+
+    def pieces(self, rows: int) -> int:
+        """The most pieces of tiles in a step of so many rows."""
+        return max(rows // self.tile + CHUNKS, self.programs)
 
 
 class Size(NamedTuple):
@@ -115,7 +120,7 @@ class _Inputs:
     tables come last, so that only the tables in use are copied."""
 
     def __init__(self, memory: Callable[[int], Tensor], rows: int, requests: int, widths: Widths) -> None:
-        by_row, by_request, tiles = (rows,), (requests,), (rows // widths.tile + CHUNKS, 4)
+        by_row, by_request, tiles = (rows,), (requests,), (widths.pieces(rows), TILE_FIELDS)
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "token_ids": (by_row, torch.int64),
             "positions": (by_row, torch.int64),
@@ -262,14 +267,15 @@ class StepGraphs:
         inputs.put("token_ids", step.token_ids)
         inputs.put("positions", step.positions)
         inputs.put("slots", step.slots, padding=-1)
-        inputs.put("tiles", tile_work(step.prefills, step.num_decodes, self._widths.tile))
+        widths = self._widths
+        inputs.put("tiles", tile_work(step.prefills, step.num_decodes, widths.tile, widths.programs))
         inputs.put("contexts", step.contexts[: step.num_decodes])
         inputs.put("sampled_rows", step.sampled_rows)
         for name in Draws._fields:
             inputs.put(name, getattr(step.draws, name))
         if step.state_slots is not None:
             inputs.put("state_slots", step.state_slots)
-            inputs.put("scans", scan_work(step.prefills, step.num_decodes, self._widths.scan))
+            inputs.put("scans", scan_work(step.prefills, step.num_decodes, widths.scan))
         inputs["tables"][: len(step.block_tables)].numpy()[:] = step.block_tables
         used = inputs.before_tables + step.block_tables.nbytes
         self._static.memory[:used].copy_(inputs.memory[:used], non_blocking=True)
@@ -316,7 +322,7 @@ class StepGraphs:
             contexts=static["contexts"],
             num_decodes=min(rows, len(self._tokens)) if size.decodes else 0,
             prefills=[],
-            tiles=static["tiles"][: rows // self._widths.tile + CHUNKS] if size.chunks else None,
+            tiles=static["tiles"][: self._widths.pieces(rows)] if size.chunks else None,
             state_slots=static["state_slots"] if self._widths.scan else None,
             scans=static["scans"][: rows // self._widths.scan + CHUNKS]
             if size.chunks and self._widths.scan

@@ -142,7 +142,8 @@ class ModelRunner:
         config = self._config
         tile = SHORT.tokens(config.num_heads // config.num_kv_heads)
         scan = self._kernels.chunk_tokens(self._dtype) if self._state else 0
-        widths = Widths(self.table_width, config.hidden_size, config.vocab_size, tile, scan)
+        programs = self._kernels.tile_programs(config.num_kv_heads)
+        widths = Widths(self.table_width, config.hidden_size, config.vocab_size, tile, programs, scan)
         self._graphs = StepGraphs(
             self,
             self._tokens,

@@ -179,6 +179,10 @@ class Kernels(Protocol):
         """The plan that `mamba2` needs, the same for all layers of a step with so many heads."""
         ...
 
+    def tile_programs(self, num_kv_heads: int) -> int:
+        """Pieces of `AttentionMetadata.tiles` that the device computes at once. 0: tiles are not cut."""
+        ...
+
     def chunk_tokens(self, dtype: torch.dtype) -> int:
         """Tokens of a chunk in `AttentionMetadata.scans`."""
         ...

@@ -45,7 +45,9 @@ class AttentionMetadata:
     contexts: Tensor  # [requests] int32: positions of each request, those of this step included
     num_decodes: int
     prefills: Sequence[tuple[int, int]]  # (start, stop) positions of each chunk, on the host
-    tiles: Tensor | None = None  # [tiles, 4] int32, from `tile_work`; replaces `prefills` in a graph
+    tiles: Tensor | None = None
+    """[pieces, TILE_FIELDS] int32, from `tile_work` with `Kernels.tile_programs`; replaces `prefills` in a
+    graph."""
     state_slots: Tensor | None = None  # [requests] int32: their states; None: no layer has states
     scans: Tensor | None = None  # [chunks, 6] int32, from `scan_work`; replaces `prefills` for states
 

@@ -14,6 +14,9 @@ program, longest work first, so that the last wave is short.
 *Causal*: keys that the first token of a tile may see need no mask. The few keys after them are masked, in
 smaller tiles.
 *Span*: tiles of keys that no token sees are skipped. Those that only the last tokens do not see are masked.
+*Few tokens after many*: their tiles would leave most of the GPU idle. So the keys of a tile are cut into
+pieces, one for each program (as in `decode_attention`). The program that finishes last puts the pieces
+together, in their order. A layer with a span has few keys. There the program of the last piece does all.
 """
 
 from dataclasses import dataclass
@@ -36,12 +39,13 @@ from engine.kernels.online_softmax import (
     values_of,
     whole_tile,
 )
-from engine.kernels.tiles import SHORT, Shape
+from engine.kernels.tiles import SHORT, TILE_FIELDS, Shape
 from engine.model_config import Span
 
 # Measured on an H200 (`python -m bench.kernels --sweep`).
 STAGES = 5
 MASKED_N = 32  # keys of a tile that the causal mask cuts
+FIELDS = tl.constexpr(TILE_FIELDS)
 LEAST = tl.constexpr(-1e30)  # not −inf, which would give NaN where a query sees no key of its first tile
 
 
@@ -49,8 +53,11 @@ LEAST = tl.constexpr(-1e30)  # not −inf, which would give NaN where a query se
 class Tiles:
     """The work of each program in one step, the same for all layers."""
 
-    work: Tensor  # [tiles, 4] int32, from `tile_work`; a row of zeros: no work
+    work: Tensor  # [pieces, TILE_FIELDS] int32, from `tile_work`; a row of zeros: no work
     shape: Shape
+    finished: Tensor | None
+    """[places, KV heads] int32: pieces that are finished, by the first place of the tile; 0 between layers.
+    None: each tile is one piece."""
 
 
 def prefill_attention(
@@ -71,6 +78,12 @@ def prefill_attention(
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
         block_n, stages = SHORT.block_n, 1
     values = values_of(cache, fp8=scales is not None)
+    split = tiles.finished is not None and span is None
+    partial = lse = finished = out  # not used
+    if tiles.finished is not None and span is None:
+        finished, places = tiles.finished, len(tiles.finished) * num_kv_heads * block_m
+        partial = torch.empty((places, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(places, dtype=torch.float32, device=q.device)
     _prefill[(len(tiles.work), num_kv_heads)](
         q,
         cache,
@@ -82,6 +95,9 @@ def prefill_attention(
         tiles.work,
         out,
         q if sinks is None else sinks,
+        partial,
+        lse,
+        finished,
         head_dim**-0.5 * LOG2_E.value,
         q.stride(0),
         out.stride(0),
@@ -96,6 +112,7 @@ def prefill_attention(
         MASKED_N=MASKED_N,
         FP8=scales is not None,
         SINKS=sinks is not None,
+        SPLIT=split,
         **span_options(span),
         num_warps=warps,
         num_stages=stages,
@@ -114,6 +131,9 @@ def _prefill(
     tiles,
     out,
     sinks,
+    partial,
+    lse,
+    finished,
     scale,
     q_stride,
     out_stride,
@@ -128,18 +148,21 @@ def _prefill(
     MASKED_N: tl.constexpr,
     FP8: tl.constexpr,
     SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0) * 4
+    tile = tiles + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
     request = tl.load(tile).to(tl.int64)
     row = tl.load(tile + 1).to(tl.int64)
     tokens = tl.load(tile + 2)
-    if tokens == 0:
-        return
     first = tl.load(tile + 3)
     stop = first + tokens
+    if SPAN:
+        tokens = tl.where(tl.load(tile + 5) == stop, tokens, 0)
+    if tokens == 0:
+        return
 
     packed = tl.arange(0, BLOCK_M)
     token = packed // GROUP
@@ -151,17 +174,65 @@ def _prefill(
     queries = tl.load(q + row_of * q_stride + in_row, mask=used, other=0.0)
 
     whole = (first + 1) // BLOCK_N * BLOCK_N  # the causal mask hides no key before this position
-    query_positions = tl.minimum(first + token, stop - 1)
-    first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
-    begin = 0
-    table = block_tables + request * table_stride
+    begin, end, pieces = 0, stop, 1
+    if SPLIT:
+        begin, end, pieces = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 8)
+        whole = tl.minimum(whole, end)
     m = tl.full([BLOCK_M], LEAST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    if SINKS:  # the first piece has the sink in its sum
+        m = tl.where(begin == 0, tl.load(sinks + head).to(tl.float32) * LOG2_E, m)
+        total += tl.where(begin == 0, 1.0, 0.0)
+    m, total, result = _attend_to(
+        queries, m, total, keys, values, key_tiles, value_tiles, kv_scales,
+        block_tables + request * table_stride,
+        first, tl.minimum(first + token, stop - 1), begin, whole, end, stop, scale, slots, kv_head,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, MASKED_N, FP8, SPAN, CHUNKED,
+    )  # fmt: skip
+    result /= total[:, None]
+    is_last = True
+    if pieces > 1:
+        result, is_last = _put_together(
+            result, m + tl.log2(total), partial, lse, finished, tile, pieces, kv_head, KV_HEADS
+        )
+    if is_last:
+        tl.store(out + row_of * out_stride + in_row, result.to(out.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def _attend_to(
+    queries,
+    m,
+    total,
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
+    kv_scales,
+    table,
+    first,
+    query_positions,
+    begin,
+    whole,
+    end,
+    stop,
+    scale,
+    slots,
+    kv_head,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED_N: tl.constexpr,
+    FP8: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+):
+    """Adds the keys [begin, end), of which the causal mask hides none before `whole`. Returns m, total, and
+    the weighted sum of values."""
+    first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
+    acc = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
     queries, scale = normalized(queries, scale, FP8)
-    if SINKS:
-        m = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        total += 1.0
     if SPAN:
         skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
         begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
@@ -184,7 +255,7 @@ def _prefill(
                 BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
             )  # fmt: skip
         m, total, acc = attend(queries, k, v, k_scale, v_scale, None, m, total, acc, scale, False, FP8)
-    for start in tl.range(whole, stop, MASKED_N):
+    for start in tl.range(whole, end, MASKED_N):
         k, v, k_scale, v_scale, inside = any_tile(
             keys, values, kv_scales, table, start, stop, slots, kv_head,
             BLOCK_SIZE, KV_HEADS, HEAD_DIM, MASKED_N, FP8,
@@ -194,8 +265,39 @@ def _prefill(
         if SPAN:
             seen &= positions[None, :] >= first_keys
         m, total, acc = attend(queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, True, FP8)
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row_of * out_stride + in_row, result, mask=used)
+    return m, total, acc
+
+
+@triton.jit
+def _put_together(result, own_lse, partial, lse, finished, tile, pieces, kv_head, KV_HEADS: tl.constexpr):
+    """Returns the result of a tile, and whether this program is the last one and has it.
+
+    result [m, dims] and own_lse [m]: of this program's piece, as in `decode_attention`. partial [places, KV
+    heads, m, dims], lse [places, KV heads, m]: scratch memory."""
+    m, dims = tl.arange(0, result.shape[0]), tl.arange(0, result.shape[1])
+    place = (tl.load(tile + 6) * KV_HEADS + kv_head).to(tl.int64)
+    first = tl.load(tile + 7) * KV_HEADS + kv_head
+    rows = place * result.shape[0] + m
+    tl.store(partial + rows[:, None] * result.shape[1] + dims[None, :], result)
+    tl.store(lse + rows, own_lse)
+    tl.debug_barrier()  # all threads have stored before the program counts as finished
+    is_last = tl.atomic_add(finished + first, 1, sem="acq_rel") == pieces - 1
+    if is_last:
+        tl.store(finished + first, 0)
+        largest = tl.full([result.shape[0]], LEAST, tl.float32)
+        total = tl.zeros([result.shape[0]], tl.float32)
+        result = tl.zeros(result.shape, tl.float32)
+        for i in tl.range(pieces):
+            rows = (first + i * KV_HEADS).to(tl.int64) * result.shape[0] + m
+            weight = tl.load(lse + rows, cache_modifier=".cg")
+            values = tl.load(partial + rows[:, None] * result.shape[1] + dims[None, :], cache_modifier=".cg")
+            new = tl.maximum(largest, weight)
+            shrink, weight = tl.exp2(largest - new), tl.exp2(weight - new)
+            total = total * shrink + weight
+            result = result * shrink[:, None] + values * weight[:, None]
+            largest = new
+        result /= total[:, None]
+    return result, is_last
 
 
 @triton.jit

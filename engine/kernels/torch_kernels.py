@@ -145,6 +145,9 @@ class TorchKernels:
     def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> TorchStatePlan:
         return mamba2.plan_states(metadata)
 
+    def tile_programs(self, num_kv_heads: int) -> int:
+        return 0
+
     def chunk_tokens(self, dtype: torch.dtype) -> int:
         return mamba2.CHUNK
 

@@ -36,7 +36,7 @@ from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.shuffle import shuffle
 from engine.kernels.split_k import multiprocessors
 from engine.kernels.thresholds import thresholds
-from engine.kernels.tiles import SHORT, scan_work, shape_for, tile_work
+from engine.kernels.tiles import SHORT, SHORT_PER_SM, scan_work, shape_for, tile_work
 from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -162,14 +162,20 @@ class TritonKernels:
         if decodes:
             pieces = partition(metadata.contexts[:decodes], num_kv_heads, self._multiprocessors, span)
         tiles = None
-        if metadata.tiles is not None:
-            tiles = Tiles(metadata.tiles, SHORT)
-        elif metadata.prefills:
-            shape = shape_for(metadata.prefills)
-            work = tile_work(metadata.prefills, decodes, shape.tokens(num_heads // num_kv_heads))
-            tiles = Tiles(torch.from_numpy(work).to(device, non_blocking=True), shape)
+        if metadata.tiles is not None or metadata.prefills:
+            shape = SHORT if metadata.tiles is not None else shape_for(metadata.prefills)
+            work, programs = metadata.tiles, self.tile_programs(num_kv_heads) if shape is SHORT else 0
+            if work is None:
+                tokens = shape.tokens(num_heads // num_kv_heads)
+                made = tile_work(metadata.prefills, decodes, tokens, programs)
+                work = torch.from_numpy(made).to(device, non_blocking=True)
+            finished = torch.zeros((programs, num_kv_heads), dtype=torch.int32, device=device)
+            tiles = Tiles(work, shape, finished if programs else None)
         prefills = () if metadata.tiles is not None else metadata.prefills
         return TritonPlan(decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span)
+
+    def tile_programs(self, num_kv_heads: int) -> int:
+        return SHORT_PER_SM * self._multiprocessors // num_kv_heads
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: KV, plan: TritonPlan, sinks: Tensor | None = None

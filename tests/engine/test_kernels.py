@@ -402,7 +402,8 @@ def test_a_batch_padded_as_for_a_graph(
     step = Step(RAGGED, (4, 2), 64, 16, dtype)
     expected, expected_kv, _ = step.run(triton_kernels, kernel_device)
     rows, padded, m = len(expected), len(expected) + 5, step.metadata
-    work = torch.from_numpy(tile_work(m.prefills, m.num_decodes, SHORT.tokens(2)))
+    programs = triton_kernels.tile_programs(2)
+    work = torch.from_numpy(tile_work(m.prefills, m.num_decodes, SHORT.tokens(2), programs))
     contexts = torch.zeros(padded, dtype=torch.int32)
     contexts[: m.num_decodes] = m.contexts[: m.num_decodes]
     step.qkv = F.pad(step.qkv, (0, 0, 0, 0, 0, padded - rows), value=torch.nan)
@@ -443,6 +444,37 @@ def test_chunks_longer_than_a_tile(
 
     monkeypatch.setattr(tiles, "LONG_FROM", long_from)
     Step([(0, 70), (130, 200)], (4, 1), 64, 128, F16).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "span", "with_sinks"),
+    [
+        (16, F32, None, True),
+        (128, F16, None, False),
+        (16, F16, Span(100), True),
+        pytest.param(128, BF16, None, True, marks=pytest.mark.gpu),
+    ],
+)
+def test_few_tokens_after_many(
+    triton_kernels: Kernels,
+    kernel_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    block_size: int,
+    dtype: torch.dtype,
+    span: Span | None,
+    with_sinks: bool,
+) -> None:
+    """Several programs share the keys of a tile. A layer with a span gets the same work."""
+    from engine.kernels import tiles
+
+    monkeypatch.setattr(tiles, "LEAST_KEYS", 128)
+    monkeypatch.setattr(triton_kernels, "_multiprocessors", 16)
+    spans = [(299, 300), (383, 395), (256, 260), (0, 3)]
+    step = Step(spans, (4, 2), 64, block_size, dtype, span=span, with_sinks=with_sinks)
+    m = step.metadata
+    work = tiles.tile_work(m.prefills, m.num_decodes, tiles.SHORT.tokens(2), triton_kernels.tile_programs(2))
+    assert sorted(work[:, 8]) == [1, 2, 2, 3, 3, 3]
+    step.check(triton_kernels, kernel_device)
 
 
 @pytest.mark.parametrize(
