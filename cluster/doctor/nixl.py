@@ -7,7 +7,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -70,13 +70,14 @@ def _read(memory: NixlMemory, theirs: bytes) -> tuple[int, float, str]:
     if opened[0]:
         return 0, 0.0, opened[0]
     size, began = 0, time.perf_counter()
-    for slot in range(SLOTS // 2):
-        memory.read(0, slot, slot, SLOT_BYTES, expected)
+    free: Iterable[int] = range(SLOTS // 2)
     while (now := time.perf_counter()) < began + SECONDS or memory.look_within() is not None:
-        for slot, whole in memory.finished():
-            if not whole:
-                return 0, 0.0, "a read failed, or other bytes came"
-            size += SLOT_BYTES
-            if now < began + SECONDS:
-                memory.read(0, slot, slot, SLOT_BYTES, expected)
+        ended = dict(memory.finished())
+        if now < began + SECONDS:
+            started = {slot: memory.read(0, slot, slot, SLOT_BYTES, expected) for slot in free}
+            ended |= {slot: whole for slot, whole in started.items() if whole is not None}
+        if not all(ended.values()):
+            return 0, 0.0, "a read failed, or other bytes came"
+        size += SLOT_BYTES * len(ended)
+        free = ended
     return size, time.perf_counter() - began, "no read can start"

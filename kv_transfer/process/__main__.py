@@ -37,7 +37,7 @@ from kv_transfer.process import movers
 from kv_transfer.process.connector import Session
 from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.loop import Loop
-from kv_transfer.process.nixl_memory import NixlMemory
+from kv_transfer.process.nixl_memory import NixlMemory, listen_on
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
@@ -71,7 +71,10 @@ class TransferProcess:
         slots = SlotPipe(config.num_slots)
         inherited = [sending.channel, receiving.channel, service]
         self._movers = movers.fork(config, sending.arena, receiving.arena, slots, inherited)
-        nixl = NixlMemory(config.incarnation, sending.arena, receiving.arena) if config.nixl else None
+        nixl = None
+        if config.nixl:
+            listen_on(config.host)
+            nixl = NixlMemory(config.incarnation, sending.arena, receiving.arena)
         self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._loop = Loop(self._flush)

@@ -321,8 +321,8 @@ class DecodeSide:
             self._pulled({slot: False})
         elif nixl is None:
             self._arrived_at(ticket.transfer, slot, session, header, m)
-        elif not nixl.read(session.number, m.slot, slot, m.length, m.generation):
-            self._pulled({slot: False})
+        elif (whole := nixl.read(session.number, m.slot, slot, m.length, m.generation)) is not None:
+            self._pulled({slot: whole})
 
     def _arrived_at(
         self, transfer: Transfer, slot: int, session: Session, header: Header, m: SliceAt

@@ -4,8 +4,9 @@
     receiver:  READ of the token; REACH; SLICE: READ into a slot of its own, checksum, TAKEN
 
 NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX: RDMA where there is a NIC, else UCX's own
-shared memory or TCP. It has its own connections, which are neither authenticated nor encrypted. A slice that
-changed on the way, or that its owner overwrote too early, has another checksum than SLICE names.
+shared memory or TCP. It has its own connections, which are neither authenticated nor encrypted; `listen_on`
+says where UCX listens for them. A slice that changed on the way, or that its owner overwrote too early, has
+another checksum than SLICE names.
 
 NIXL's thread serves peers and sleeps while there is nothing to do. Only this file imports NIXL, when a worker
 uses it.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import socket
 import struct
 import time
 from collections import Counter
@@ -23,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -33,6 +36,7 @@ from kv_transfer.protocol.messages import Export
 
 KIND = "nixl"
 _ADDRESS = struct.Struct("<Q")
+_END = 1 << 64  # of all addresses
 _PATIENCE, _RARELY = 1.0, 0.01  # seconds: after so long without an end, looks are so far apart
 _SLEEP = 100_000  # microseconds that NIXL's thread waits for an event; 0 would keep a core busy
 
@@ -52,6 +56,22 @@ class _Read:
     expected: int  # their checksum
 
 
+def listen_on(host: str) -> None:
+    """UCX listens on the interface with this address alone, and not on all. Call it before an agent is made.
+
+    UCX has one variable for all devices, so RDMA devices are named, too. Nothing changes if the user has set
+    the variable, or if no interface has the address: it may be that of all."""
+    import psutil  # only with NIXL
+
+    address = str(socket.getaddrinfo(host, None)[0][4][0])
+    interfaces = psutil.net_if_addrs().items()
+    names = [name for name, has in interfaces if address in [x.address.split("%")[0] for x in has]]
+    if names:
+        ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+        rdma = [f"{port.parent.parent.name}:{port.name}" for port in ports]
+        os.environ.setdefault("UCX_NET_DEVICES", ",".join([*names, *rdma]))
+
+
 class NixlMemory:
     """Owns the agent of NIXL. Not safe for threads; no method blocks."""
 
@@ -67,10 +87,9 @@ class NixlMemory:
         self._receiving = receiving
         areas = [(_address(x.memory), len(x.memory) + len(x.marks), 0, b"") for x in (sending, receiving)]
         self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, areas), self._backend)
-        token = os.urandom(TOKEN)
-        sending.marks[:TOKEN] = token
+        sending.marks[:TOKEN] = sending.token
         handle = _ADDRESS.pack(areas[0][0]) + self._agent.getLocalMD()
-        self.export = Export(KIND, "", handle, sending.num_slots, sending.slot_bytes, token)
+        self.export = Export(KIND, "", handle, sending.num_slots, sending.slot_bytes, sending.token)
         self._open: dict[
             int, tuple[bytes, int, int]
         ] = {}  # session → peer, address of its memory, slot_bytes
@@ -85,6 +104,11 @@ class NixlMemory:
         """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
         try:
             (address,) = _ADDRESS.unpack(export.handle[: _ADDRESS.size])
+            token_at = address + export.num_slots * export.slot_bytes
+            if token_at + TOKEN > _END:
+                return (
+                    f"{export.num_slots} slots of {export.slot_bytes} bytes do not fit behind their address"
+                )
             name = self._agent.loadRemoteMD(export.handle[_ADDRESS.size :])
             self._users[name] += 1
             if name != _name(incarnation):
@@ -92,7 +116,6 @@ class NixlMemory:
                 return "the metadata is of another worker"
             self._open[session] = name, address, export.slot_bytes
             place = self._receiving.marks[session % self._receiving.num_slots * TOKEN :][:TOKEN]
-            token_at = address + export.num_slots * export.slot_bytes
             self._tokens[session] = self._start(name, token_at, place, checksum(memoryview(export.token)))
         except (*self._errors, struct.error) as e:
             return f"NIXL: {e}"
@@ -113,15 +136,18 @@ class NixlMemory:
 
     # ------------------------------------------------------------ slices
 
-    def read(self, session: int, there: int, slot: int, length: int, expected: int) -> bool:
-        """Starts to read a slot of the peer into `slot`. False: it cannot start."""
+    def read(self, session: int, there: int, slot: int, length: int, expected: int) -> bool | None:
+        """Starts to read a slot of the peer into `slot`. None: `finished` tells how it ends. Else it is
+        over, and the slot is as SLICE said, or not: UCX copies shared memory when a read starts."""
         name, address, slot_bytes = self._open[session]
         place = self._receiving.slot(slot)[:length]
         try:
-            self._reads[slot] = self._start(name, address + there * slot_bytes, place, expected)
+            read = self._start(name, address + there * slot_bytes, place, expected)
         except self._errors:
             return False
-        return True
+        if (whole := self._finished(read)) is None:
+            self._reads[slot] = read
+        return whole
 
     def finished(self) -> Iterator[tuple[int, bool]]:
         """The slots whose read is over, and whether they are as SLICE said."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import msgspec
+import psutil
 import pytest
 
 import kv_transfer as kv
 from kv_transfer.config import nixl_installed
-from kv_transfer.process.nixl_memory import NixlMemory, checksum
+from kv_transfer.process.nixl_memory import NixlMemory, checksum, listen_on
 
 from .conftest import until
 
-pytestmark = pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")
+needs_nixl = pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")
 OWNER, READER = 5, 6  # incarnations
 
 
@@ -22,28 +26,56 @@ OWNER, READER = 5, 6  # incarnations
 def pair() -> tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]:
     """The owner with its arena, the reader with its own."""
     arenas = [kv.Arena.create(4, 4096) for _ in range(4)]
-    return NixlMemory(OWNER, *arenas[:2]), arenas[0], NixlMemory(READER, *arenas[2:]), arenas[3]
+    with patch.dict(os.environ):
+        listen_on("127.0.0.1")
+        return NixlMemory(OWNER, *arenas[:2]), arenas[0], NixlMemory(READER, *arenas[2:]), arenas[3]
 
 
-def all_of(found: Callable[[], Iterator[tuple[int, object]]]) -> list[tuple[int, object]]:
+def all_of(found: Callable[[], Iterator[tuple[int, Any]]]) -> list[tuple[int, Any]]:
     return until(lambda: list(found()), "a read to end")
 
 
+def ended(reader: NixlMemory, slot: int, read: bool | None) -> bool:
+    """Whether the slot is right."""
+    return dict(all_of(reader.finished))[slot] if read is None else read
+
+
+@needs_nixl
 def test_slots_are_read_and_verified(pair: tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]) -> None:
     owner, there, reader, here = pair
     assert reader.open(1, OWNER, owner.export) == ""
     assert all_of(reader.opened) == [(1, "")]
     payload = os.urandom(1000)
     there.slot(2)[:1000] = payload
-    assert reader.read(1, 2, 3, 1000, checksum(memoryview(payload)))
-    assert all_of(reader.finished) == [(3, True)]
+    assert ended(reader, 3, reader.read(1, 2, 3, 1000, checksum(memoryview(payload))))
     assert here.slot(3)[:1000] == payload
-    assert reader.read(1, 2, 0, 1000, checksum(memoryview(b"what was there before")))
+    read = reader.read(1, 2, 0, 1000, checksum(memoryview(b"what was there before")))
     reader.close(1)  # the session ends, the read goes on
-    assert all_of(reader.finished) == [(0, False)]
+    assert not ended(reader, 0, read)
     assert reader.look_within() is None
 
 
+@pytest.mark.parametrize(
+    ("host", "before", "devices"),
+    [("127.0.0.1", None, "lo"), ("0.0.0.0", None, None), ("127.0.0.1", "mlx5_0:1", "mlx5_0:1")],
+)
+def test_the_interface_of_an_address(
+    monkeypatch: pytest.MonkeyPatch, host: str, before: str | None, devices: str | None
+) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: [])  # no RDMA device
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    with patch.dict(os.environ, {"UCX_NET_DEVICES": before} if before else {}):
+        listen_on(host)
+        assert os.environ.get("UCX_NET_DEVICES") == devices
+
+
+@needs_nixl
+def test_it_listens_on_one_interface(pair: object) -> None:
+    connections = psutil.Process().net_connections("tcp")
+    assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
+@needs_nixl
 def test_metadata_that_is_not_of_this_peer(pair: tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]) -> None:
     """It is refused, and the next peer is read."""
     owner, _, reader, _ = pair
@@ -51,6 +83,8 @@ def test_metadata_that_is_not_of_this_peer(pair: tuple[NixlMemory, kv.Arena, Nix
     for size in (2, 8, 50):
         bad = msgspec.structs.replace(owner.export, handle=owner.export.handle[:size])
         assert reader.open(2, OWNER, bad).startswith("NIXL: ")
+    beyond = msgspec.structs.replace(owner.export, handle=b"\xff" * 8 + owner.export.handle[8:])
+    assert reader.open(2, OWNER, beyond) == "4 slots of 4096 bytes do not fit behind their address"
     wrong = msgspec.structs.replace(owner.export, token=bytes(16))
     assert reader.open(3, OWNER, wrong) == ""
     assert all_of(reader.opened) == [(3, "NIXL did not read the token")]
