@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from engine.api.config import EngineConfig
 from engine.api.request import (
-    PROMPT_PIECE,
     CacheObserver,
     EngineRequest,
     EngineStats,
@@ -22,10 +21,10 @@ from engine.api.request import (
     Logprobs,
     Output,
     PrefillChunk,
-    PromptLogprobs,
     Reservation,
     StepResult,
 )
+from engine.core import making_room
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import FULL_STEP, ChunkLimit
 from engine.core.live_request import LiveRequest, Phase
@@ -33,7 +32,8 @@ from engine.core.meters import Meters
 from engine.core.offload_tier import OffloadTier
 from engine.core.pace import Pace
 from engine.core.prefix_exchange import PrefixExchange
-from engine.core.scheduler import Chunk, Schedule, Scheduler
+from engine.core.schedule import Schedule
+from engine.core.scheduler import Scheduler
 from engine.core.state_copies import StateCopies
 from engine.core.state_pool import StatePool
 from engine.core.step_builder import build_adjustments, build_step, is_plain
@@ -42,10 +42,11 @@ from engine.execution.moments import Landings
 from engine.execution.runner import ModelRunner
 from engine.flight import Flight
 from engine.grammar import Grammars
+from engine.logprobs import of_outputs, of_prompts
 from engine.model_config import ModelConfig
 from engine.models import cache_bytes_per_token
 from engine.models.cache_spec import CacheSpec
-from engine.step import NO_CHOICE, NOT_FINITE, RowLogprobs, ScoredLogprobs
+from engine.step import NO_CHOICE, NOT_FINITE
 
 if TYPE_CHECKING:
     from engine.kernels import KV, LayerState
@@ -261,8 +262,8 @@ class Engine:
         self._computing(frozenset().union(*(later.ids for later in self._flights)))
         self._scheduler.landed(plan.chunks)
         if done.scored is not None:
-            result.prompt_logprobs = _prompt_logprobs(flight.scored, done.scored)
-        logprobs = _logprobs(flight.sampled, done.logprobs)
+            result.prompt_logprobs = of_prompts(flight.scored, done.scored)
+        logprobs = of_outputs(flight.sampled, done.logprobs)
         for row, (live, token) in enumerate(zip(flight.sampled, done.tokens, strict=True)):
             if live.phase is Phase.GONE:
                 continue  # the request ended while this step was under way
@@ -395,7 +396,7 @@ class Engine:
 
         Spare are held requests that no transfer reads, and, after them, reservations with a prefill that has
         not started. The latter stay while a request is running here."""
-        return self._scheduler.to_drop(wanted, closing, spare)
+        return making_room.to_drop(self._scheduler, wanted, closing, spare)
 
     @property
     def prefix_exchange(self) -> PrefixExchange | None:
@@ -476,39 +477,3 @@ class Engine:
     def stats(self) -> EngineStats:
         experts = None if self._expert_meter is None else self._expert_meter.read()
         return self._meters.stats(self._scheduler, self._chunk_limit, experts)
-
-
-def _prompt_logprobs(scored: Sequence[Chunk], of_step: ScoredLogprobs) -> list[PromptLogprobs]:
-    """Of the requests that have not ended meanwhile."""
-    result = []
-    row = 0
-    for live, start, stop in scored:
-        wanted = live.request.sampling.prompt_logprobs or 0
-        for first in range(start, stop, PROMPT_PIECE) if live.phase is not Phase.GONE else ():
-            end = min(first + PROMPT_PIECE, stop)
-            logprobs, ranks, ids, values = (x[row + first - start : row + end - start] for x in of_step)
-            result.append(
-                PromptLogprobs(
-                    live.id,
-                    first + 1,
-                    logprobs.tobytes(),
-                    ranks.tobytes(),
-                    ids[:, :wanted].tobytes(),
-                    values[:, :wanted].tobytes(),
-                )
-            )
-        live.num_scored = stop
-        row += stop - start
-    return result
-
-
-def _logprobs(sampled: Sequence[LiveRequest], rows: RowLogprobs | None) -> dict[int, Logprobs]:
-    """By row, for the requests that want log probabilities."""
-    if rows is None:
-        return {}
-    asked = [row for row, live in enumerate(sampled) if live.request.sampling.logprobs is not None]
-    result = {}
-    for row, chosen, ids, values in zip(asked, rows.chosen, rows.ids, rows.values, strict=True):
-        wanted = sampled[row].request.sampling.num_alternatives
-        result[row] = Logprobs(chosen, tuple(ids[:wanted]), tuple(values[:wanted]))
-    return result

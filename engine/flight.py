@@ -9,7 +9,7 @@ before has landed; the device computes the forward pass meanwhile.
 from dataclasses import dataclass, field
 
 from engine.core.live_request import LiveRequest
-from engine.core.scheduler import Chunk, Schedule
+from engine.core.schedule import Chunk, Schedule
 from engine.execution.runner import Launched
 
 

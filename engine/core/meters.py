@@ -3,7 +3,8 @@
 from engine.api.expert_stats import ExpertStats
 from engine.api.request import EngineStats
 from engine.core.chunk_limit import ChunkLimit
-from engine.core.scheduler import Schedule, Scheduler
+from engine.core.schedule import Schedule
+from engine.core.scheduler import Scheduler
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step."""

@@ -26,19 +26,18 @@ Every holder of blocks or seats ends, so nothing waits in a circle:
 - A held request that is not fetched can go on here. For that it needs only a seat, and a running request
   leaves its seat at its end. The caller resumes it between two steps, so before a waiting request.
 - A reservation ends if its prefill has started on the other worker. If the prefill is waiting there, that
-  worker makes room for it (`to_drop`): it drops held requests that are not fetched. If this is not enough,
-  and no request is running, it drops reservations with a prefill that has not started. Otherwise two
-  workers that are full of reservations for each other's waiting prefills would wait forever.
+  worker makes room for it (`making_room`): it drops held requests that are not fetched. If this is not
+  enough, and no request is running, it drops reservations with a prefill that has not started. Otherwise
+  two workers that are full of reservations for each other's waiting prefills would wait forever.
 - The first waiting request gets what the holders leave: a request of `reserve` or `start` comes in only if
   a seat and enough blocks remain for it.
 """
 
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from content import Tier
 from engine.api.request import CacheObserver, EngineRequest
@@ -50,36 +49,9 @@ from engine.core.offload_tier import OffloadTier
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.request_memory import RequestMemory
+from engine.core.schedule import Chunk, Schedule
 from engine.core.state_copies import StateCopies
 from engine.core.state_pool import StatePool
-
-
-class Chunk(NamedTuple):
-    """Positions [start, stop) of one request, computed in one step."""
-
-    live: LiveRequest
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class Schedule:
-    """The plan of one step, and the requests that it admitted or preempted."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    """Decodes before prefills."""
-    started: list[LiveRequest] = field(default_factory=list)
-    """Requests that this step admitted from the queue."""
-    handed_back: list[LiveRequest] = field(default_factory=list)
-    """Preempted requests that go back to their sender. Their blocks are free already."""
-    recomputed: list[LiveRequest] = field(default_factory=list)
-    """Preempted requests that went back to the queue, to be prefilled again."""
-    decodes: bool = False
-    """Whether some request gets a token after its first one."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(stop - start for _, start, stop in self.chunks if stop - start > 1)
 
 
 class Scheduler:
@@ -137,7 +109,7 @@ class Scheduler:
         self.running: list[LiveRequest] = []  # sorted by order
         self.held: set[LiveRequest] = set()
         self.reserved: set[LiveRequest] = set()
-        self._leaving: set[LiveRequest] = set()  # dropped, but a launched step still uses their blocks
+        self.leaving: set[LiveRequest] = set()  # dropped, but a launched step still uses their blocks
         self._arrivals = 0
         self._shares = FairShares()
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
@@ -208,7 +180,7 @@ class Scheduler:
         preempted it is handed back. False: no seat is free, and nothing changes."""
         assert live.phase is Phase.HELD
         assert live.has_token, "a request that failed has no token to go on from"
-        if self._seats <= 0:
+        if self.seats <= 0:
             return False
         self.held.remove(live)
         del self.requests[live.id]
@@ -369,8 +341,8 @@ class Scheduler:
         """Notes that the step of these chunks is over and uses their blocks no more."""
         for live, _, _ in chunks:
             live.flights -= 1
-            if not live.flights and live in self._leaving:
-                self._leaving.remove(live)
+            if not live.flights and live in self.leaving:
+                self.leaving.remove(live)
                 self.memory.free(live)
 
     def verified(self, live: LiveRequest, computed: int) -> None:
@@ -454,7 +426,7 @@ class Scheduler:
     def _load_ended(self, live: LiveRequest, whole: bool) -> None:
         live.flights -= 1
         if live.phase is Phase.GONE:
-            self._leaving.remove(live)
+            self.leaving.remove(live)
             self.memory.free(live)
             return
         self.loading.remove(live)
@@ -480,7 +452,7 @@ class Scheduler:
         return prefilling + sum(live.num_left for live in (*self.waiting, *self.loading)) - cached
 
     @property
-    def _seats(self) -> int:
+    def seats(self) -> int:
         """How many more requests fit into the batch. A request that only waits for its last token is in no
         further step, so it takes no seat."""
         seated = sum(not live.ends_with_pending for live in self.running)
@@ -489,46 +461,7 @@ class Scheduler:
     @property
     def _places(self) -> int:
         """How many more requests can get blocks: each takes a seat and, if the model has states, a slot."""
-        return self._seats if self.states is None else min(self._seats, self.states.free)
-
-    def to_drop(
-        self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
-    ) -> list[bytes]:
-        """The `spare` requests, in their order, that must be dropped so that a waiting request can start.
-
-        This is the first waiting request that is `wanted`; the requests before it in the queue start before
-        it. Spare requests are held or reserved. Reserved ones stay while a request is running, since that
-        one leaves its seat and its blocks. The caller drops the `closing` requests in any case."""
-        if not any(wanted(live.id) for live in self.waiting):
-            return []
-        ending = [self.requests[request_id] for request_id in closing]
-        droppable = [self.requests[request_id] for request_id in spare]
-        if self.running or self.loading:
-            droppable = [live for live in droppable if live.phase is Phase.HELD]
-        seats = self._seats + sum(live.phase is Phase.RESERVED for live in ending)
-        dropped: list[LiveRequest] = []
-        if seats <= 0:
-            dropped = [live for live in droppable if live.phase is Phase.RESERVED][:1]
-            seats = len(dropped)
-        if not seats:
-            return []
-        need, hits, count = 0, set[int](), 0
-        for live in self.waiting[:seats]:  # later ones need a seat, not blocks
-            count += 1
-            cached = self.memory.hits(live)
-            hits.update(cached)
-            need += self.memory.blocks_for(len(live.token_ids)) - len(cached)
-            if wanted(live.id):
-                break
-        going = [live.blocks for live in (*self._leaving, *ending, *dropped)]
-        for live in droppable:
-            has_slots = self.states is None or count <= self.states.free + len(going)
-            if has_slots and need + self.memory.headroom <= self.pool.free_after(going, hits):
-                break
-            if live not in dropped:
-                going.append(live.blocks)
-                dropped.append(live)
-        return [live.id for live in dropped]
+        return self.seats if self.states is None else min(self.seats, self.states.free)
 
     # Going out
 
@@ -559,14 +492,14 @@ class Scheduler:
         live.phase = Phase.GONE
         del self.requests[live.id]
         if live.flights:
-            self._leaving.add(live)
+            self.leaving.add(live)
         else:
             self.memory.free(live)
 
     def assert_whole(self) -> None:
         """Asserts, when idle, that no request and no block was left behind."""
         left = [
-            self.requests, self.waiting, self.loading, self.running, self.held, self.reserved, self._leaving
+            self.requests, self.waiting, self.loading, self.running, self.held, self.reserved, self.leaving
         ]  # fmt: skip
         assert not any(left), f"requests left behind: {left}"
         exchange = self.prefix_exchange

@@ -11,7 +11,7 @@ from operator import attrgetter
 import numpy as np
 
 from engine.core.live_request import DRAW, PENDING, LiveRequest
-from engine.core.scheduler import Chunk
+from engine.core.schedule import Chunk
 from engine.step import Adjustments, Bias, Draws, Penalties, Scored, Step, TokenMask, Variant, arrange
 
 NO_TOP_P = np.float32(2)

@@ -28,9 +28,9 @@ What waits for what, between the two workers:
     running decode         ──▶ nothing
 
 This forms no circle. If a reserved decode waits for a queued prefill, the worker of that prefill drops held
-prefills without a decode until it can start (`Scheduler.to_drop`). So decodes always end, and a held prefill
-gets their capacity. If that takes longer than the hold deadline, the prefill is dropped, and computed again
-under a reservation.
+prefills without a decode until it can start (`engine.core.making_room`). So decodes always end, and a held
+prefill gets their capacity. If that takes longer than the hold deadline, the prefill is dropped, and computed
+again under a reservation.
 
 If log probabilities of the prompt are asked for, a prefill worker first computes the prompt without a
 handover. They come from there, before the first token. The rest is then generated as after a retry. So no

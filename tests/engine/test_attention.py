@@ -8,7 +8,7 @@ import torch
 
 from engine import EngineRequest
 from engine.core.live_request import LiveRequest, Phase
-from engine.core.scheduler import Chunk
+from engine.core.schedule import Chunk
 from engine.core.step_builder import build_step
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.torch_kernels import TorchKernels

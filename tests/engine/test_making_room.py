@@ -4,6 +4,7 @@ import pytest
 
 from engine.api.request import EngineRequest
 from engine.core.live_request import LiveRequest
+from engine.core.making_room import to_drop
 from engine.core.scheduler import Scheduler
 
 from .test_scheduler import BLOCK, add, make, step
@@ -21,7 +22,8 @@ def dropped(
 ) -> list[int]:
     """The numbers of the held requests that are dropped; the oldest are offered first."""
     order = sorted(scheduler.held - {*closing}, key=lambda live: live.arrival)
-    going = scheduler.to_drop(
+    going = to_drop(
+        scheduler,
         {live.id for live in wanted}.__contains__,
         [live.id for live in closing],
         [live.id for live in order if live.id not in fetched],
@@ -110,13 +112,13 @@ def test_a_reservation_is_dropped_last_and_only_if_no_request_is_running() -> No
     spare = [b"\1", b"\6", b"\5"]
     wanted = add(scheduler, 9, 4 * BLOCK, handover=True)
 
-    def to_drop() -> list[bytes]:
-        return scheduler.to_drop({wanted.id}.__contains__, [], spare)
+    def dropped_now() -> list[bytes]:
+        return to_drop(scheduler, {wanted.id}.__contains__, [], spare)
 
-    assert to_drop() == [b"\1", b"\6"]
+    assert dropped_now() == [b"\1", b"\6"]
     scheduler.join(scheduler.requests[b"\5"])
     spare.remove(b"\5")
-    assert to_drop() == [b"\1"], "the running request ends and leaves its blocks"
+    assert dropped_now() == [b"\1"], "the running request ends and leaves its blocks"
 
 
 def test_a_reservation_is_dropped_if_reservations_have_all_seats() -> None:
@@ -126,13 +128,14 @@ def test_a_reservation_is_dropped_if_reservations_have_all_seats() -> None:
         reserve(scheduler, number, 1)
     wanted = add(scheduler, 9, BLOCK, handover=True)
 
-    def to_drop(closing: list[bytes]) -> list[bytes]:
-        return scheduler.to_drop({wanted.id}.__contains__, closing, [b"\1", b"\6", b"\5"])
+    def dropped_with(closing: list[bytes]) -> list[bytes]:
+        return to_drop(scheduler, {wanted.id}.__contains__, closing, [b"\1", b"\6", b"\5"])
 
-    assert to_drop([]) == [b"\6"], "a held request has no seat"
-    assert to_drop([b"\5"]) == []
+    assert dropped_with([]) == [b"\6"], "a held request has no seat"
+    assert dropped_with([b"\5"]) == []
     scheduler.join(scheduler.requests[b"\5"])
-    assert scheduler.to_drop({wanted.id}.__contains__, [], [b"\1", b"\6"]) == [], "the running one leaves its"
+    going = to_drop(scheduler, {wanted.id}.__contains__, [], [b"\1", b"\6"])
+    assert going == [], "the running request leaves its seat"
 
 
 def shared(prefix: int, blocks: int, *, number: int) -> EngineRequest:

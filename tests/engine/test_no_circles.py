@@ -9,6 +9,7 @@ import pytest
 from content import CHUNK_TOKENS
 from engine.api.request import EngineRequest
 from engine.core.live_request import LiveRequest, Phase
+from engine.core.making_room import to_drop
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.scheduler import Scheduler
 from tests.engine.test_scheduler import BLOCK, make, step
@@ -156,7 +157,7 @@ class TwoWorkers:
             and (answer.prefill is None or answer.prefill.phase is Phase.WAITING)
         ]
         spare = [live.id for live in (*held, *not_begun)]
-        for request_id in worker.to_drop(fetched.__contains__, (), spare):
+        for request_id in to_drop(worker, fetched.__contains__, (), spare):
             live = worker.requests[request_id]
             self.seen[f"{live.phase.name} dropped"] += 1
             worker.drop(live)

@@ -13,7 +13,9 @@ from engine.api.sampling_params import SamplingParams
 from engine.core.block_pool import BlockPool
 from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS
 from engine.core.live_request import LiveRequest, Phase
-from engine.core.scheduler import Chunk, Schedule, Scheduler
+from engine.core.making_room import to_drop
+from engine.core.schedule import Chunk, Schedule
+from engine.core.scheduler import Scheduler
 from engine.core.state_pool import StatePool
 
 BLOCK = 4
@@ -242,7 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         everyone = [*scheduler.waiting, *scheduler.running, *scheduler.held, *scheduler.reserved]
         assert {id(live) for live in everyone} == {id(live) for live in scheduler.requests.values()}
         assert len(everyone) == len(scheduler.requests)
-        everyone += scheduler._leaving
+        everyone += scheduler.leaving
         in_use = {block for live in everyone for block in live.blocks}
         assert scheduler.pool.free == scheduler.pool.num_blocks - len(in_use)
         assert not any(live.blocks for live in scheduler.waiting)
@@ -325,7 +327,7 @@ def test_without_a_free_slot_no_request_starts() -> None:
     assert tokens(step(scheduler)) == [(1, 3, 4)], "the held request keeps its slot"
     assert not scheduler.can_admit
     assert scheduler.start(EngineRequest(b"4", [1])) is None
-    assert scheduler.to_drop(lambda request_id: request_id == third.id, [], [held.id]) == [held.id]
+    assert to_drop(scheduler, lambda request_id: request_id == third.id, [], [held.id]) == [held.id]
     scheduler.drop(held)
     assert (2, 0, 3) in tokens(step(scheduler))
 

@@ -8,7 +8,7 @@ import torch
 
 from engine import Engine, EngineRequest, PrefillChunk
 from engine.core.live_request import LiveRequest, Phase
-from engine.core.scheduler import Chunk
+from engine.core.schedule import Chunk
 from engine.core.step_builder import build_step
 from engine.execution.graphs import CHUNKS, Size, batch_sizes, chunk_sizes, size_for
 from engine.kernels import parts
