@@ -202,6 +202,12 @@ def main() -> None:
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, groups)
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, 1, kernels.gated_squares(y, gate))
 
+    print("-- copies of states")
+    table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
+    for moved in (torch.zeros(4, 3, 8448)[..., :8192].unflatten(2, (128, 64)), torch.zeros(4, 1, 128, 8192)):
+        for into_pool, sums in ((False, False), (True, True)):
+            copy_kernels.launch_states(table, moved, 128, into_pool=into_pool, sums=sums)
+
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)
     whole = torch.zeros(4, dtype=torch.int32)
