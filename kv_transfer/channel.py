@@ -222,7 +222,7 @@ class InjectedIn(Local):
 class Arrived(_SliceMessage):
     """A verified slice lies in this slot."""
 
-    dtype: str  # of the KV in the slot: the sender's
+    dtype: str  # of the sender's KV, if the slot has KV
 
 
 class ArrivedAt(_SliceMessage):

@@ -266,10 +266,8 @@ class CudaPool:
         by_dtype: dict[str, list[tuple[tuple[Staged, int], int]]] = {}
         for item, checksum in zip(items, sums or [0] * len(items), strict=True):
             staged, own = item[0], self._layout.dtype
-            dtype = (
-                own if staged.piece.state is not None else staged.dtype or own
-            )  # states are never converted
-            by_dtype.setdefault(dtype, []).append((item, checksum))
+            dtype = staged.dtype if staged.piece.state is None else None  # states are never converted
+            by_dtype.setdefault(dtype or own, []).append((item, checksum))
         for dtype, some in by_dtype.items():
             of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
             convert = dtype != self._layout.dtype

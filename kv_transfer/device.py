@@ -42,7 +42,7 @@ class Staged:
     piece: Slice
     slot: int
     table: Any
-    dtype: str | None = None  # of the slot; None: that of the pool. `scatter` converts
+    dtype: str | None = None  # of KV in the slot; None: that of the pool. `scatter` converts
     generation: int = 0  # of a slot that peers read
 
 

@@ -278,8 +278,7 @@ class ArenaReceiver:
         fetch.heads += piece.token_count * piece.head_count
         if piece.token_start + piece.token_count == stop and not fetch.request.chunks:
             fetch.pace.came(m.layer, self._layout.num_layers, taken_at)
-        dtype = m.dtype if piece.state is None else None
-        return Staged(piece, slot, fetch.table, dtype, m.generation if isinstance(m, ArrivedAt) else 0)
+        return Staged(piece, slot, fetch.table, m.dtype, m.generation if isinstance(m, ArrivedAt) else 0)
 
     def _inject(self, batch: list[Staged]) -> None:
         now = time.monotonic()

@@ -77,8 +77,11 @@ class NotingSink(SenderSink):
 class Side:
     """An engine with all its ranks, and the transfer process of its worker."""
 
-    def __init__(self, path: Path, layout: kv.KVLayout | int, ranks: int, **config: Any) -> None:
-        """`layout`: a number of KV heads stands for that of a tiny Llama."""
+    def __init__(
+        self, path: Path, layout: kv.KVLayout | int, ranks: int, *, exports: bool = False, **config: Any
+    ) -> None:
+        """`layout`: a number of KV heads stands for that of a tiny Llama. `exports`: the other side reads
+        slots in memory, too."""
         self.sink = NotingSink()
         if isinstance(layout, int):
             fp8 = config.get("kv_cache_dtype") == "fp8"
@@ -94,7 +97,7 @@ class Side:
 
         def follow(rank: int, files: RankFiles, *arenas: kv.ArenaEnd) -> None:
             followers[rank] = follower = Follower(settings, rank, files)
-            copier = RankCopier(paged_kv(follower), *arenas)
+            copier = RankCopier(paged_kv(follower), *arenas, exports=exports)
             started.wait(20)
             follower.run(lambda step: copier.layer_done if step.hands_over else lambda layer: None)
 
@@ -107,7 +110,7 @@ class Side:
         self.engine = build_engine(settings, files=self._files, kv_sink=self.sink)
         started.wait(20)
         assert kv_layout(self.engine) == layout
-        transport = kv.ArenaTransport(ends[0][0], ends[1][0], NO_TRACE)
+        transport = kv.ArenaTransport(ends[0][0], ends[1][0], NO_TRACE, exports)
         self.sender = self.sink.sender = transport.sender(
             paged_kv(self.engine, lambda: self.sink.layers_ready)
         )
@@ -337,6 +340,7 @@ def test_states_are_handed_over(
     decode_ranks: int,
 ) -> None:
     """The tokens are those of transformers, wherever a prompt ends within a chunk. 4 ranks share 2 groups.
+    From 2 to 4 ranks KV and states go through exported memory.
 
     Two chats go on. The prefill worker begins with a copy of the states, the decode worker with its KV."""
     monkeypatch.setattr(state_copies, "END_TOKENS", 16)
@@ -346,6 +350,7 @@ def test_states_are_handed_over(
         "num_blocks": 60,
         "max_num_batched_tokens": 16,
         "enable_prefix_caching": True,
+        "exports": (prefill_ranks, decode_ranks) == (2, 4),
     }
     prefill = Side(tmp_path, layout, prefill_ranks, block_size=16, **settings)
     decode = Side(tmp_path, layout, decode_ranks, block_size=32, **settings)
@@ -363,5 +368,7 @@ def test_states_are_handed_over(
         tokens += answers(prompts[-2:])
         assert sorted(list(prefill.sink.cached.values())[-2:]) == [16, 64]
         assert sorted(pair.cached[-2:]) == [32, 64]
+        transports = prefill.transfer.stats().transports.values()
+        assert ("shared_memory" in transports) == settings["exports"]
     for prompt, found in zip(prompts, tokens, strict=True):
         assert found == [token for token, _ in greedy(reference, prompt, 6)], f"{len(prompt)} tokens"
