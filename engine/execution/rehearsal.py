@@ -21,9 +21,10 @@ from engine.execution.runner import ModelRunner
 from engine.step import NOT_FINITE, Adjustments, Draws, Penalties, Scored, Step, Variant, arrange
 
 TOP_LOGPROBS = 20
-PLAINER = [(24, Variant.DRAWN), (48, Variant.GREEDY)]
+PLAINER = [(24, Variant.DRAWN), (48, Variant.GREEDY), (192, Variant.GREEDY)]
 """(prompt length, variant): matrix products choose other kernels for these numbers of rows, and sampling has
-other kernels for these variants."""
+other kernels for these variants. With KV in FP8, attention of the last one takes memory to convert blocks
+(`engine.kernels.gather_kv`), also if the largest steps have too many positions for that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ FEW_REQUESTS = 32  # up to these, each head of a request has a program of `_comb
 class Pieces:
     """The work of each program in one decode step, the same for all layers with the same span."""
 
-    work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; equal: no work
+    work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; request −1: no work
     first: Tensor  # [requests + 1] int32: request i has the pieces [first[i], first[i + 1])
 
 
@@ -188,7 +188,7 @@ def _partition(
     stop = tl.minimum(start + high * BLOCK_N, last)
     start = tl.minimum(tl.maximum(start, seen), last)
     inside = own < pieces
-    tl.store(work + own * 3, request, mask=inside)
+    tl.store(work + own * 3, tl.where(taken, request, -1), mask=inside)
     tl.store(work + own * 3 + 1, start, mask=inside)
     tl.store(work + own * 3 + 2, stop, mask=inside)
     if tl.program_id(0) == 0:
@@ -231,9 +231,9 @@ def _split(
     kv_head = tl.program_id(0)  # the heads of a piece run at once, since they are neighbours in memory
     piece = tl.program_id(1)
     request = tl.load(work + piece * 3).to(tl.int64)
-    begin, stop = tl.load(work + piece * 3 + 1), tl.load(work + piece * 3 + 2)
-    if begin == stop:
+    if request < 0:
         return
+    begin, stop = tl.load(work + piece * 3 + 1), tl.load(work + piece * 3 + 2)
     rows_of_q = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
     used = rows_of_q < GROUP
@@ -268,16 +268,10 @@ def _split(
             begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
     last = begin + (stop - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, last, BLOCK_N):
-        if BLOCK_SIZE % BLOCK_N == 0:
-            k, v, k_scale, v_scale = whole_tile(
-                key_tiles, value_tiles, kv_scales, table, start, slots, kv_head,
-                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-            )  # fmt: skip
-        else:
-            k, v, k_scale, v_scale, _ = any_tile(
-                keys, values, kv_scales, table, start, stop, slots, kv_head,
-                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-            )  # fmt: skip
+        k, v, k_scale, v_scale = whole_tile(
+            keys, values, key_tiles, value_tiles, kv_scales, table, start, stop, slots, kv_head,
+            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+        )  # fmt: skip
         m, total, acc, upper_acc = attend(
             queries, k, v, k_scale, v_scale, None, m, total, acc, upper_acc, scale, False, FP8
         )

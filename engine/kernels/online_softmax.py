@@ -69,36 +69,6 @@ def first_seen(position, SPAN: tl.constexpr, CHUNKED: tl.constexpr):
 
 
 @triton.jit
-def whole_tile(
-    key_tiles,
-    value_tiles,
-    scales,
-    table,
-    start,
-    slots,
-    kv_head,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
-):
-    """Keys and values of one tile of `cache_tiles` from position `start` on, all in one block, and the scales
-    of both. `scales` is that of `Fp8KV`; without FP8 a scale is 1."""
-    PACKED: tl.constexpr = 2 if FP8 else 1
-    block = tl.load(table + start // BLOCK_SIZE)
-    row = block * BLOCK_SIZE + start % BLOCK_SIZE
-    k_scale, v_scale = 1.0, 1.0
-    if FP8:
-        of_keys = scales + (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE
-        of_keys += start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-        k_scale, v_scale = tl.load(of_keys), tl.load(of_keys + slots.to(tl.int64) * KV_HEADS)
-    k = key_tiles.load([row, kv_head * HEAD_DIM])
-    v = value_tiles.load([row + slots, kv_head * (HEAD_DIM // PACKED)])
-    return k, v, k_scale, v_scale
-
-
-@triton.jit
 def any_tile(
     keys,
     values,
@@ -115,13 +85,15 @@ def any_tile(
     FP8: tl.constexpr,
 ):
     """Keys and values of positions [start, start + BLOCK_N), the scales of both, and whether each position is
-    before `stop`. Positions from `stop` on have value 0 and any key. `keys` is the cache, and `values` is its
-    `values_of`."""
+    before `stop`. Positions from `stop` on have value 0 and any key.
+
+    `keys` is the cache, `values` is its `values_of`, and `scales` is that of `Fp8KV`. Without FP8 a scale is
+    1. If a tile is in one block, `start` is a multiple of BLOCK_N."""
     WIDTH: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
     offsets = tl.arange(0, BLOCK_N)
     positions = start + offsets
     inside = positions < stop
-    if BLOCK_SIZE % BLOCK_N == 0:  # start is a multiple of BLOCK_N: one block has all positions
+    if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
         rows = block * BLOCK_SIZE + start % BLOCK_SIZE + offsets
     else:
@@ -137,6 +109,45 @@ def any_tile(
         k_scale = tl.load(of_keys)
         v_scale = tl.load(of_keys + slots.to(tl.int64) * KV_HEADS, mask=inside, other=1.0)
     return k, v, k_scale, v_scale, inside
+
+
+@triton.jit
+def whole_tile(
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
+    scales,
+    table,
+    start,
+    stop,
+    slots,
+    kv_head,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Keys, values and scales as `any_tile`, of positions that are all before `stop`. The copy engine loads
+    them from `cache_tiles`, if a tile is in one block."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        PACKED: tl.constexpr = 2 if FP8 else 1
+        block = tl.load(table + start // BLOCK_SIZE)
+        row = block * BLOCK_SIZE + start % BLOCK_SIZE
+        k_scale, v_scale = 1.0, 1.0
+        if FP8:
+            of_keys = scales + (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE
+            of_keys += start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+            k_scale, v_scale = tl.load(of_keys), tl.load(of_keys + slots.to(tl.int64) * KV_HEADS)
+        k = key_tiles.load([row, kv_head * HEAD_DIM])
+        v = value_tiles.load([row + slots, kv_head * (HEAD_DIM // PACKED)])
+    else:
+        k, v, k_scale, v_scale, _ = any_tile(
+            keys, values, scales, table, start, stop, slots, kv_head,
+            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+        )  # fmt: skip
+    return k, v, k_scale, v_scale
 
 
 @triton.jit
@@ -157,7 +168,7 @@ def normalized(queries, scale, FP8: tl.constexpr):
         element: tl.constexpr = tl.float32 if queries.dtype == tl.float32 else tl.float16
         largest = tl.max(tl.max(tl.abs(queries.to(tl.float32)), axis=1), axis=0)
         unit = power_of_two(tl.maximum(largest, LEAST_QUERY))
-        queries, scale = (queries.to(tl.float32) / unit).to(element), scale * unit
+        queries, scale = (queries.to(tl.float32) * (1.0 / unit)).to(element), scale * unit
     return queries, scale
 
 

@@ -244,16 +244,10 @@ def _attend_to(
             seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
             m, total, acc = attend(queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, True, FP8)
     for start in tl.range(begin, whole, BLOCK_N):
-        if BLOCK_SIZE % BLOCK_N == 0:
-            k, v, k_scale, v_scale = whole_tile(
-                key_tiles, value_tiles, kv_scales, table, start, slots, kv_head,
-                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-            )  # fmt: skip
-        else:
-            k, v, k_scale, v_scale, _ = any_tile(
-                keys, values, kv_scales, table, start, stop, slots, kv_head,
-                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-            )  # fmt: skip
+        k, v, k_scale, v_scale = whole_tile(
+            keys, values, key_tiles, value_tiles, kv_scales, table, start, stop, slots, kv_head,
+            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+        )  # fmt: skip
         m, total, acc = attend(queries, k, v, k_scale, v_scale, None, m, total, acc, scale, False, FP8)
     for start in tl.range(whole, end, MASKED_N):
         k, v, k_scale, v_scale, inside = any_tile(
