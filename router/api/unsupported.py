@@ -2,7 +2,9 @@
 
 To ignore such a field would return a result that the client did not ask for. Fields that do not change the
 result are not listed, and are ignored: `stream_interval` (size of chunks), `session_id` (requests that belong
-together) and `spaces_between_special_tokens` (no effect on byte-exact text).
+together), `spaces_between_special_tokens` (no effect on byte-exact text), `return_mm_kwargs` and
+`return_token_offsets` (of endpoints that only render), `custom_labels` (of metrics) and `ngram_corpus_id`
+(for speculation).
 """
 
 from typing import Any
@@ -13,26 +15,31 @@ from router.api.fields import unsupported
 GENERATION: dict[str, tuple[Any, ...]] = {
     "audio": (), "best_of": (1,), "bootstrap_host": (),
     "bootstrap_port": (), "bootstrap_room": (), "chat_template": (),
-    "custom_logit_processor": (), "custom_params": ({},), "documents": ([],), "ebnf": (),
+    "custom_logit_processor": (), "custom_params": ({},), "data_parallel_rank": (),
+    "disagg_prefill_dp_rank": (), "documents": ([],), "ebnf": (),
     "ec_transfer_params": ({},), "extra_key": (), "function_call": ("none",), "functions": ([],),
-    "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
-
+    "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (), "images_config": ({},),
     "input_ids": (), "json_schema": (), "kv_transfer_params": ({},), "length_penalty": (1,),
-    "logits_processors": ([],), "lora_path": (), "lora_request": (),
+    "logits_processors": ([],), "lora_path": (), "lora_request": (), "max_dynamic_patch": (),
+    "media_io_kwargs": ({},), "min_dynamic_patch": (), "mm_processor_kwargs": ({},),
     "modalities": (["text"],), "moderation": (), "no_stop_trim": (False,), "prediction": (),
     "prompt_embeds": (), "regex": (), "repetition_detection": (),
-    "request_id": (), "return_hidden_states": (False,), "return_prompt_text": (False,),
-    "return_prompt_token_ids": (False,), "rid": (), "session_params": ({},), "stop_regex": ([],),
-    "suffix": ("",),
-    "use_beam_search": (False,), "verbosity": ("medium",), "vllm_xargs": ({},),
-    "watermarking": (False,), "web_search_options": (),
+    "request_id": (), "return_cached_tokens_details": (False,), "return_hidden_states": (False,),
+    "return_meta_info": (False,), "return_prompt_text": (False,), "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,), "rid": (), "routed_dp_rank": (), "routed_experts_prompt_start": (0,),
+    "routed_experts_start_len": (0,), "session_params": ({},), "stop_regex": ([],), "suffix": ("",),
+    "use_audio_in_video": (False,), "use_beam_search": (False,), "verbosity": ("medium",),
+    "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip
 COMPLETION: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "include_reasoning": (True,),
     "max_completion_tokens": (), "thinking_token_budget": (-1,), "tool_choice": ("none", "auto"),
     "tools": ([],), "top_logprobs": (0,),
 }  # fmt: skip
-CHAT: dict[str, tuple[Any, ...]] = {"echo": (False,)}
+CHAT: dict[str, tuple[Any, ...]] = {
+    "echo": (False,), "reasoning": ({},), "separate_reasoning": (True,), "stream_reasoning": (True,),
+    "task": (),
+}  # fmt: skip
 TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": (), "return_token_strs": (False,)}
 COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
     "context_management": (
@@ -69,6 +76,8 @@ REMEDIES = {
     "bootstrap_port": _ROUTED,
     "bootstrap_room": _ROUTED,
     "conversation": "use previous_response_id",
+    "data_parallel_rank": _ROUTED,
+    "disagg_prefill_dp_rank": _ROUTED,
     "ebnf": "use structured_outputs.grammar",
     "echo": "the response holds only the new text; put the last message before it",
     "ec_transfer_params": _ROUTED,
@@ -84,12 +93,15 @@ REMEDIES = {
     "output_format": "use output_config.format",
     "previous_input_messages": "use previous_response_id",
     "prompt": "there are no prompt templates; use instructions",
+    "reasoning": "use reasoning_effort, or chat_template_kwargs.enable_thinking",
     "regex": "use structured_outputs.regex",
     "repetition_detection": "use repetition_penalty or stop",
     "request_id": _NAMED,
     "return_prompt_token_ids": "use return_token_ids",
     "return_token_strs": "send the token ids to /detokenize",
     "rid": _NAMED,
+    "routed_dp_rank": _ROUTED,
+    "separate_reasoning": "start the router with --reasoning-parser none",
     "stop_regex": "use stop",
     "top_logprobs": "use logprobs",
     "vllm_xargs": "Baton has no such extensions; leave it out",

@@ -182,6 +182,10 @@ def test_an_invalid_field_of_a_chat_is_named(body, param, reason):
         ("chat_template", "{{ x }}"),
         ("return_hidden_states", True),
         ("verbosity", "low"),
+        ("stream_reasoning", False),
+        ("task", "title"),
+        ("return_meta_info", True),
+        ("mm_processor_kwargs", {"fps": 1}),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(field, value):
@@ -204,6 +208,7 @@ def test_unsupported_fields_are_refused_by_name(field, value):
         ("json_schema", "{}", "structured_outputs.json"),
         ("stop_regex", "a+", "stop"),
         ("bootstrap_room", 5, "leave it out"),
+        ("routed_dp_rank", 0, "leave it out"),
     ],
 )
 def test_fields_of_other_servers_are_refused_with_a_remedy(field, value, remedy):
@@ -219,6 +224,8 @@ def test_fields_of_other_servers_are_refused_with_a_remedy(field, value, remedy)
     ("kind", "field", "value", "remedy"),
     [
         (ChatBody, "echo", True, "put the last message before it"),
+        (ChatBody, "reasoning", {"effort": "low"}, "use reasoning_effort"),
+        (ChatBody, "separate_reasoning", False, "--reasoning-parser none"),
         (CompletionBody, "max_completion_tokens", 5, "use max_tokens"),
         (CompletionBody, "top_logprobs", 2, "use logprobs"),
         (TokenizeBody, "return_token_strs", True, "/detokenize"),
@@ -237,7 +244,8 @@ def test_unsupported_fields_without_effect_are_accepted():
         "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "suffix": None,
         "logit_bias": None, "stop": None, "seed": None, "parallel_tool_calls": True, "store": False,
         "verbosity": "medium", "include_reasoning": True, "stream_interval": 4, "session_id": "s",
-        "spaces_between_special_tokens": False,
+        "spaces_between_special_tokens": False, "separate_reasoning": True, "stream_reasoning": True,
+        "return_routed_experts": False, "return_token_offsets": True, "custom_labels": {"a": "b"},
     }  # fmt: skip
 
     assert parse(ChatBody, json.dumps({"messages": HELLO, **harmless}).encode()).stop == []
