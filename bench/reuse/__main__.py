@@ -14,9 +14,10 @@ from_decode   the decode worker alone has both
 on_decode     the same, and the decode worker computes the new tokens itself
 computed      no worker has any of it: as many tokens that no prompt had before
 
-The rows are times to first token, as ratios to `computed`. `second_turn.fetched` is the share of rounds in
-which the prefill worker fetched the answer; in the others it computed it again, which it expected to take
-less time. `bytes_over_missing` is the KV that the decode worker received in `second_turn`, over the KV that
+The rows are times to first token, as ratios to `computed`. `second_turn.prefill` is the part of it in which
+steps compute the prompt, after the fetch. `second_turn.fetched` is the share of rounds in which the prefill
+worker fetched the answer; in the others it computed it again, which it expected to take less time.
+`bytes_over_missing` is the KV that the decode worker received in `second_turn`, over the KV that
 it lacked: positions in no full block of its prefix cache.
 
 On a GPU it is the 8B Llama shape with random weights, each worker on a GPU of its own.
@@ -73,21 +74,29 @@ class Worker:
     def content(self) -> pb.ContentSource:
         return pb.ContentSource(kv_address=self.told["kv_address"], incarnation=int(self.told["incarnation"]))
 
-    async def received(self) -> float:
-        """Bytes of KV that it has received and verified."""
+    async def counters(self) -> Counters:
         await self.driver.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        return await asyncio.to_thread(_received, f"http://{self.told['metrics_address']}/metrics")
+        return await asyncio.to_thread(_counters, f"http://{self.told['metrics_address']}/metrics")
 
 
-def _received(url: str) -> float:
+class Counters(NamedTuple):
+    """Of a worker, since its start."""
+
+    received: float
+    """Bytes of KV that are verified."""
+    prefill_seconds: float
+    """From the first steps of prompts to their tokens."""
+
+
+def _counters(url: str) -> Counters:
     with urllib.request.urlopen(url, timeout=10) as page:
-        families = text_string_to_metric_families(page.read().decode())
-    return sum(
-        sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name == "baton:kv_bytes_total" and sample.labels["direction"] == "receive"
-    )
+        families = list(text_string_to_metric_families(page.read().decode()))
+
+    def total(name: str, direction: str | None = None) -> float:
+        samples = (sample for family in families for sample in family.samples if sample.name == name)
+        return sum(sample.value for sample in samples if sample.labels.get("direction") == direction)
+
+    return Counters(total("baton:kv_bytes_total", "receive"), total("vllm:request_prefill_time_seconds_sum"))
 
 
 @dataclass
@@ -134,6 +143,8 @@ class Runs:
     computed: list[float] = field(default_factory=list)
     bytes_over_missing: list[float] = field(default_factory=list)
     fetched: list[bool] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
+    """The part of `second_turn` in which steps compute the prompt."""
 
 
 async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs: Runs) -> None:
@@ -141,16 +152,18 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
         return prompt_of(length, 10 * number + kind)
 
     content = pair.decode.content
-    history, start = text(turns.history, 0), await pair.decode.received()
+    history, start = text(turns.history, 0), await pair.decode.counters()
     _, answer = await pair.handover(history, turns.answer)
     second = [*history, *answer, *text(NEW_TOKENS, 1)]
-    before, before_fetch = await pair.decode.received(), await pair.prefill.received()
+    before, prefill_before = await pair.decode.counters(), await pair.prefill.counters()
     seconds, _ = await pair.handover(second, 2, content)
     known = (len(history) + len(answer) - 1) // block_size * block_size  # the last token has no KV
-    sent_per_token = (before - start) / len(history)
-    sent = await pair.decode.received() - before
+    after, prefill_after = await pair.decode.counters(), await pair.prefill.counters()
+    sent_per_token = (before.received - start.received) / len(history)
+    sent = after.received - before.received
     runs.second_turn.append(seconds)
-    runs.fetched.append(await pair.prefill.received() > before_fetch)
+    runs.fetched.append(prefill_after.received > prefill_before.received)
+    runs.prefill.append(prefill_after.prefill_seconds - prefill_before.prefill_seconds)
     runs.bytes_over_missing.append(sent / sent_per_token / (len(second) - known))
 
     history = text(turns.history, 2)
@@ -195,6 +208,7 @@ def report_rows(report: Report, device: str, runs: Runs) -> None:
             )
         )  # fmt: skip
     report.add(Row(f"reuse.{device}.computed", statistics.median(runs.computed) * 1e3, "ms"))
+    report.add(Row(f"reuse.{device}.second_turn.prefill", statistics.median(runs.prefill) * 1e3, "ms"))
     report.add(Row(f"reuse.{device}.second_turn.fetched", statistics.mean(runs.fetched), "ratio"))
     worst = max(runs.bytes_over_missing)
     report.add(Row(f"reuse.{device}.bytes_over_missing", worst, "ratio", goal=1.02, better="lower"))

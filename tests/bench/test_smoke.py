@@ -332,8 +332,8 @@ def test_runs_reuse(
     monkeypatch.setattr(contract, "gpus", list)
     rows = run("reuse", "--short", "--history", "150", "--answer", "20", "--model", str(checkpoint))
     turns = {"second_turn", "from_decode", "on_decode", "computed"}
-    assert {f"reuse.cpu.{name}" for name in turns} <= {*rows}
-    assert rows["reuse.cpu.second_turn.fetched"] > 0  # at least the first time, when its cost is unknown
+    assert {f"reuse.cpu.{name}" for name in (*turns, "second_turn.fetched")} <= {*rows}
+    assert 0 < rows["reuse.cpu.second_turn.prefill"] < rows["reuse.cpu.second_turn"]
     assert rows["reuse.cpu.bytes_over_missing"] == 1
     rows = run("reuse", "--short", "--tiers", "--history", "150", "--model", str(checkpoint))
     assert {*rows} == {"reuse.cpu.host_tier", "reuse.cpu.host_tier.computed", "reuse.cpu.host_tier.step"}
