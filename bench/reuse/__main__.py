@@ -226,6 +226,7 @@ def main() -> int:
     )
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
     p.add_argument("--tiers", action="store_true", help="the host tier instead")
+    p.add_argument("--disk", metavar="DIR", help="with --tiers: a disk tier in this directory")
     trace = p.add_argument_group("a trace of chats")
     trace.add_argument("--trace", metavar=f"FILE|{replay.DEFAULT}", help="in Mooncake's format, or made up")
     trace.add_argument("--requests", type=int, metavar="N", help="the first of the trace")

@@ -1,7 +1,9 @@
-"""What the host tier gains and costs: `python -m bench.reuse --tiers`.
+"""What the host tier gains and costs: `python -m bench.reuse --tiers`; with `--disk DIR`, the disk tier.
 
-host_tier   time to first token of a prompt that the pool evicted and the host tier has, to computing it
-step        time of a decode step beside copies to the host, to one without
+host_tier   time to first token of a prompt that the pool evicted and the tier has, to computing it
+step        time of a decode step beside copies to the tier, to one without
+
+The system keeps in memory what was written to a disk not long ago, so reads may be faster than the disk.
 
 A real worker with a small pool gets new prompts and old ones in turn. The steps run in this process: windows
 with copies and without alternate. The copies move as much as a decode worker evicts under load.
@@ -29,7 +31,8 @@ from rpc import worker_pb2 as pb
 NEW_TOKENS = 32
 POOL_PROMPTS = 5  # that fit into the pool
 BEFORE = 4  # an old prompt is so many rounds old: each round brings two prompts into the pool
-HOST = {"cpu": "4GiB", "cuda": "24GiB"}
+SIZE = {"cpu": "4GiB", "cuda": "24GiB"}
+WRITTEN = {"cpu": 0.3, "cuda": 2.0}  # seconds after which a prompt is on the disk
 GOALS = {"cpu": 0.5, "cuda": 0.25}
 BATCH = {"cpu": 4, "cuda": 32}
 CONTEXT = {"cpu": 200, "cuda": 2000}  # tokens of a request that decodes
@@ -40,7 +43,7 @@ PLACES = 64
 
 
 async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[float], list[float]]:
-    """Times to first token in seconds, from the host tier and computed."""
+    """Times to first token in seconds, from the tier and computed."""
     loaded: list[float] = []
     computed: list[float] = []
     block = 128 if args.device == "cuda" else 16
@@ -48,7 +51,10 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
     with tempfile.TemporaryDirectory() as name, Roles() as roles:
         flags, [environment] = workers.flags(args, Path(name), gpus=1)
         flags += ["--block-size", str(block), "--num-blocks", str(blocks)]
-        flags += ["--host-cache-size", HOST[args.device]]
+        if args.disk is None:
+            flags += ["--host-cache-size", SIZE[args.device]]
+        else:
+            flags += ["--disk-cache-size", SIZE[args.device], "--disk-cache-dir", args.disk]
         told = roles.start("prefill", *flags, environment=environment)
         driver = Driver(told["address"], roles.secret)
         await driver.attach()
@@ -60,6 +66,8 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
             began = time.perf_counter()
             await driver.send(pb.RouterMessage(prefill=submit))
             [(at, event)] = await driver.tokens(prefill_id, 1)
+            if args.disk is not None:
+                await asyncio.sleep(WRITTEN[args.device])
             return at - began, event.cached_tokens
 
         for number in range(BEFORE + 1 + args.rounds):  # the first old prompt warms up
@@ -70,7 +78,7 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
             computed.append(seconds)
             seconds, cached = await ask(number - BEFORE, 20_000 + number)
             if cached < 0.9 * history:
-                raise RuntimeError(f"the host tier had {cached} of {history} tokens")
+                raise RuntimeError(f"the tier had {cached} of {history} tokens")
             loaded.append(seconds)
         await driver.close()
     return loaded[1:], computed[1:]
@@ -79,7 +87,8 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
 def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[float]]:
     """Median step times in seconds of windows with copies and without."""
     from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
-    from kv_transfer.block_store import open_host_store
+    from kv_transfer.block_store import BlockStore, open_host_store
+    from kv_transfer.disk_store import DiskStore
     from worker.paged_kv import paged_kv
 
     device = args.device
@@ -96,7 +105,10 @@ def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[
     sampling = SamplingParams(max_tokens=(2 * args.rounds + 3) * count, ignore_eos=True)
     for number in range(batch):
         engine.add(EngineRequest(bytes([number]), prompt_of(context, number), sampling=sampling))
-    store = open_host_store(paged_kv(engine), PLACES, lambda: None)
+    kv = paged_kv(engine)
+    store: BlockStore = open_host_store(kv, PLACES, lambda: None)
+    if args.disk is not None:
+        store = DiskStore(kv, PLACES, args.disk, lambda: None)
     copied = 0
 
     def window(*, copies: bool) -> float:
@@ -131,7 +143,7 @@ def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[
 def report(args: argparse.Namespace, history: int) -> Report:
     given = {key: value for key, value in vars(args).items() if key != "json"}
     made = Report("reuse", given | {"history": history}, args.json)
-    name = f"reuse.{args.device}.host_tier"
+    name = f"reuse.{args.device}.{'host' if args.disk is None else 'disk'}_tier"
     loaded, computed = asyncio.run(first_tokens(args, history))
     ratio, spread = contract.paired_ratio(loaded, computed)
     made.add(
