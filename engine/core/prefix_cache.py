@@ -51,6 +51,7 @@ class PrefixCache:
         self._block_size = block_size
         self._root = content_root
         self._observer = observer
+        self._named: tuple[EngineRequest, PrefixNames] | None = None  # the last request, and its names
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
         # By name, the blocks that are in any tier. The last used one is last.
@@ -70,8 +71,12 @@ class PrefixCache:
         )
 
     def names(self, request: EngineRequest) -> PrefixNames:
-        """Names for the tokens of a request."""
-        return PrefixNames(self._root, request.cache_salt, self._block_size, request.tenant)
+        """Names for the tokens of a request. A prompt is looked up for a fetch, and again when it is added.
+        It is hashed once, if no other request comes between."""
+        if self._named is None or self._named[0] is not request:
+            names = PrefixNames(self._root, request.cache_salt, self._block_size, request.tenant)
+            self._named = request, names
+        return self._named[1]
 
     def publish(self, names: PrefixNames, blocks: Sequence[int], start: int, stop: int) -> None:
         """Offers the blocks with indices [start, stop) of a block table. Their KV is verified."""

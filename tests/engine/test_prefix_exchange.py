@@ -250,3 +250,13 @@ def test_the_hottest_prefixes_are_those_used_last() -> None:
     worker.compute(text(320, 4))  # evicts all but the beginnings of the last used prompts
     [newest, *_] = worker.exchange.hottest()
     assert newest.token_ids == text(320, 4)
+
+
+def test_a_prompt_is_hashed_once_for_its_fetch_and_its_prefill() -> None:
+    worker = Worker(16)
+    request = EngineRequest(b"r", list(range(200)))
+    missing = worker.exchange.missing(request, 99)
+    assert missing is not None
+    live = worker.scheduler.add(request, handover=True)
+    assert worker.scheduler.memory.hits(live) == []
+    assert live.names is missing.names
