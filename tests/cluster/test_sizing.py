@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from bench.shapes import BAMBA, write_shape
 from cluster.cli import app
 from cluster.sizing.answer import Answer, Load, answer
 from cluster.sizing.models import MODELS
@@ -210,3 +211,9 @@ def test_the_command() -> None:
     refused = CliRunner().invoke(app, ["plan", "--slo", "ttft=500"])
     assert refused.exit_code == 2
     assert "ttft=1000,ttit=50" in refused.output
+
+
+def test_a_model_with_states_is_refused(tmp_path: Path) -> None:
+    refused = CliRunner().invoke(app, ["plan", "--model", str(write_shape(BAMBA, tmp_path))])
+    assert refused.exit_code == 2
+    assert "BambaForCausalLM has state layers" in " ".join(refused.output.split())
