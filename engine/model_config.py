@@ -91,6 +91,9 @@ class ExpertsConfig:
     """None: silu(gate) · up."""
     bias: bool = False
     """Whether the router and the experts have biases."""
+    shared_gate: bool = field(default=False, repr=False)
+    """Whether the shared expert's output is multiplied by a gate. Not in the repr, which fingerprints
+    contain: an architecture has such gates or not."""
 
     def read_by(self, tokens: int) -> float:
         """The expected number of experts that a step of `tokens` tokens reads in a layer, if each token
@@ -114,7 +117,8 @@ class NoPEConfig:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
-    """The state layers of a model (`engine.kernels.mamba2`)."""
+    """The state layers of a model: Mamba-2 (`engine.kernels.mamba2`), or the gated delta rule, which keeps
+    the same states (`engine.kernels.gated_delta`)."""
 
     layers: tuple[int, ...]
     """The others have attention."""

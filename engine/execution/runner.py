@@ -23,7 +23,7 @@ from engine.execution.moments import Moment, moment
 from engine.execution.prompt_logprobs import Piece, joined, prompt_logprobs
 from engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
 from engine.execution.upload import upload
-from engine.kernels import KV, HeadNorm, Kernels, LayerState, Mamba2
+from engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.tiles import SHORT
 from engine.layers.ranks import Ranks
@@ -274,8 +274,12 @@ class ModelRunner:
             return self.model(known, positions, attend)
         states = kernels.plan_states(attention, self._state[0].num_heads, self._dtype)
 
-        def mix(layer: int, projected: Tensor, parameters: Mamba2) -> Tensor:
-            y = kernels.mamba2(projected, parameters, self.states[self._index[layer]], states)
+        def mix(layer: int, projected: Tensor, parameters: Mamba2 | GatedDelta) -> Tensor:
+            state = self.states[self._index[layer]]
+            if isinstance(parameters, Mamba2):
+                y = kernels.mamba2(projected, parameters, state, states)
+            else:
+                y = kernels.gated_delta(projected, parameters, state, states)
             layer_done(layer)
             return y
 

@@ -5,6 +5,7 @@
                    add_rms_norm → [gate-up product] → silu_mul → [down product]
                    or, with experts: add_rms_norm → [router's product] → mix_experts
     with states    [input product] → mamba2 → gated_rms_norm → [output product], in place of attention
+                   or [input product] → gated_delta → norm_gate → [output product]
     with FP8       add_rms_norm_quantized, silu_mul_quantized and quantize, before fp8_linear
     at its end     greedy, or draw with or without thresholds: from logits to tokens
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention import AttentionMetadata
+from engine.kernels.gated_delta import GatedDelta
 from engine.kernels.kv_cache import KV, Fp8KV, parts
 from engine.kernels.mamba2 import LayerState, Mamba2
 from engine.model_config import ClampedSwiGLU, Scoring, Span
@@ -36,6 +38,7 @@ __all__ = [
     "AttentionMetadata",
     "Fp8Experts",
     "Fp8KV",
+    "GatedDelta",
     "HeadNorm",
     "Kernels",
     "LayerState",
@@ -176,7 +179,8 @@ class Kernels(Protocol):
         ...
 
     def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> Any:
-        """The plan that `mamba2` needs, the same for all layers of a step with so many heads."""
+        """The plan that `mamba2` and `gated_delta` need, the same for all layers of a step with so many
+        heads."""
         ...
 
     def tile_programs(self, num_kv_heads: int) -> int:
@@ -193,6 +197,15 @@ class Kernels(Protocol):
 
         projected [tokens, channels + heads], dense rows at any stride: x, B, C, and Δ of each head. Returns
         y [tokens, heads · head_dim]."""
+        ...
+
+    def gated_delta(self, projected: Tensor, layer: GatedDelta, state: LayerState, plan: Any) -> Tensor:
+        """As `mamba2`, for `engine.kernels.gated_delta`: Δ and β of each head come after the channels."""
+        ...
+
+    def norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The RMSNorm of each head of x [rows, size], times weight [head_dim], times silu(gate). gate [rows,
+        size], with rows at any stride."""
         ...
 
     def gated_squares(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import overlap
-from engine.kernels.mamba2 import Mamba2
+from engine.kernels.mamba2 import Convolution
 from engine.kernels.overlap import inputs_ready
 
 BLOCK_DECODE = 256  # channels of a program
@@ -17,7 +17,7 @@ BLOCK_CHUNK = 64
 
 
 def convolve_next(
-    x: Tensor, layer: Mamba2, state: Tensor, slots: Tensor, contexts: Tensor, out: Tensor
+    x: Tensor, layer: Convolution, state: Tensor, slots: Tensor, contexts: Tensor, out: Tensor
 ) -> None:
     """x, out [requests, channels], with dense rows at any stride. A request with context 0 is padding."""
     width, channels = layer.conv_weight.shape
@@ -39,7 +39,7 @@ def convolve_next(
 
 
 def convolve(
-    x: Tensor, layer: Mamba2, state: Tensor, slots: Tensor, scans: Tensor, tokens: int, out: Tensor
+    x: Tensor, layer: Convolution, state: Tensor, slots: Tensor, scans: Tensor, tokens: int, out: Tensor
 ) -> None:
     """x, out [rows, channels], with dense rows at any stride; scans from `scan_work` with this number of
     `tokens`, a power of 2."""

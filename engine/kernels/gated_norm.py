@@ -1,6 +1,7 @@
-"""The norm of Mamba-2 before its output product, in one pass.
+"""The norms of state layers before their output product, in one pass.
 
-    out = RMSNorm(x · silu(gate)) · weight
+    out = RMSNorm(x · silu(gate)) · weight          Mamba-2
+    out = RMSNorm(head of x) · weight · silu(gate)  the gated delta rule
 
 Each group of columns has its own norm. Computed in float32 and rounded once. Ranks may have parts of a group:
 then `gated_squares` gives their terms of the sum of squares, and the norm gets the mean.
@@ -45,6 +46,14 @@ def gated_squares(x: Tensor, gate: Tensor) -> Tensor:
     return squares
 
 
+def norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    (rows, size), head_dim = x.shape, len(weight)
+    out = x.new_empty(x.shape)
+    grid = rows, size // head_dim
+    _norm_gate[grid](x, gate, weight, out, gate.stride(0), head_dim, eps, **_options(head_dim))
+    return out
+
+
 def _options(size: int) -> dict[str, Any]:
     block = triton.next_power_of_2(size)
     warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
@@ -85,6 +94,21 @@ def _gated_squares(x, gate, squares, gate_stride, size, BLOCK: tl.constexpr, OVE
     columns = tl.arange(0, BLOCK)
     y = _gated(x + row * size + columns, gate + row * gate_stride + columns, columns < size)
     tl.store(squares + row, tl.sum(y * y, axis=0))
+
+
+@triton.jit
+def _norm_gate(x, gate, weight, out, gate_stride, head_dim, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    inputs_ready(OVERLAP)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < head_dim
+    at = head * head_dim + columns
+    to = row * head_dim * tl.num_programs(1) + at
+    y = tl.load(x + to, mask=inside, other=0.0).to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y, axis=0) / head_dim + eps)
+    y *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    gates = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + to, (y * gates * tl.sigmoid(gates)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ not read, not even to multiply it by zero.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,16 @@ from engine.kernels.attention import AttentionMetadata
 
 CHUNK = 64
 """Tokens of a chunk on a CPU."""
+
+
+class Convolution(Protocol):
+    """The parameters of the convolution."""
+
+    @property
+    def conv_weight(self) -> Tensor: ...  # [width, channels]
+
+    @property
+    def conv_bias(self) -> Tensor | None: ...  # [channels]
 
 
 class LayerState(NamedTuple):
@@ -92,7 +102,7 @@ def mamba2(projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchState
     return y
 
 
-def convolve(x: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt) -> Tensor:
+def convolve(x: Tensor, layer: Convolution, state: Tensor, prompt: Prompt) -> Tensor:
     """The convolution of the tokens of a prompt: x [tokens, channels] → the same. Keeps the last inputs in
     `state`, as in `LayerState`."""
     width, tokens = len(layer.conv_weight), len(x)
@@ -106,7 +116,7 @@ def convolve(x: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt) -> Tensor:
     return _activated(total, layer).to(x.dtype)
 
 
-def convolve_next(x: Tensor, layer: Mamba2, state: Tensor, plan: TorchStatePlan) -> Tensor:
+def convolve_next(x: Tensor, layer: Convolution, state: Tensor, plan: TorchStatePlan) -> Tensor:
     """As `convolve`, for one token of each request that decodes: x [requests, channels]."""
     before = state[plan.slots].masked_fill_(plan.fresh[:, None, None], 0)
     inputs = torch.cat((before, x[:, None]), dim=1)
@@ -114,14 +124,14 @@ def convolve_next(x: Tensor, layer: Mamba2, state: Tensor, plan: TorchStatePlan)
     return _activated((inputs.float() * layer.conv_weight.float()).sum(dim=1), layer).to(x.dtype)
 
 
-def _activated(total: Tensor, layer: Mamba2) -> Tensor:
+def _activated(total: Tensor, layer: Convolution) -> Tensor:
     return F.silu(total if layer.conv_bias is None else total + layer.conv_bias.float())
 
 
 def update(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TorchStatePlan) -> Tensor:
     """The step of each request that decodes. rows [requests, channels] after the convolution, dt [requests,
     heads]. Returns y [requests, heads, head_dim] float32."""
-    x, b, c = _parts(rows, layer, state)
+    x, b, c = in_float32(rows, layer.groups, state)
     x = x.flatten(1, 2)
     shared = state.shape[1] // layer.groups
     b, c = (of_groups.repeat_interleave(shared, dim=1) for of_groups in (b, c))
@@ -136,7 +146,7 @@ def update(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TorchSt
 def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt) -> Tensor:
     """The tokens of a prompt, chunk by chunk. rows [tokens, channels] after the convolution, dt [tokens,
     heads]. Returns y [tokens, heads · head_dim] float32."""
-    x, b, c = (part.transpose(0, 1) for part in _parts(rows, layer, state))  # [groups, tokens, …]
+    x, b, c = (part.transpose(0, 1) for part in in_float32(rows, layer.groups, state))  # [groups, tokens, …]
     step = _time_steps(dt, layer).unflatten(1, (layer.groups, -1)).transpose(0, 1)  # [groups, tokens, shared]
     decay = step * layer.a.view(layer.groups, 1, -1)
     kept = state[prompt.slot].view(
@@ -162,10 +172,9 @@ def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt)
     return y.addcmul_(x, layer.d.view(layer.groups, 1, -1, 1)).transpose(0, 1).flatten(1)
 
 
-def _parts(rows: Tensor, layer: Mamba2, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [rows, groups, heads of a group, head_dim], B and C [rows, groups, state_size], in float32."""
+def in_float32(rows: Tensor, groups: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, groups, heads of a group, head_dim], B and C [rows, groups, state_size]."""
     _, heads, head_dim, size = state.shape
-    groups = layer.groups
     x, b, c = rows.float().split((heads * head_dim, groups * size, groups * size), dim=1)
     of_group = (groups, size)
     return x.unflatten(1, (groups, -1, head_dim)), b.unflatten(1, of_group), c.unflatten(1, of_group)

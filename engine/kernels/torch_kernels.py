@@ -13,10 +13,12 @@ from engine.kernels import (
     KV,
     SMALLEST_TEMPERATURE,
     Fp8Experts,
+    GatedDelta,
     HeadNorm,
     LayerState,
     Mamba2,
     Quantized,
+    gated_delta,
     mamba2,
     parts,
 )
@@ -153,6 +155,14 @@ class TorchKernels:
 
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchStatePlan) -> Tensor:
         return mamba2.mamba2(projected, layer, state, plan)
+
+    def gated_delta(
+        self, projected: Tensor, layer: GatedDelta, state: LayerState, plan: TorchStatePlan
+    ) -> Tensor:
+        return gated_delta.gated_delta(projected, layer, state, plan)
+
+    def norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return gated_delta.norm_gate(x, gate, weight, eps)
 
     def gated_squares(self, x: Tensor, gate: Tensor) -> Tensor:
         return mamba2.gated_squares(x, gate)

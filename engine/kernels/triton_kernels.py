@@ -11,6 +11,7 @@ from engine.kernels import (
     KV,
     Fp8Experts,
     Fp8KV,
+    GatedDelta,
     HeadNorm,
     LayerState,
     Mamba2,
@@ -29,6 +30,7 @@ from engine.kernels import (
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.combine import combine
 from engine.kernels.decode_attention import Pieces, decode_attention, partition
+from engine.kernels.delta_rule import delta_rule
 from engine.kernels.fp8_linear import Fp8Linear
 from engine.kernels.gather_kv import Gathered, gather, plan_gather
 from engine.kernels.grouped_linear import grouped_linear
@@ -207,17 +209,37 @@ class TritonKernels:
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TritonStatePlan) -> Tensor:
         _, heads, head_dim, _ = state.ssm.shape
         x, dt = projected.split((projected.shape[1] - heads, heads), dim=1)
-        rows = x.new_empty(x.shape)
         y = x.new_empty(len(x), heads * head_dim)
-        slots, decodes = plan.slots, len(plan.contexts)
-        if decodes:
-            causal_conv.convolve_next(x, layer, state.conv, slots, plan.contexts, rows)
+        rows, slots = self._convolve(x, layer, state, plan), plan.slots
+        if len(plan.contexts):
             state_update.update(rows, dt, layer, state.ssm, slots, plan.contexts, y)
         if plan.scans is not None:
-            tokens = ssd.chunk_tokens(x.dtype)
-            causal_conv.convolve(x, layer, state.conv, slots, plan.scans, tokens, rows)
             ssd.scan(rows, dt, layer, state.ssm, slots, plan.scans, plan.progress, y)
         return y
+
+    def gated_delta(
+        self, projected: Tensor, layer: GatedDelta, state: LayerState, plan: TritonStatePlan
+    ) -> Tensor:
+        _, heads, head_dim, _ = state.ssm.shape
+        x, beside = projected.split((projected.shape[1] - 2 * heads, 2 * heads), dim=1)
+        y = x.new_empty(len(x), heads * head_dim)
+        rows = self._convolve(x, layer, state, plan)
+        delta_rule(rows, beside, layer, state.ssm, plan.slots, plan.contexts, plan.scans, y)
+        return y
+
+    def _convolve(
+        self, x: Tensor, layer: Mamba2 | GatedDelta, state: LayerState, plan: TritonStatePlan
+    ) -> Tensor:
+        rows = x.new_empty(x.shape)
+        if len(plan.contexts):
+            causal_conv.convolve_next(x, layer, state.conv, plan.slots, plan.contexts, rows)
+        if plan.scans is not None:
+            tokens = ssd.chunk_tokens(x.dtype)
+            causal_conv.convolve(x, layer, state.conv, plan.slots, plan.scans, tokens, rows)
+        return rows
+
+    def norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return gated_norm.norm_gate(x, gate, weight, eps)
 
     def gated_squares(self, x: Tensor, gate: Tensor) -> Tensor:
         return gated_norm.gated_squares(x, gate)

@@ -5,14 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.kernels import Mamba2
+from engine.kernels import GatedDelta, Mamba2
 from engine.layers.ranks import Part, whole
 from engine.layers.weights import Weights
 from engine.model_config import Mamba2Config, ModelConfig
 
-Mix = Callable[[int, Tensor, Mamba2], Tensor]
-"""(layer, projected [tokens, channels + heads], parameters) → y [tokens, heads · head_dim]. Takes the states
-of the layer past the tokens of the step, as `Kernels.mamba2`."""
+Mix = Callable[[int, Tensor, Mamba2 | GatedDelta], Tensor]
+"""(layer, projected, parameters) → y [tokens, heads · head_dim]. Takes the states of the layer past the
+tokens of the step, as `Kernels.mamba2` or `Kernels.gated_delta`."""
 
 
 class Mamba2Mixer:
@@ -28,8 +28,8 @@ class Mamba2Mixer:
         inner = heads.of(mamba.head_dim)
         self.groups = weights.ranks.shared_part(mamba.groups)
         of_groups = self.groups.of(mamba.state_size)
-        channels = _beside(inner, of_groups, of_groups)
-        rows = _beside(inner, inner, of_groups, of_groups, heads)
+        channels = beside(inner, of_groups, of_groups)
+        rows = beside(inner, inner, of_groups, of_groups, heads)
         self.gate_size = inner.length
         self.input = weights.linear([f"{name}.in_proj"] * len(rows), rows, hidden, bias=mamba.proj_bias)
         self.out = weights.linear([f"{name}.out_proj"], [hidden], inner, bias=mamba.proj_bias)
@@ -67,7 +67,7 @@ class Mamba2Mixer:
         return self.ranks.all_reduce(of_groups)[:, self.groups.start]
 
 
-def _beside(*parts: Part) -> list[Part]:
+def beside(*parts: Part) -> list[Part]:
     """The parts of one dimension that has the dimensions of all these parts side by side."""
     size = sum(part.size for part in parts)
     starts = [sum(part.size for part in parts[:i]) for i in range(len(parts))]

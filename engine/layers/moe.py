@@ -1,5 +1,6 @@
 """The feed-forward part of a layer with a mixture of experts (Shazeer 2017)."""
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.mlp import GatedMLP
@@ -50,10 +51,12 @@ class MoE:
             down_bias = weights.bias([f"{name}.down_proj" for name in names], rows, inner)
             self.down_bias = None if down_bias is None else down_bias.unflatten(0, (own.length, -1))
         self.first = own.start
-        self.shared, self.side = None, None
+        self.shared, self.shared_gate, self.side = None, None, None
         if experts.shared_intermediate_size:
             size = experts.shared_intermediate_size
             self.shared = GatedMLP(config, weights, f"{name}.shared_expert", size)
+            if experts.shared_gate:
+                self.shared_gate = weights.take(f"{name}.shared_expert_gate.weight", (1, config.hidden_size))
             if weights.device.type == "cuda":
                 self.side = side_stream(weights.device)
         assert weights.expert_load is not None, "the model has experts"
@@ -68,12 +71,17 @@ class MoE:
         if self.shared is None:
             return self._mixed(x)
         if self.side is None or len(x) > MOST_BESIDE:
-            return self._mixed(x).add_(self.shared(x))
+            return self._mixed(x).add_(self._shared(x, self.shared))
         with beside(self.side):
-            shared = self.shared(x)
+            shared = self._shared(x, self.shared)
         mixed = self._mixed(x)
         join(self.side)
         return mixed.add_(shared)
+
+    def _shared(self, x: Tensor, expert: GatedMLP) -> Tensor:
+        if self.shared_gate is None:
+            return expert(x)
+        return expert(x).mul_(F.linear(x, self.shared_gate).sigmoid_())
 
     def _mixed(self, x: Tensor) -> Tensor:
         return self.kernels.mix_experts(

@@ -19,7 +19,9 @@ from engine.loader.gguf_file import GGUFCheckpoint
 from engine.loader.gpt_oss import GptOssCheckpoint
 from engine.loader.hf import HFCheckpoint, read_config
 from engine.loader.hybrid import HybridCheckpoint
+from engine.loader.hybrid_config import QWEN3_NEXT
 from engine.loader.llama4 import Llama4Checkpoint
+from engine.loader.qwen3_next import Qwen3NextCheckpoint
 from engine.models import model_class
 from engine.models.llama import Llama
 
@@ -41,7 +43,8 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
         if files.config.architecture == "GptOssForCausalLM":
             return GptOssCheckpoint(files)
         if files.config.mamba is not None:
-            return HybridCheckpoint(files)
+            qwen3_next = files.config.architecture == QWEN3_NEXT
+            return Qwen3NextCheckpoint(files) if qwen3_next else HybridCheckpoint(files)
         return Llama4Checkpoint(files) if files.config.nope else files
     return DummyCheckpoint(read_config(path), str(path), config.seed, device)
 

@@ -2,10 +2,20 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine.loader.hybrid_config import GRANITE, HYBRIDS, mamba2_config, multipliers, rotary_dim
+from engine.loader.hybrid_config import (
+    GRANITE,
+    HYBRIDS,
+    PARTLY_ROTATED,
+    QWEN3_NEXT,
+    gated_delta_config,
+    mamba2_config,
+    multipliers,
+    rotary_dim,
+)
 from engine.model_config import (
     ClampedSwiGLU,
     ExpertsConfig,
@@ -48,11 +58,12 @@ def model_config_from_hf(
         config = {**config, **{key: value for key, value in text.items() if value is not None}}
     is_llama4 = architecture.startswith("Llama4")
     is_hybrid = architecture in HYBRIDS
+    state_layers = gated_delta_config if architecture == QWEN3_NEXT else mamba2_config
     experts = EXPERTS.get(architecture)
 
     # transformers 5 has both rope settings in one dictionary, older versions have two keys.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for what in _not_supported(config, rope, partial=architecture == "BambaForCausalLM"):
+    for what in _not_supported(config, rope, partial=architecture in PARTLY_ROTATED):
         raise ValueError(f"{source}: {what} is not supported")
 
     def integer(name: str, default: int | None = None) -> int:
@@ -110,7 +121,7 @@ def model_config_from_hf(
         spans=() if is_hybrid else _spans(config, integer, architecture, nope, context, source),
         experts=experts(config, integer, partial(number, config), source) if experts else None,
         nope=nope,
-        mamba=mamba2_config(config, integer, norm_eps, source) if is_hybrid else None,
+        mamba=state_layers(config, integer, norm_eps, source) if is_hybrid else None,
         rotary_dim=rotary_dim(config, rope, architecture, head_dim, source) if is_hybrid else None,
         multipliers=multipliers(partial(number, config)) if architecture == GRANITE else None,
         quantization=quantization,
@@ -166,6 +177,14 @@ def _qwen3_experts(config: Mapping[str, Any], integer: Integer, number: Number, 
     )
 
 
+def _qwen3_next_experts(
+    config: Mapping[str, Any], integer: Integer, number: Number, source: str
+) -> ExpertsConfig:
+    size = integer("shared_expert_intermediate_size")
+    experts = _qwen3_experts(config, integer, number, source)
+    return replace(experts, shared_intermediate_size=size, shared_gate=True)
+
+
 def _llama4_experts(
     config: Mapping[str, Any], integer: Integer, number: Number, source: str
 ) -> ExpertsConfig:
@@ -217,6 +236,7 @@ def _granite_experts(
 
 EXPERTS: dict[str, Callable[..., ExpertsConfig | None]] = {
     "Qwen3MoeForCausalLM": _qwen3_experts,
+    QWEN3_NEXT: _qwen3_next_experts,
     "Llama4ForCausalLM": _llama4_experts,
     "Llama4ForConditionalGeneration": _llama4_experts,
     "GptOssForCausalLM": _gpt_oss_experts,

@@ -94,7 +94,7 @@ class HybridCheckpoint:
         rows, *others = parts
         begin, end = rows.start // size * size, -(-rows.stop // size) * size
         heads = self._files.read(stored, [Part(begin, end, rows.size), *others]).unflatten(0, (-1, size))
-        ordered = heads[:, _rotated_first(size, self.config.rotary_dim)].flatten(0, 1)
+        ordered = heads[:, rotated_first(size, self.config.rotary_dim)].flatten(0, 1)
         return ordered[rows.start - begin : rows.stop - begin]
 
 
@@ -104,7 +104,7 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _rotated_first(head_dim: int, rotary_dim: int) -> Tensor:
+def rotated_first(head_dim: int, rotary_dim: int) -> Tensor:
     """The stored dimensions of a head in our order: halves of what is rotated, each before a half of the
     rest."""
     rotated, rest = torch.arange(rotary_dim).chunk(2), torch.arange(rotary_dim, head_dim).chunk(2)

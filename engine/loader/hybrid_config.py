@@ -7,7 +7,10 @@ from typing import Any
 from engine.model_config import Mamba2Config, Multipliers
 
 GRANITE = "GraniteMoeHybridForCausalLM"
-HYBRIDS = ("BambaForCausalLM", GRANITE)
+QWEN3_NEXT = "Qwen3NextForCausalLM"
+HYBRIDS = ("BambaForCausalLM", GRANITE, QWEN3_NEXT)
+PARTLY_ROTATED = {"BambaForCausalLM": 0.5, QWEN3_NEXT: 0.25}
+"""The part of each head that is rotated, where the configuration does not say."""
 KINDS = {
     "mamba": True,
     "linear_attention": True,
@@ -46,6 +49,31 @@ def mamba2_config(
     )
 
 
+def gated_delta_config(
+    config: Mapping[str, Any], integer: Callable[..., int], norm_eps: float, source: str
+) -> Mamba2Config:
+    """As `mamba2_config`, for the state layers of Qwen3-Next."""
+    count, interval = integer("num_hidden_layers"), integer("full_attention_interval", 4)
+    if config.get("layer_types") is None:
+        kinds = ["attention" if layer % interval == 0 else "mamba" for layer in range(1, count + 1)]
+        config = {**config, "layer_types": kinds}
+    heads, groups = integer("linear_num_value_heads", 32), integer("linear_num_key_heads", 16)
+    if heads % groups:
+        raise ValueError(f"{source}: {heads} value heads on {groups} key heads is not supported")
+    return Mamba2Config(
+        _state_layers(config, count, source),
+        heads,
+        integer("linear_value_head_dim", 128),
+        integer("linear_key_head_dim", 128),
+        groups,
+        integer("linear_conv_kernel_dim", 4),
+        conv_bias=False,
+        proj_bias=False,
+        dt_limits=(0.0, math.inf),
+        norm_eps=norm_eps,
+    )
+
+
 def multipliers(number: Callable[..., float]) -> Multipliers:
     """`number` reads a key of a Granite model."""
     return Multipliers(
@@ -80,7 +108,8 @@ def rotary_dim(
     """`ModelConfig.rotary_dim`."""
     if architecture == GRANITE:
         return None if config.get("position_embedding_type") == "rope" else 0
-    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
+    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    factor = PARTLY_ROTATED[architecture] if factor is None else factor
     if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"{source}: partial_rotary_factor must be above 0 and at most 1, not {factor!r}")
     rotated = int(head_dim * factor)

@@ -17,6 +17,7 @@ from engine.models.llama4 import Llama4
 from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
 from engine.models.qwen3_moe import Qwen3Moe
+from engine.models.qwen3_next import Qwen3Next
 
 MODELS: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
@@ -29,6 +30,7 @@ MODELS: dict[str, type[Llama]] = {
     "GptOssForCausalLM": GptOss,
     "BambaForCausalLM": Bamba,
     "GraniteMoeHybridForCausalLM": GraniteMoeHybrid,
+    "Qwen3NextForCausalLM": Qwen3Next,
 }
 
 

@@ -9,7 +9,7 @@ from engine.layers.mamba2 import Mamba2Mixer, Mix
 from engine.layers.weights import Weights
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
-from engine.models.llama import Attend, Llama
+from engine.models.llama import Attend, Llama, LlamaAttention
 
 
 class Bamba(Llama):
@@ -38,5 +38,6 @@ class Bamba(Llama):
         residual, delta = self.embed(token_ids)
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
-            delta = layer(i, residual, delta, rotary, mix if isinstance(layer.mixer, Mamba2Mixer) else attend)
+            caller = attend if isinstance(layer.mixer, LlamaAttention) else mix
+            delta = layer(i, residual, delta, rotary, caller)
         return self.norm(residual, delta)

@@ -46,6 +46,7 @@ def main() -> None:
         AttentionMetadata,
         Fp8Experts,
         Fp8KV,
+        GatedDelta,
         HeadNorm,
         LayerState,
         Mamba2,
@@ -201,6 +202,10 @@ def main() -> None:
             y = kernels.mamba2(inputs, layer, state, kernels.plan_states(metadata, heads, dtype))
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, groups)
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, 1, kernels.gated_squares(y, gate))
+            plan = kernels.plan_states(metadata, heads, dtype)
+            delta = GatedDelta(weight, per_head, per_head, groups)
+            beside = torch.cat((inputs, inputs[:, :heads]), dim=1)
+            kernels.norm_gate(kernels.gated_delta(beside, delta, state, plan), gate, y[0, :width], 1e-5)
 
     print("-- copies of states")
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)

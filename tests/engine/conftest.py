@@ -199,7 +199,23 @@ TINY_GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.2,
     "logits_scaling": 3.0,
 }
-TINY_OF_KIND = {"GptOss": TINY_GPT_OSS, "Bamba": TINY_MAMBA, "GraniteMoeHybrid": TINY_GRANITE}
+TINY_QWEN3_NEXT: dict[str, Any] = {
+    **TINY_EXPERTS,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "shared_expert_intermediate_size": 32,
+    "initializer_range": 0.1,
+}
+TINY_OF_KIND = {
+    "GptOss": TINY_GPT_OSS,
+    "Bamba": TINY_MAMBA,
+    "GraniteMoeHybrid": TINY_GRANITE,
+    "Qwen3Next": TINY_QWEN3_NEXT,
+}
 
 
 def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:

@@ -19,7 +19,7 @@ from engine.execution.rehearsal import Rehearsal, warm_up
 from engine.loader import check_model
 from tests.engine.test_overlap import land_one
 
-KINDS = ("Bamba", "GraniteMoeHybrid")
+KINDS = ("Bamba", "Qwen3Next")
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(3, 199) for _ in range(n)] for n in (1, 2, 3, 5, 21, 70)]
 
@@ -273,9 +273,12 @@ def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path, sa
         check_model(EngineConfig(str(tmp_path), tensor_parallel_size=4))
 
 
-def test_each_rank_holds_the_states_of_its_heads(path: Path, ranks: Callable[..., Engine]) -> None:
+def test_each_rank_holds_the_states_of_its_heads(
+    tmp_path: Path, save_tiny: Any, ranks: Callable[..., Engine]
+) -> None:
     """x of the heads of the rank, and one of the two groups, which four ranks hold twice."""
-    states = [ranks(path, size, max_num_seqs=3)._runner.states[0] for size in (1, 4)]
+    save_tiny(tmp_path, "Bamba")
+    states = [ranks(tmp_path, size, max_num_seqs=3)._runner.states[0] for size in (1, 4)]
     assert [state.ssm.shape for state in states] == [(3, 8, 16, 16), (3, 2, 16, 16)]
     assert [state.conv.shape for state in states] == [(3, 3, 128 + 2 * 32), (3, 3, 32 + 2 * 16)]
 
@@ -290,6 +293,8 @@ def test_each_rank_holds_the_states_of_its_heads(path: Path, ranks: Callable[...
         ("Bamba", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints of Bamba"),
         ("GraniteMoeHybrid", {"layer_types": ["mamba"]}, "must name the type of each of the 3 layers"),
         ("GraniteMoeHybrid", {"layer_types": ["mamba", "rnn", "mamba"]}, "layer type 'rnn' is not supported"),
+        ("Qwen3Next", {"linear_num_key_heads": 3}, "4 value heads on 3 key heads is not supported"),
+        ("Qwen3Next", {"linear_key_head_dim": 24}, r"linear_attn\.\w+\.weight is \["),
         ("GraniteMoeHybrid", {"num_local_experts": 9}, r"mlp\.gate\.weight is \[8, 64\], by the model"),
     ],
 )

@@ -660,6 +660,7 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         ("Llama4", {"no_rope_layers": [1, 0], "num_hidden_layers": 2, "attention_chunk_size": 4}),
         ("GptOss", {"num_hidden_layers": 2, "sliding_window": 4}),
         ("Bamba", {"num_hidden_layers": 2}),
+        ("Qwen3Next", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
     ],
 )
 def test_an_engine_on_these_kernels(

@@ -1,4 +1,5 @@
-"""Mamba-2: the torch kernels against the recurrence one token at a time, and the Triton kernels against them.
+"""Mamba-2 and the gated delta rule: the torch kernels against the recurrence one token at a time, and the
+Triton kernels against them.
 
 The interpreter's bfloat16 products are wrong, so bfloat16 is for the GPU alone.
 """
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2
+from engine.kernels import AttentionMetadata, GatedDelta, Kernels, LayerState, Mamba2
 from engine.kernels.torch_kernels import TorchKernels
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -179,6 +180,86 @@ def test_heads_and_states_of_any_size(
     monkeypatch.setattr(sys.modules[__name__], "SIZE", 40)
     step = Step(BATCHES["ragged"], layer_of(2, F32))
     step.compare(step.run(triton_kernels, kernel_device), step.run(TorchKernels()))
+
+
+class DeltaStep(Step):
+    """As `Step`, with the gated delta rule in place of Mamba-2."""
+
+    def run(self, kernels: Kernels, device: str = "cpu") -> tuple[Tensor, LayerState]:
+        state = LayerState(*(part.to(device, copy=True) for part in self.state))
+        plan = kernels.plan_states(self.metadata(device), HEADS, self.dtype)
+        y = kernels.gated_delta(self.inputs().to(device), self.delta(device), state, plan)
+        return y, LayerState(*(part.cpu() for part in state))
+
+    def inputs(self) -> Tensor:
+        """With β of each head."""
+        beta = normal(len(self.projected), HEADS, seed=10).to(self.dtype)
+        return torch.cat((self.projected, beta), dim=1)
+
+    def delta(self, device: str) -> GatedDelta:
+        layer = on(self.layer, device)
+        return GatedDelta(layer.conv_weight, layer.dt_bias, layer.a, layer.groups)
+
+    def token_by_token(self) -> tuple[Tensor, LayerState]:
+        layer, rows, groups = self.delta("cpu"), [], self.layer.groups
+        conv, ssm = (part.double() for part in self.state)
+        channels = conv.shape[2]
+        row = 0
+        for slot, (start, stop) in zip(self.slots.tolist(), self.spans, strict=True):
+            for position in range(start, stop):
+                if position == 0:
+                    conv[slot], ssm[slot] = 0, 0
+                x, dt, beta = self.inputs()[row].double().split((channels, HEADS, HEADS))
+                window = torch.cat((conv[slot], x[None]))
+                conv[slot] = window[1:]
+                mixed = F.silu((window * layer.conv_weight.double()).sum(0))
+                v, k, q = mixed.split((HEADS * HEAD_DIM, groups * SIZE, groups * SIZE))
+                k, q = (of.view(groups, SIZE).repeat_interleave(HEADS // groups, 0) for of in (k, q))
+                k, q = (of / (of.square().sum(1, keepdim=True) + 1e-6).sqrt() for of in (k, q))
+                step = F.softplus(dt + layer.dt_bias.double()) * layer.a.double()
+                ssm[slot] *= step.exp()[:, None, None]
+                written = v.view(HEADS, HEAD_DIM) - (ssm[slot] @ k[:, :, None])[..., 0]
+                ssm[slot] += (beta.sigmoid()[:, None] * written)[:, :, None] * k[:, None]
+                rows.append((ssm[slot] @ q[:, :, None]).flatten() / SIZE**0.5)
+                row += 1
+        return torch.stack(rows), LayerState(conv, ssm)
+
+
+@pytest.mark.parametrize("spans", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_gated_delta_rule_equals_the_recurrence(spans: list[tuple[int, int]], groups: int) -> None:
+    step = DeltaStep(spans, layer_of(groups, F32))
+    step.compare(step.run(TorchKernels()), step.token_by_token())
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[0], DTYPES[2]])
+@pytest.mark.parametrize(
+    ("spans", "head_dim", "size"), [(BATCHES["decodes"], 16, 32), ([(9, 10), (0, 3), (4, 71)], 24, 20)]
+)
+def test_triton_equals_torch_for_the_gated_delta_rule(
+    triton_kernels: Kernels,
+    kernel_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    spans: list[tuple[int, int]],
+    head_dim: int,
+    size: int,
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", head_dim)
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", size)
+    step = DeltaStep(spans, layer_of(2, dtype), dtype)
+    step.compare(step.run(triton_kernels, kernel_device), step.run(TorchKernels()))
+
+
+def test_the_norm_of_heads_with_a_gate(triton_kernels: Kernels, kernel_device: str) -> None:
+    x, gate, weight = (normal(*shape, seed=i) for i, shape in enumerate([(3, 96), (3, 104), (24,)]))
+    gate = gate[:, :96]
+    heads = x.double().unflatten(1, (4, 24))
+    normed = heads / (heads.square().mean(2, keepdim=True) + 1e-5).sqrt() * weight.double()
+    expected = normed.flatten(1) * F.silu(gate.double())
+    close(TorchKernels().norm_gate(x, gate, weight, 1e-5), expected)
+    x, gate, weight = (tensor.to(kernel_device) for tensor in (x, gate, weight))
+    close(triton_kernels.norm_gate(x, gate, weight, 1e-5), expected)
 
 
 def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels, kernel_device: str) -> None:

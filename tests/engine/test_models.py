@@ -70,6 +70,7 @@ KINDS = [
     ),
     pytest.param("Bamba", {}, id="bamba"),
     pytest.param("GraniteMoeHybrid", {}, id="granite-moe-hybrid"),
+    pytest.param("Qwen3Next", {}, id="qwen3-next"),
     pytest.param(
         "GraniteMoeHybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "tie_word_embeddings": True},

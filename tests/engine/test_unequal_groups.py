@@ -319,17 +319,22 @@ def test_kv_in_fp8(
         assert [len(found) for found in tokens] == [len(found) for found in expected]
 
 
-STATES = (
-    kv.StateType("x", 3, 8, 16, "float32"),
-    kv.StateType("B", 3, 2, 16, "float32"),
-    kv.StateType("C", 3, 2, 16, "float32"),
-    kv.StateType("ssm", 1, 8, 256, "float32"),
-)
+def states(heads: int, head_dim: int) -> tuple[kv.StateType, ...]:
+    return (
+        kv.StateType("x", 3, heads, head_dim, "float32"),
+        kv.StateType("B", 3, 2, 16, "float32"),
+        kv.StateType("C", 3, 2, 16, "float32"),
+        kv.StateType("ssm", 1, heads, head_dim * 16, "float32"),
+    )
+
+
+MAMBA = kv.KVLayout(3, 2, 16, "float32", states(8, 16), (0, 2))
+LAYOUTS = {"Qwen3Next": kv.KVLayout(3, 2, 32, "float32", states(4, 32), (0, 2))}
 
 
 @pytest.mark.parametrize(
     ("kind", "prefill_ranks", "decode_ranks"),
-    [("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Bamba", 2, 4)],
+    [("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Qwen3Next", 2, 4)],
 )
 def test_states_are_handed_over(
     tmp_path: Path,
@@ -345,7 +350,7 @@ def test_states_are_handed_over(
     Two chats go on. The prefill worker begins with a copy of the states, the decode worker with its KV."""
     monkeypatch.setattr(state_copies, "END_TOKENS", 16)
     reference, rng = save_tiny(tmp_path, kind), random.Random(4)
-    layout = kv.KVLayout(3, 2, 16, "float32", STATES, (0, 2))
+    layout = LAYOUTS.get(kind, MAMBA)
     settings: dict[str, Any] = {
         "num_blocks": 60,
         "max_num_batched_tokens": 16,

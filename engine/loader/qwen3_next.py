@@ -1,0 +1,110 @@
+"""Checkpoints of Qwen3-Next in the form of other families.
+
+- Some matrices have the rows of several: each group of value heads has its queries, keys, values and gates in
+  a row, and each query head has its gate. Here each has a matrix of its own.
+- The channels of the convolution are queries, keys and values. Here they come in the order of `gated_delta`.
+- The first dimensions of a head are rotated, as in `engine.loader.hybrid`. Heads and their norms take our
+  order.
+- Norms multiply by 1 + weight. Here the weight has the 1 already.
+
+The layers that predict several tokens (`mtp`) are left out.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.layers.ranks import Part
+from engine.layers.weights import Checkpoint
+from engine.loader.hybrid import rotated_first
+
+TENSOR = re.compile(r"(.*)\.(in_proj_qkvz|in_proj_ba|conv1d|q_proj|k_proj|q_norm|k_norm)\.(weight|bias)")
+PLUS_ONE = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")
+
+
+class _Rows(NamedTuple):
+    """Some rows of a stored tensor, in our order."""
+
+    stored: str
+    rows: Tensor
+
+
+class Qwen3NextCheckpoint:
+    """The `Checkpoint` of a Qwen3-Next model: reads `files`."""
+
+    def __init__(self, files: Checkpoint) -> None:
+        if files.config.quantization is not None:
+            raise ValueError(f"{files.source}: quantized checkpoints of Qwen3-Next are not supported")
+        self.config = files.config
+        self.source = files.source
+        self._files = files
+        self._rows: dict[str, _Rows] = {}
+        self._stored: set[str] = set()
+        for stored in files.names():
+            if match := TENSOR.fullmatch(stored):
+                layer, kind, what = match.groups()
+                parts, shape = dict(self._parts(kind)), files.shape(stored) or (0,)
+                if sum(map(len, parts.values())) != shape[0]:
+                    raise ValueError(f"{files.file_of(stored)}: tensor {stored} is {list(shape)}")
+                for name, rows in parts.items():
+                    self._rows[f"{layer}.{name}.{what}"] = _Rows(stored, rows)
+            elif not stored.startswith("mtp."):
+                self._stored.add(stored)
+
+    def _parts(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the rows of a stored one belong to."""
+        config, mamba = self.config, self.config.mamba
+        assert mamba is not None, "the loader sets it for this architecture"
+        order = rotated_first(config.head_dim, config.rotary_dim or 0)
+        shared, keys = mamba.num_heads // mamba.groups, mamba.groups * mamba.state_size
+        match kind:
+            case "in_proj_qkvz":
+                sizes = [mamba.state_size] * 2 + [shared * mamba.head_dim] * 2
+                yield from zip(
+                    ("in_proj_" + part for part in "qkvz"), _split(mamba.groups, sizes), strict=True
+                )
+            case "in_proj_ba":
+                yield from zip(("in_proj_b", "in_proj_a"), _split(mamba.groups, [shared] * 2), strict=True)
+            case "conv1d":
+                queries, of_keys, values = torch.arange(mamba.channels).split((keys, keys, mamba.inner_size))
+                yield kind, torch.cat((values, of_keys, queries))
+            case "q_proj":
+                queries, gates = _split(config.num_heads, [config.head_dim] * 2)
+                yield kind, queries.view(-1, config.head_dim)[:, order].flatten()
+                yield "gate_proj", gates
+            case "k_proj":
+                rows = torch.arange(config.num_kv_heads * config.head_dim)
+                yield kind, rows.view(-1, config.head_dim)[:, order].flatten()
+            case _:
+                yield kind, order
+
+    def names(self) -> Collection[str]:
+        return self._stored | self._rows.keys()
+
+    def file_of(self, name: str) -> str:
+        found = self._rows.get(name)
+        return self._files.file_of(found.stored if found else name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        if found := self._rows.get(name):
+            return len(found.rows), *(self._files.shape(found.stored) or ())[1:]
+        return self._files.shape(name)
+
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        if found := self._rows.get(name):
+            rows = found.rows[parts[0].indices]
+            first, size = int(rows.min()), (self._files.shape(found.stored) or ())[0]
+            read = self._files.read(found.stored, [Part(first, int(rows.max()) + 1, size), *parts[1:]])
+            tensor = read[rows - first]
+        else:
+            tensor = self._files.read(name, parts)
+        return tensor.float() + 1 if PLUS_ONE.fullmatch(name) else tensor
+
+
+def _split(count: int, sizes: Sequence[int]) -> list[Tensor]:
+    """The rows of each of several parts, of which each of `count` heads or groups has all in a row."""
+    rows = torch.arange(count * sum(sizes)).view(count, -1)
+    return [part.flatten() for part in rows.split(list(sizes), dim=1)]
