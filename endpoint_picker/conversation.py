@@ -13,6 +13,7 @@ import xxhash
 
 START_BYTES = 4096
 """Of a prompt that stands for its conversation. Later turns begin with the same bytes."""
+_INVALID = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _RESPONSE_PATH = re.compile(r"/v1/responses/(resp_[0-9a-f]+)(?:[/?]|$)")
 
 
@@ -48,7 +49,7 @@ _messages = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _message = msgspec.json.Decoder(_Message).decode
 
 
-def conversation(headers: Mapping[str, str], body: bytes | bytearray) -> Conversation:
+def conversation(headers: Mapping[str, str], body: bytes) -> Conversation:
     """Returns the conversation of a request. `body` may be a part of the body, or empty.
 
     A conversation has the name that routers take: `x-session-id`, `prompt_cache_key` or `user`. Without a
@@ -58,9 +59,9 @@ def conversation(headers: Mapping[str, str], body: bytes | bytearray) -> Convers
     session = headers.get("x-session-id", "")
     try:
         fields = _fields(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except _INVALID:
         # Not JSON, or a part of it. The same conversation begins with the same bytes.
-        return Conversation(_hash(session.encode() or bytes(body[:START_BYTES])), path and path[1])
+        return Conversation(_hash(session.encode() or body[:START_BYTES]), path and path[1])
     name = session or fields.prompt_cache_key or fields.user
     key = _hash(_start(fields) if not name else name.encode(errors="replace"))
     return Conversation(key, path[1] if path else fields.previous_response_id)
@@ -78,6 +79,6 @@ def _start(fields: _Fields) -> bytes:
                 start += bytes(raw)
                 if _message(raw).role == "user":
                     break
-        except msgspec.MsgspecError:  # `input` may be a text, and a message may have any form
+        except _INVALID:  # `input` may be a text, and a message may have any form
             start += bytes(turns)[:START_BYTES]
     return start

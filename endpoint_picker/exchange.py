@@ -69,7 +69,8 @@ class Exchange:
             case "request_body":
                 yield from self._request_body(message.request_body)
             case "request_trailers":
-                yield from self._after_the_body()
+                if self._request_mode == pb.FULL_DUPLEX_STREAMED:
+                    yield from self._after_the_body()
                 if not self.ended:
                     yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
             case "response_headers":
@@ -98,8 +99,7 @@ class Exchange:
             if sent.end_of_stream or len(self._body) >= MAX_BODY_BYTES:
                 yield from self._after_the_body(end=sent.end_of_stream)
         elif self._request_mode in _BUFFERED and not self._chosen:
-            self._body += sent.body
-            yield self._choice("request_body")
+            yield self._choice("request_body", sent.body[:MAX_BODY_BYTES])
         else:
             for answer in _body_answers(self._request_mode, sent.body, end=sent.end_of_stream):
                 yield pb.ProcessingResponse(request_body=answer)
@@ -108,16 +108,16 @@ class Exchange:
         """Answers the headers, and sends back the body so far. `end`: there are no trailers after it."""
         if self._chosen:
             return
-        yield self._choice("request_headers")
+        body, self._body = bytes(self._body), bytearray()
+        yield self._choice("request_headers", body)
         if not self.ended:
-            body, self._body = bytes(self._body), bytearray()
             for answer in _body_answers(self._request_mode, body, end=end):
                 yield pb.ProcessingResponse(request_body=answer)
 
-    def _choice(self, answered: str) -> pb.ProcessingResponse:
+    def _choice(self, answered: str, body: bytes = b"") -> pb.ProcessingResponse:
         """The address for the gateway, as the answer to `request_headers` or `request_body`; or an error."""
         self._chosen = True
-        address = self._routers.choose(conversation(self._headers, self._body), self._allowed)
+        address = self._routers.choose(conversation(self._headers, body), self._allowed)
         if address is None:
             self.ended = True
             text = "there is no router" if self._allowed is None else "the gateway allows none of the routers"

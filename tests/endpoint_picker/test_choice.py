@@ -64,7 +64,19 @@ def test_other_conversations_have_other_keys():
     assert len({key_of(body) for body in bodies}) == len(bodies)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3}', b'{"user": 3}', b"\xff", b"[" * 9999])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"messages": 3}',
+        b'{"user": 3}',
+        b"\xff",
+        b"[" * 9999,
+        b'{"messages": [{"role": "\xff"}]}',
+    ],
+)
 def test_any_bytes_have_a_conversation(body: bytes):
     assert (conversation({}, body).key is None) == (body == b"")
 

@@ -202,6 +202,17 @@ async def test_a_buffered_body_names_the_destination_in_its_own_answer(channel: 
     answer = await gateway.answer()
     destination(answer, "request_body")
     assert not answer.request_body.response.HasField("body_mutation")
+    answer = await gateway.send(request_trailers=pb.HttpTrailers())
+    assert answer.WhichOneof("response") == "request_trailers"
+    await gateway.done()
+
+
+async def test_the_headers_are_answered_once_where_trailers_follow_without_a_body(channel: grpc.aio.Channel):
+    gateway = Gateway(channel, pb.BUFFERED, pb.NONE)
+    await gateway.headers()
+    assert (await gateway.answer()).WhichOneof("response") == "request_headers"
+    answer = await gateway.send(request_trailers=pb.HttpTrailers())
+    assert answer.WhichOneof("response") == "request_trailers"
     await gateway.done()
 
 
