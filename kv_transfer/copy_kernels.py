@@ -32,7 +32,6 @@ from kv_transfer.layout import Range, Slice
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread
 WARPS = 4
 FIELDS = 11  # of a line: see `line`
-MARK_FIELDS = 2
 SUM_FIELDS = 3
 CONVERTED_FIELDS = 10
 CONVERTED_HEADS = 32  # of one program
@@ -137,12 +136,6 @@ def _parts(pool: Tensor) -> tuple[int, int]:
     return head // 4 // words, words
 
 
-def launch_marks(table: Tensor) -> None:
-    """Writes a generation and a checksum of 0 for each line of `table` [lines, MARK_FIELDS] int64: (address
-    of the mark, generation)."""
-    _mark[(len(table),)](table, LINE=MARK_FIELDS, num_warps=1)
-
-
 def launch_sums(table: Tensor, most_words: int) -> None:
     """Adds up checksums only, for each line of `table` [lines, SUM_FIELDS] int64: (address of the slice, its
     32-bit words, address of the checksum). `most_words`: of any line."""
@@ -206,14 +199,6 @@ def _mixed(words, places, inside):
     x *= 0xC2B2AE35
     x ^= x >> 13
     return tl.sum(tl.where(inside, x.to(tl.int64), 0).reshape(words.numel))
-
-
-@triton.jit
-def _mark(table, LINE: tl.constexpr):
-    entry = table + tl.program_id(0) * LINE
-    mark = tl.load(entry).to(tl.pointer_type(tl.int64))
-    tl.store(mark, tl.load(entry + 1))
-    tl.store(mark + 1, 0)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemories, Unreachable
 from kv_transfer.protocol.messages import Export
 from kv_transfer.staging import LANDINGS, coalesce, landing_bytes
+from kv_transfer.tables import Tables
 from kv_transfer.transport import PagedKV
 
 _Summed = tuple[Staged, int, int]
@@ -67,6 +68,7 @@ class CudaPool:
         # Of high priority: few short programs, which would else wait for the end of a large matrix product.
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._pulls = torch.cuda.Stream(self._device, priority=-1)
+        self._tables = Tables(self._device, self._stream)
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
         # Compiles all kernels now, not during the first transfer: one position of block 0, and a head of each
@@ -87,13 +89,13 @@ class CudaPool:
             if exported:
                 sums = torch.zeros(2, dtype=torch.int64, device=self._device)
                 mark = sums.data_ptr()
-                copy_kernels.launch_marks(self._upload([mark, 0]).view(1, -1))
                 for into_pool in (False, True):
                     self._copy(there, into_pool=into_pool, sums=[mark] * len(there))
-                copy_kernels.launch_sums(self._upload([dense.data_ptr(), 1, mark]).view(1, -1), 1)
+                copy_kernels.launch_sums(self._tables.send([dense.data_ptr(), 1, mark]).view(1, -1), 1)
             for dtype in ITEM_BYTES:
                 if dtype != layout.dtype and convertible(dtype, layout.dtype):
                     self._convert([(nothing, dense.data_ptr())], dtype)
+            self._record()
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
@@ -102,12 +104,21 @@ class CudaPool:
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> torch.Tensor:
         """int64 [blocks + 1] on the device: the blocks, and behind them the slot of the states."""
         assert num_tokens <= len(block_ids) * self._block_size, "more positions than blocks"
+        # Not of `_tables`: another thread may call this, and the table lives as long as the request.
         with torch.cuda.stream(self._stream):
-            return self._upload([*block_ids, state_slot])
+            table = torch.tensor([*block_ids, state_slot], pin_memory=True)
+            return table.to(self._device, non_blocking=True)
 
     def record(self) -> Event:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _record(self) -> Event:
+        """After all that the stream of gathers and scatters has so far."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        self._tables.over(event)
         return event
 
     def passed(self, event: Event) -> bool:
@@ -124,27 +135,33 @@ class CudaPool:
                 dense = self._dense(copies)
                 self._copy(_at(batch, dense, offsets), into_pool=False)
                 for slot, at, size in copies:
-                    self._arena[slot : slot + size].copy_(dense[at : at + size], non_blocking=True)
-            return self.record()
+                    copy(slot, dense.data_ptr() + at, size, self._stream.cuda_stream)
+            return self._record()
 
     def _gather_exported(self, batch: Sequence[Staged]) -> None:
         assert self._exported is not None
-        marks = [self._exported.mark(item.slot) for item in batch]
-        generations = [item.generation for item in batch]
-        lines = [field for line in zip(marks, generations, strict=True) for field in line]
-        copy_kernels.launch_marks(self._upload(lines).view(len(batch), -1))
+        batch = sorted(batch, key=lambda x: x.slot)
+        runs: list[tuple[int, int]] = []  # of marks: (address, words)
+        for item in batch:
+            mark = self._exported.mark(item.slot)
+            if runs and mark == runs[-1][0] + 8 * runs[-1][1]:
+                runs[-1] = runs[-1][0], runs[-1][1] + 2
+            else:
+                runs.append((mark, 2))
+        self._tables.write([word for item in batch for word in (item.generation, 0)], runs)
         items = [(item, self._exported.slot(item.slot)) for item in batch]
-        self._copy(items, into_pool=False, sums=[mark + 8 for mark in marks])
+        self._copy(items, into_pool=False, sums=[self._exported.mark(item.slot) + 8 for item in batch])
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         with torch.cuda.stream(self._stream):
             batch, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
             dense = self._dense(copies)
             for slot, at, size in copies:
-                dense[at : at + size].copy_(self._arena[slot : slot + size], non_blocking=True)
-            copied = self.record()
+                copy(dense.data_ptr() + at, slot, size, self._stream.cuda_stream)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
             self._into_pool(_at(batch, dense, offsets))
-            return copied, self.record()
+            return copied, self._record()
 
     def export(self) -> Export:
         try:
@@ -198,34 +215,35 @@ class CudaPool:
             source, number = places[slot]
             return source.slot(number)
 
-        with torch.cuda.stream(self._pulls):
-            self._pulls.wait_event(landing.free)
-            batch, offsets, copies = self._stage(batch, address_of, memory.slot_bytes)
-            marks = torch.empty(
-                len(sources), sources[0].marks_bytes // 8, dtype=torch.int64, device=self._device
-            )
-            try:
-                for there, at, size in copies:
-                    copy(landing.memory.data_ptr() + at, there, size, stream)
-                for source, marks_of_source in zip(sources, marks, strict=True):
-                    copy(marks_of_source.data_ptr(), source.marks, source.marks_bytes, stream)
-            except CudaError as e:
-                raise Unreachable(str(e)) from None
-            copied = self.record()
+        batch, offsets, copies = self._stage(batch, address_of, memory.slot_bytes)
+        each = sources[0].marks_bytes // 8
+        count = len(batch) + len(sources) * each
+        table = self._tables.take(count)  # a checksum for each slice, then the marks
+        table.words[: len(batch)] = 0
+        sum_at = [table.there.data_ptr() + 8 * i for i in range(len(batch))]
+        self._pulls.wait_event(landing.free)
+        try:
+            for there, at, size in copies:
+                copy(landing.memory.data_ptr() + at, there, size, stream)
+            for i, source in enumerate(sources):
+                marks = table.there.data_ptr() + 8 * (len(batch) + i * each)
+                copy(marks, source.marks, source.marks_bytes, stream)
+        except CudaError as e:
+            raise Unreachable(str(e)) from None
+        copied = torch.cuda.Event()
+        copied.record(self._pulls)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(copied)
-            marks.record_stream(self._stream)
-            sums = torch.zeros(len(batch), dtype=torch.int64, device=self._device)
-            sum_at = [sums.data_ptr() + 8 * i for i in range(len(batch))]
+            table.send(len(batch), self._stream)
             self._into_pool(_at(batch, landing.memory, offsets), sum_at)
-            found = torch.empty(marks.numel() + len(sums), dtype=torch.int64, pin_memory=True)
-            found.copy_(torch.cat((marks.flatten(), sums)), non_blocking=True)
-            landing.free = event = self.record()
+            table.fetch(count, self._stream)
+            landing.free = event = self._record()
 
         def outcome() -> list[bool]:
-            words = found.tolist()
-            sums = {item.slot: words[marks.numel() + i] for i, item in enumerate(batch)}
-            first = {source.address: i * marks.shape[1] for i, source in enumerate(sources)}
+            words = table.words[:count].tolist()
+            self._tables.give(table)
+            sums = {item.slot: words[i] for i, item in enumerate(batch)}
+            first = {source.address: len(batch) + i * each for i, source in enumerate(sources)}
             whole: list[bool] = []
             for item in asked:
                 source, number = places[item.slot]
@@ -246,7 +264,7 @@ class CudaPool:
         self._arena = torch.empty(0)
 
     def _in_arena(self, slot: int) -> int:
-        return slot * self._slot_bytes
+        return self._arena.data_ptr() + slot * self._slot_bytes
 
     def _stage(
         self, batch: Sequence[Staged], address_of: Callable[[int], int], slot_bytes: int
@@ -275,7 +293,7 @@ class CudaPool:
             if sums and not copy_sums:
                 words = [slice_bytes(self._layouts[dtype], x.piece) // 4 for x, _ in of_dtype]
                 lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
-                table = self._upload([field for line in lines for field in line]).view(len(words), -1)
+                table = self._tables.send([field for line in lines for field in line]).view(len(words), -1)
                 copy_kernels.launch_sums(table, max(words))
             if convert:
                 self._convert(of_dtype, dtype)
@@ -296,7 +314,7 @@ class CudaPool:
         for state in range(len(self._states)):
             if of_state := [item for item in summed if item[0].piece.state == state]:
                 launches.append(self._state_launch(state, of_state))
-        table = self._upload([field for _, lines in launches for line in lines for field in line])
+        table = self._tables.send([field for _, lines in launches for line in lines for field in line])
         parts = table.view(-1, copy_kernels.FIELDS).split([len(lines) for _, lines in launches])
         for (launch, _), part in zip(launches, parts, strict=True):
             launch(part, into_pool=into_pool, sums=bool(sums))
@@ -342,14 +360,10 @@ class CudaPool:
             )
             for x, address in items
         ]  # fmt: skip
-        table = self._upload([field for line in lines for field in line]).view(len(lines), -1)
+        table = self._tables.send([field for line in lines for field in line]).view(len(lines), -1)
         most = max(1, *(_heads(x.piece) for x, _ in items))
         pool = next(iter(self._layers.values()))
         copy_kernels.launch_converting(table, pool, getattr(torch, dtype), most)
-
-    def _upload(self, numbers: list[int]) -> torch.Tensor:
-        """int64, on the device once the current stream gets there."""
-        return torch.tensor(numbers, pin_memory=True).to(self._device, non_blocking=True)
 
 
 def _at(batch: Sequence[Staged], dense: torch.Tensor, offsets: Sequence[int]) -> list[tuple[Staged, int]]:

@@ -116,7 +116,6 @@ def main() -> None:
                 if pool is not None:
                     for sums in (False, True):
                         copy_kernels.launch(table, pool, 3, kv_heads, into_pool=into_pool, sums=sums)
-        copy_kernels.launch_marks(torch.zeros(2, copy_kernels.MARK_FIELDS, dtype=torch.int64))
         copy_kernels.launch_sums(torch.zeros(2, copy_kernels.SUM_FIELDS, dtype=torch.int64), 9)
         table = torch.zeros(2, copy_kernels.CONVERTED_FIELDS, dtype=torch.int64)
         copy_kernels.launch_converting(table, parts(kv)[0], dtype if fp8_kv else FP8, 3 * kv_heads)
