@@ -16,7 +16,7 @@ from kv_transfer.device import Event, Outcome, Staged, held_heads, of_each_dtype
 from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemories, Unreachable
 from kv_transfer.protocol.messages import Export
-from kv_transfer.staging import LANDINGS, coalesce, landing_bytes
+from kv_transfer.staging import LANDINGS, coalesce, exported_slot_bytes, landing_bytes
 from kv_transfer.tables import Tables
 from kv_transfer.transport import PagedKV
 
@@ -166,12 +166,16 @@ class CudaPool:
     def export(self) -> Export:
         try:
             with torch.cuda.device(self._device):
-                self._exported = DeviceMemory(self._num_slots, self._slot_bytes, self._token)
+                self._exported = DeviceMemory(
+                    self._num_slots, exported_slot_bytes(self._slot_bytes), self._token
+                )
         except (CudaError, OSError) as e:
             raise Unreachable(f"no memory to export: {e}") from None
         return self._exported.export
 
     def open(self, export: Export) -> PeerMemories[PeerDeviceMemory]:
+        if export.slot_bytes > (most := exported_slot_bytes(self._slot_bytes)):
+            raise Unreachable(f"the sender has slots of {export.slot_bytes} bytes, the receiver takes {most}")
         with torch.cuda.device(self._device), torch.cuda.stream(self._pulls):
             memory = PeerMemories(export, self._layout, [self._heads, *self._state_heads], self._open_one)
             try:

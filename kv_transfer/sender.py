@@ -99,6 +99,7 @@ class ArenaSender:
         self._stopping = False
         self._generations = itertools.count(1)
         self._exports = exports
+        self._exported_slot_bytes = 0
         self._thread = threading.Thread(target=self._pump, name="kv pump", daemon=True)
         self._thread.start()
 
@@ -162,7 +163,10 @@ class ArenaSender:
             self._pool.enter_thread()
             channel, waiting = self._channel, False
             if self._exports:
-                channel.send(exported(self._pool))
+                export = exported(self._pool)
+                if export.export is not None:
+                    self._exported_slot_bytes = export.export.slot_bytes
+                channel.send(export)
             fd = channel.fileno()
             while not self._stopping:
                 watched, look = [self._wake, fd], None
@@ -238,7 +242,7 @@ class ArenaSender:
         slot = self._slots.take(transfer.account)
         transfer.prefill.gathers += 1
         generation = rank = 0
-        if transfer.account.reached:
+        if transfer.account.reached or transfer.large:
             generation = next(self._generations)
             rank = rank_of(self._layout, piece.head_start, self._ranks, piece.state)
         message = SliceOut(
@@ -353,7 +357,9 @@ class ArenaSender:
         account = self._slots.account(m.session)
         account.window = m.window
         heads = (m.head_start, m.head_start + m.head_count)
-        transfer = OutgoingTransfer(m.transfer_id, prefill, account, m.slot_bytes, m.ranges, heads)
+        large = account.reached and self._exported_slot_bytes > m.slot_bytes
+        slot_bytes = self._exported_slot_bytes if large else m.slot_bytes
+        transfer = OutgoingTransfer(m.transfer_id, prefill, account, slot_bytes, large, m.ranges, heads)
         prefill.transfer = transfer
         self._fetched.add(prefill.id)
         self._turns.add(transfer)

@@ -9,19 +9,26 @@ from kv_transfer.receiver_pacing import SLICES_AT_ONCE
 
 SLACK = 256 << 10
 """Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host)."""
+EXPORTED_SLOT_BYTES = 8 << 20
+"""The least size of a slot that peers read on a GPU. A slice takes the host 60 µs, and so many bytes 20."""
 LANDINGS = 2
 """Of a receiver: while a kernel scatters slices of peers from one, the next are copied into the other."""
 
 
+def exported_slot_bytes(slot_bytes: int) -> int:
+    """Of a slot on a GPU that peers read, beside arena slots of `slot_bytes`."""
+    return max(slot_bytes, EXPORTED_SLOT_BYTES)
+
+
 def landing_bytes(slot_bytes: int) -> int:
     """The most that `coalesce` needs for the slices that are injected together."""
-    return SLICES_AT_ONCE * (slot_bytes + SLACK)
+    return SLICES_AT_ONCE * (exported_slot_bytes(slot_bytes) + SLACK)
 
 
 def device_bytes(num_slots: int, slot_bytes: int) -> int:
     """Memory of a GPU that KV transfer takes on each rank, if workers of one host read slots of each other:
     slots for peers, and room for slices of peers."""
-    return exported_bytes(num_slots, slot_bytes) + LANDINGS * landing_bytes(slot_bytes)
+    return exported_bytes(num_slots, exported_slot_bytes(slot_bytes)) + LANDINGS * landing_bytes(slot_bytes)
 
 
 def coalesce(

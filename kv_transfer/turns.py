@@ -35,6 +35,7 @@ class OutgoingTransfer:
     prefill: OutgoingPrefill
     account: SenderAccount  # of its session
     slot_bytes: int
+    large: bool  # its slices only fit into slots that peers read
     ranges: tuple[Range, ...]
     heads: Range
     pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready

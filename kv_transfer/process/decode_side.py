@@ -302,7 +302,11 @@ class DecodeSide:
         export = self._exports.get(session.number)
         if export is None or session.number not in self._reached:
             raise ProtocolError("order", "SLICE without REACH")
-        if m.slot >= count_slots(export) or m.length > min(session.slot_bytes, export.slot_bytes):
+        nixl = self._reads_with(export)
+        most = (
+            min(session.slot_bytes, export.slot_bytes) if nixl else export.slot_bytes
+        )  # NIXL: an arena slot
+        if m.slot >= count_slots(export) or m.length > most:
             raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
         kind, state_type = kind_of(m.state_type if isinstance(m, StateSliceAt) else None)
         header = Header(
@@ -315,7 +319,6 @@ class DecodeSide:
             raise ProtocolError("credit", str(e)) from None
         ticket = self.kv_begins(session, header, slot)
         session.moved(time.monotonic())
-        nixl = self._reads_with(export)
         self._pulls[slot] = _Pull(session.number, m.slot, header, ticket, here=nixl is not None)
         if ticket.transfer is None:
             self._pulled({slot: False})

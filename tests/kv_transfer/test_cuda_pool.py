@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from kv_transfer import staging
 from kv_transfer.arena import Arena
 from kv_transfer.cuda_memory import DeviceMemory
 from kv_transfer.cuda_pool import CudaPool
@@ -30,6 +31,7 @@ def emulated(kernel_device: str, exact_casts: None) -> Iterator[None]:
         pytest.skip("the same is tested on the GPU")
     with pytest.MonkeyPatch.context() as patch:
         cuda_on_cpu.use(patch)
+        patch.setattr(staging, "EXPORTED_SLOT_BYTES", 2 * SLOT_BYTES)
         yield
 
 
@@ -51,10 +53,8 @@ def everything(kv: PagedKV) -> list[torch.Tensor]:
     return [tensor.float() for tensor in tensors]
 
 
-def pieces(layout: KVLayout) -> list[Slice]:
-    found = [
-        p for i in (0, 2) for heads in ((0, 3), (3, 4)) for p in cut(layout, i, (7, TOKENS), heads, 2048)
-    ]
+def pieces(layout: KVLayout, most: int) -> list[Slice]:
+    found = [p for i in (0, 2) for h in ((0, 3), (3, 4)) for p in cut(layout, i, (7, TOKENS), h, most)]
     return found + [p for state in (0, 1) for p in cut_state(layout, 1, state, TOKENS, (0, 3), 300)]
 
 
@@ -63,7 +63,7 @@ def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str) -> Paged
     source, target, arena = cache(sent, 16, 1), cache(kept, 32, 2), Arena.create(SLOTS, SLOT_BYTES)
     sender, receiver = make(source, arena), make(target, arena)
     tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
-    for few in batches(source.layout):
+    for few in batches(source.layout, 2048):
         sender.gather([Staged(piece, slot, tables[0]) for slot, piece in few])
         for event in receiver.scatter([Staged(piece, slot, tables[1], sent) for slot, piece in few]):
             assert receiver.passed(event)
@@ -77,7 +77,7 @@ def pulled(sent: str, kept: str, damage: Callable[[DeviceMemory], None]) -> tupl
     receiver = CudaPool(target, Arena.create(SLOTS, SLOT_BYTES), exported=True)
     memory = receiver.open(sender.export())
     tables, whole = (sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)), []
-    for generation, few in enumerate(batches(source.layout), 1):
+    for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
         sender.gather([Staged(piece, slot, tables[0], generation=generation) for slot, piece in few])
         if generation == 1:
             assert sender._exported is not None
@@ -90,9 +90,9 @@ def pulled(sent: str, kept: str, damage: Callable[[DeviceMemory], None]) -> tupl
     return target, whole
 
 
-def batches(layout: KVLayout) -> list[list[tuple[int, Slice]]]:
-    """Slices with their slots, of which some are neighbours."""
-    cuts = pieces(layout)
+def batches(layout: KVLayout, most: int) -> list[list[tuple[int, Slice]]]:
+    """Slices of at most so many bytes with their slots, of which some are neighbours."""
+    cuts = pieces(layout, most)
     return [list(zip((7, 3, 4, 5, 9, 11, 12), cuts[i : i + 7], strict=False)) for i in range(0, len(cuts), 7)]
 
 
