@@ -221,10 +221,14 @@ def int4_choices(cases: Int4Cases) -> Choices:
     shared = [(64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 1)]
     return [
         *(
-            (int4_gemv, {"BLOCK_N": [8, 16], "WIDE": [0, 8192, 32768]}, partial(cases.layer, rows))
+            (
+                int4_gemv,
+                {"BLOCK_N": [{1: n, 2: n} for n in (8, 16)], "WIDE": [0, 8192, 32768]},
+                partial(cases.layer, rows),
+            )
             for rows in (1, 2)
         ),
-        *((int4_gemv, {"MAX_ROWS": [0, 4]}, partial(cases.layer, rows)) for rows in (1, 2, 4)),
+        *((int4_gemv, {"MAX_ROWS": [0, 2]}, partial(cases.layer, rows)) for rows in (1, 2)),
         (int4_linear, {"FEW": shared, "MAX_WORDS": [32, 64]}, partial(cases.layer, 8)),
         (int4_linear, {"SOME": shared, "MAX_WORDS": [32, 64]}, partial(cases.layer, 64)),
         (int4_linear, {"MANY": shared, "MAX_FEW_ROWS": [0, 256]}, partial(cases.layer, 256)),

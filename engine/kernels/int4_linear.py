@@ -27,7 +27,6 @@ from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import int4_gemv, overlap
-from engine.kernels.int4_gemv import to_float
 from engine.kernels.overlap import inputs_ready
 from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
 
@@ -162,6 +161,15 @@ def _packed(codes: Tensor, words: int) -> Tensor:
 def _by_group(values: Tensor) -> Tensor:
     """[out, groups] → [groups, out], in rows of a multiple of 16 bytes, as the copy engine needs them."""
     return F.pad(values.T, (0, -len(values) % 8)).clone(memory_format=torch.contiguous_format)
+
+
+@triton.constexpr_function
+def to_float(plane: int, base: int) -> str:
+    """PTX that takes the codes of a plane from two words, and makes them the lowest bits of two numbers. The
+    compiler would take an instruction more."""
+    return (
+        f"{{ .reg .b32 t; shr.b32 t, $1, {4 * plane}; lop3.b32 $0, t, 0xF000F, {base << 16 | base}, 0xEA; }}"
+    )
 
 
 @triton.jit

@@ -42,5 +42,8 @@ def test_int4_products(
     )
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
     expected = x.float() @ weight.float().T + bias.float()
+    error = 2e-3
+    if rows <= 2:  # it sums in float16
+        error += 0.006 * expected.square().mean().sqrt().item()
     for _ in range(2):  # the second one finds the counters of the splits as the first one left them
-        torch.testing.assert_close(linear(x).float(), expected, rtol=2 * ulp, atol=2e-3)
+        torch.testing.assert_close(linear(x).float(), expected, rtol=2 * ulp, atol=error)
