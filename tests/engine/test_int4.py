@@ -239,7 +239,7 @@ def test_quantizing_on_load(tmp_path: Path, save_tiny: Any, run: Any, request_of
     scales = tensors["lm_head.weight"].abs().amax(dim=1, keepdim=True) / 448
     tensors["lm_head.weight"] = (tensors["lm_head.weight"] / scales).to(FP8).float() * scales
     save_file(tensors, exact / "model.safetensors")
-    config = {"dtype": "float32", "num_blocks": 32}
+    config: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_blocks": 32}
     ours = build_engine(EngineConfig(str(tmp_path), quantization="int4", **config))
     theirs = build_engine(EngineConfig(str(exact), **config))
     requests = [request_of(i, range(3, 9 + 11 * i), max_tokens=12, ignore_eos=True) for i in range(3)]
@@ -251,7 +251,7 @@ def test_quantizing_on_load(tmp_path: Path, save_tiny: Any, run: Any, request_of
 
 
 @pytest.mark.parametrize(
-    ("config", "kind"),
+    ("shape", "kind"),
     [
         ({"vocab_size": 208}, Fp8Linear),
         ({"vocab_size": 200}, PlainLinear),  # FP8 needs multiples of 16
@@ -260,7 +260,7 @@ def test_quantizing_on_load(tmp_path: Path, save_tiny: Any, run: Any, request_of
     ids=["fp8", "unaligned", "tied"],
 )
 def test_the_output_projection_of_int4_on_load(
-    config: dict[str, Any],
+    shape: dict[str, Any],
     kind: type,
     tmp_path: Path,
     save_tiny: Any,
@@ -268,8 +268,9 @@ def test_the_output_projection_of_int4_on_load(
 ) -> None:
     """On a GPU that multiplies FP8 numbers."""
     monkeypatch.setattr("engine.loader.fp8_formats.from_hopper_on", lambda device: True)
-    save_tiny(tmp_path, "Llama", **SIZES, **config)
-    engine = build_engine(EngineConfig(str(tmp_path), dtype="float32", quantization="int4", num_blocks=8))
+    save_tiny(tmp_path, "Llama", **SIZES, **shape)
+    config = EngineConfig(str(tmp_path), device="cpu", dtype="float32", quantization="int4", num_blocks=8)
+    engine = build_engine(config)
     assert type(engine._runner.model.head.product) is kind
 
 
