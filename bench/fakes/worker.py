@@ -205,7 +205,7 @@ class FakeWorker(WorkerServicer):
             served_model_name=self.served_model_name, vocab_size=self.vocab_size,
             vocabulary_fingerprint=self.vocabulary_fingerprint,
             model_fingerprint=self.model_fingerprint, layout_fingerprint="l1", kv_address="127.0.0.1:1",
-            metrics_address=self.metrics_address, fetches_prefixes=True,
+            metrics_address=self.metrics_address, fetches_prefixes=self.cache is not None,
             block_size=16, num_blocks=512, max_model_len=self.max_model_len, max_num_seqs=64,
             max_num_batched_tokens=2048,
         )  # fmt: skip
