@@ -12,6 +12,7 @@ import setproctitle
 from grpc_health.v1 import health_pb2
 
 import rpc
+from content import Tier
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker import messages, streams
@@ -246,6 +247,7 @@ class Service:
         self._metrics.engine_status = engine
         self._metrics.transfer_stats = transfer
         stats = engine.stats
+        loads = {tier.tier: tier.tokens_per_s for tier in stats.offload}
         self._last_status = pb.WorkerStatus(
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
             pool=self._pool,
@@ -269,6 +271,8 @@ class Service:
             long_chunk_seconds=stats.long.seconds,
             decode_seconds=stats.decode_seconds,
             kv_transports=transfer.transports,
+            host_tokens_per_s=loads.get(Tier.HOST, 0.0),
+            disk_tokens_per_s=loads.get(Tier.DISK, 0.0),
             prefix_links=[
                 pb.PrefixLink(
                     incarnation=link.incarnation,

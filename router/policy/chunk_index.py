@@ -6,6 +6,7 @@ token: the next request with the same prefix may come before the report. When th
 report counts.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from content import CHUNK_TOKENS, Tier
@@ -93,12 +94,14 @@ class ChunkIndex:
             if tier is not Tier.DEVICE and chunk in reported:
                 offloaded[chunk] = tier
 
+    def offloaded(self, row: int, chunks: Iterable[int]) -> Counter[Tier]:
+        """How many of these chunks the worker reported in each tier below the device."""
+        offloaded = self._offloaded[row]
+        return Counter(offloaded[chunk] for chunk in chunks if chunk in offloaded) if offloaded else Counter()
+
     def slowest_tier(self, row: int, chunks: Iterable[int]) -> Tier:
         """The slowest tier with a part of these chunks, which the worker reported."""
-        offloaded = self._offloaded[row]
-        if not offloaded:
-            return Tier.DEVICE
-        return max((offloaded.get(chunk, Tier.DEVICE) for chunk in chunks), default=Tier.DEVICE)
+        return max(self.offloaded(row, chunks), default=Tier.DEVICE)
 
     def discard(self, row: int, chunks: Iterable[int]) -> None:
         reported, expected = self._reported[row], self._expected[row]

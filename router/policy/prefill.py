@@ -38,6 +38,8 @@ class PrefillSnapshot:
     """float64, tokens/s."""
     cached: Overlap
     """The cached beginning of the request at each worker, as far as known."""
+    load: Callable[[int], float]
+    """Seconds in which the worker of a row copies to its device what it has cached below."""
 
     def tokens_ahead(self, row: int) -> float:
         """Estimated prompt tokens that this worker computes before the request."""
@@ -45,7 +47,8 @@ class PrefillSnapshot:
 
     def seconds(self, request: PrefillRequest, row: int) -> float:
         """Estimated time until this worker samples the request's first token."""
-        return float(self.wait[row] + (request.tokens - self.cached.of(row)) / self.speed[row])
+        computing = (request.tokens - self.cached.of(row)) / self.speed[row]
+        return float(self.wait[row] + self.load(row) + computing)
 
 
 PrefillPolicy = Callable[[PrefillSnapshot, PrefillRequest], int]

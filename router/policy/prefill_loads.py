@@ -8,11 +8,12 @@ seems idle: `sticky` spreads sessions by a ring, `two_choices` draws.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from content import CHUNK_TOKENS, Tier
 from router.policy.chunk_index import ChunkIndex
 from router.policy.prefill import PrefillRequest, PrefillSnapshot
 from router.policy.ring import Ring
@@ -53,6 +54,7 @@ class PrefillLoads:
         self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
         self._own_seconds = np.zeros(0)  # time to compute `_own`; infinite if it does not serve
         self._measured = np.zeros(0, bool)
+        self._load_speeds: list[Mapping[Tier, float]] = []
         self._computed: list[int] = []  # prompt tokens since its start, as last reported
         self._utilisation: list[float] = []
         self._reported_at: list[float] = []
@@ -70,6 +72,7 @@ class PrefillLoads:
         self._names[row], self._serving[row], self._stale = name, True, True
         self._own[row] = self._others[row] = 0
         self._tokens[row], self._at[row] = 0.0, now
+        self._load_speeds[row] = {}
         self._computed[row], self._utilisation[row] = 0, 0.0
         self._reported_at[row] = now
         self._measured[row] = False
@@ -94,6 +97,7 @@ class PrefillLoads:
         self._names.append("")
         self._serving.append(False)
         self._block_sizes.append(1)
+        self._load_speeds.append({})
         self._computed.append(0)
         self._utilisation.append(0.0)
         self._reported_at.append(0.0)
@@ -129,12 +133,15 @@ class PrefillLoads:
         now: float,
         computed: int = 0,
         alone: bool = True,
+        load_speeds: Mapping[Tier, float] | None = None,
     ) -> None:
         """Applies a report of the worker.
 
         `tokens_per_s` is 0 if unknown. `computed`: prompt tokens since the worker's start. Not `alone`: the
-        speed is that beside decodes, which says nothing about other workers.
+        speed is that beside decodes, which says nothing about other workers. `load_speeds`: tokens/s of
+        copies to the device from each tier below, 0 if unknown.
         """
+        self._load_speeds[row] = load_speeds or {}
         self._tokens[row], self._at[row] = tokens_waiting, now
         self._others[row] = max(0, tokens_waiting - self._own[row])
         if tokens_per_s > 0 and not alone:
@@ -212,7 +219,19 @@ class PrefillLoads:
             among = _set_of(rows)
             wait[avoided] = np.inf
         cached = self.index.overlap(request.chunks, request.tokens, self._block_size, among)
-        return PrefillSnapshot(self._ring, rows, wait, self._speed, cached)
+
+        def load(row: int) -> float:
+            return self._load_seconds(row, request.chunks[: cached.of(row) // CHUNK_TOKENS])
+
+        return PrefillSnapshot(self._ring, rows, wait, self._speed, cached, load)
+
+    def _load_seconds(self, row: int, chunks: Sequence[int]) -> float:
+        """A worker computes what it would not load faster."""
+        seconds = 0.0
+        for tier, count in self.index.offloaded(row, chunks).items():
+            if speed := self._load_speeds[row].get(tier, 0.0):
+                seconds += count * CHUNK_TOKENS / max(speed, float(self._speed[row]))
+        return seconds
 
     def _settle(self) -> None:
         if self._stale:

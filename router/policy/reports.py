@@ -37,6 +37,7 @@ def apply_report(loads: PrefillLoads, row: int, status: pb.WorkerStatus, alone: 
         now=now,
         computed=status.prompt_tokens,
         alone=alone,
+        load_speeds={Tier.HOST: status.host_tokens_per_s, Tier.DISK: status.disk_tokens_per_s},
     )
 
 

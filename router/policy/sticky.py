@@ -7,8 +7,9 @@
    with the same old loads do not all choose the same worker.
 2. Another worker is chosen only if it has the most of the prefix cached, and if it costs less:
 
-       cost = wait + RECOMPUTE × uncached tokens / speed        (seconds)
+       cost = wait + load + RECOMPUTE × uncached tokens / speed        (seconds)
 
+   `load` is the time to copy what the worker has below its device: in the memory or on the disk of its host.
    So a session stays at the worker that it went to, and requests of any session find a long document that is
    cached elsewhere. `RECOMPUTE` is above 1 because computing tokens twice also delays later requests, and
    their KV takes cache space twice.
@@ -41,7 +42,7 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
         return home
 
     def cost(row: int, hit: int) -> float:
-        return wait[row] + RECOMPUTE * (request.tokens - hit) / snapshot.speed[row]
+        return wait[row] + snapshot.load(row) + RECOMPUTE * (request.tokens - hit) / snapshot.speed[row]
 
     best = min(more, key=lambda row: cost(row, cached.most))
     return best if cost(best, cached.most) < cost(home, cached.of(home)) else home

@@ -10,6 +10,8 @@ _RATES = (
     "decode_seconds",
     "chunk_seconds",
     "long_chunk_seconds",
+    "host_tokens_per_s",
+    "disk_tokens_per_s",
 )
 
 

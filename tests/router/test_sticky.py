@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from content import Tier
 from router.policy import PrefillLoads, PrefillRequest, PrefillWork, round_robin, sticky
 from router.policy.sticky import BOUND
 
@@ -175,3 +176,25 @@ def test_round_robin_chooses_each_in_turn():
         assert snapshot is not None
         chosen.append(round_robin(snapshot, request))
     assert chosen == 2 * [row for name, row in rows.items() if name != WORKERS[3]]
+
+
+def test_a_prefix_on_the_device_is_better_than_one_on_a_slow_disk() -> None:
+    document = list(range(40))  # so long that several workers keep it
+    loads, rows = loads_of(WORKERS)
+    key = next(key for key in KEYS if choose(loads, key) not in (rows[WORKERS[0]], rows[WORKERS[1]]))
+    on_device, on_disk = (rows[name] for name in WORKERS[:2])
+    for row in (on_device, on_disk):
+        loads.index.add(row, document)
+    for slow, fast in ((on_device, on_disk), (on_disk, on_device)):
+        loads.index.place(slow, document, Tier.DISK)
+        loads.index.place(fast, document, Tier.DEVICE)
+        speeds = {Tier.DISK: 4 * SPEED}
+        loads.reported(slow, tokens_waiting=0, tokens_per_s=SPEED, now=0, load_speeds=speeds)
+        assert choose(loads, key, chunks=document, tokens=2600) == fast
+        snapshot = loads.snapshot(PrefillRequest(key=key, tokens=2600, chunks=document), 0)
+        assert snapshot is not None
+        assert (snapshot.load(fast), snapshot.load(slow)) == (0, 0.64)
+    loads.reported(on_disk, tokens_waiting=0, tokens_per_s=SPEED, now=0, load_speeds={Tier.DISK: 1.0})
+    snapshot = loads.snapshot(PrefillRequest(key=key, tokens=2600, chunks=document), 0)
+    assert snapshot is not None
+    assert snapshot.load(on_disk) == 2.56, "it would compute them"
