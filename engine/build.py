@@ -52,9 +52,10 @@ def build_engine(
     tokenizer = tokenizer_source(config, started.source)
     if config.enable_prefix_caching and started.num_slots and not started.num_copies:
         log.warning("prefix caching is off: no memory is left for copies of states; lower --max-num-seqs")
-    if config.host_cache_size and started.num_slots:
+    for tier in config.offload_sizes if started.num_slots else ():
         log.warning(
-            "--host-cache-size: there is no host tier for %s, which has layers with states",
+            "--%s-cache-size is ignored: %s has layers with states, which only the device keeps",
+            tier.name.lower(),
             model.architecture,
         )
     return Engine(

@@ -44,7 +44,7 @@ FAMILIES = [
     pytest.param("GptOss", {}, (2, 4), id="gpt-oss"),
     pytest.param("Bamba", {"mamba_proj_bias": True}, (2, 4), id="bamba"),
     pytest.param("GraniteMoeHybrid", {"mamba_n_groups": 1}, (2,), id="granite-moe-hybrid"),
-    pytest.param("Qwen3Next", {"attention_bias": True}, (4,), id="qwen3-next"),
+    pytest.param("Qwen3Next", {"attention_bias": True}, (2,), id="qwen3-next"),
 ]
 """With the sizes of the group: 4 ranks share 2 KV heads, and 2 groups of Mamba heads. No size divides the 199
 tokens."""
