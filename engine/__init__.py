@@ -11,7 +11,8 @@ The life of a request:
 The rooms, from the outside in. Each imports only rooms below it:
 
     build        from a configuration to an engine that is ready
-    engine       the step: schedule → run → postprocess
+    engine       requests from their start to their end
+    step_loop    the step: schedule → run → postprocess
     core         scheduler, block pool, prefix cache, chunk limit: pure, without torch
     grammar      the tokens that a structured output allows
     execution    one rank: computes its part of steps of plain arrays (`step`), knows no request

@@ -1,11 +1,5 @@
-"""The engine: one visible step, schedule → run → postprocess.
-
-On a GPU the host does not wait between *launch* (schedule and run) and *landing* (postprocess). It launches
-the next step while the device computes this one: the new tokens are still unknown to the host, and the device
-reads them from its own memory (overlap scheduling, as in SGLang and mini-sglang). At most two steps are under
-way. A request that finishes in step n may already be in step n+1. Its row there is ignored, and its blocks
-are free after that step.
-"""
+"""The engine: the requests of one model, from `add`, `reserve` or `start` to their end, and what it says of
+itself. `engine.step_loop` computes them."""
 
 import math
 import time
@@ -20,7 +14,6 @@ from engine.api.request import (
     KVSink,
     Logprobs,
     Output,
-    PrefillChunk,
     Reservation,
     StepResult,
 )
@@ -30,29 +23,20 @@ from engine.core.chunk_limit import FULL_STEP, ChunkLimit
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.meters import Meters
 from engine.core.offload_tier import OffloadTier
-from engine.core.pace import Pace
 from engine.core.prefix_exchange import PrefixExchange
-from engine.core.schedule import Schedule
 from engine.core.scheduler import Scheduler
 from engine.core.state_copies import StateCopies
 from engine.core.state_pool import StatePool
-from engine.core.step_builder import build_adjustments, build_step, is_plain
 from engine.execution.memory import COPY_TOKENS
-from engine.execution.moments import Landings
 from engine.execution.runner import ModelRunner
-from engine.flight import Flight
 from engine.grammar import Grammars
-from engine.logprobs import of_outputs, of_prompts
 from engine.model_config import ModelConfig
 from engine.models import cache_bytes_per_token
 from engine.models.cache_spec import CacheSpec
-from engine.step import NO_CHOICE, NOT_FINITE
+from engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from engine.kernels import KV, LayerState
-
-GRAMMAR_WAIT = 0.05
-"""Seconds that a step with nothing to compute waits for a grammar."""
 
 
 class Engine:
@@ -102,11 +86,7 @@ class Engine:
         """Of the KV of one block, on all ranks."""
         self._runner = runner
         self._grammars = grammars
-        self._overlap = overlap
-        self._kv_sink = kv_sink
-        self._tick = tick
-        self._computing = computing
-        self._graph_rows = runner.mixed_rows[-1] if runner.mixed_rows else math.inf
+        graph_rows = runner.mixed_rows[-1] if runner.mixed_rows else math.inf
         # With more tokens, products bound a step, not reading the weights; without a graph, its launches do.
         dense_step = FULL_STEP * model_config.num_parameters / model_config.parameters_read(1)
         for tier, size in config.offload_sizes.items():
@@ -123,7 +103,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
-            full_step=int(min(dense_step, self._graph_rows)),
+            full_step=int(min(dense_step, graph_rows)),
             content_root=content_root if has_cache else None,
             cache_observer=cache_observer,
             states=StatePool(num_slots) if num_slots else None,
@@ -138,170 +118,25 @@ class Engine:
         )
         self.joins_at = math.inf
         """Set by the caller: when the next reservation should have its KV (time.monotonic())."""
-        self._joined = False  # a request from another worker decodes from the next step on
-        self._pace = Pace()
-        self._flights: list[Flight] = []  # in the order of their launch
-        self._landings = Landings()
-
-    # One step
+        self._steps = StepLoop(
+            runner,
+            self._scheduler,
+            grammars,
+            model_config,
+            self._meters,
+            self._chunk_limit,
+            graph_rows=graph_rows,
+            overlap=overlap,
+            kv_sink=kv_sink,
+            tick=tick,
+            computing=computing,
+        )
 
     def step(self) -> StepResult:
         """Launches the next step if that is possible, and lands the oldest step if it is over. Without a
         launch it waits for the oldest step. So the tokens of a step come with this call or, on a GPU, with a
         later one."""
-        result = StepResult()
-        launched = self._may_launch and self._launch(result)
-        if self._flights and (not launched or not self._overlap or self._flights[0].launched.over):
-            self._land(self._flights.pop(0), result)
-            if self._flights and not self._flights[0].is_sampled:
-                self._sample(self._flights[0])
-        return result
-
-    @property
-    def _may_launch(self) -> bool:
-        if not self._flights:
-            return True
-        if not self._overlap or len(self._flights) > 1 or not self._scheduler.may_look_ahead:
-            return False
-        if self._scheduler.next_prompt <= self._graph_rows:
-            return True
-        return not self._flights[0].launched.over and self._pace.fits_slow_launch(time.monotonic())
-
-    def _launch(self, result: StepResult) -> bool:
-        """False: there was nothing to compute."""
-        started = time.monotonic()
-        plan = self._scheduler.schedule(self._prompt_limit(started))
-        for live in plan.started:
-            live.started = live.started or started
-        result.preempted += [live.id for live in plan.handed_back]
-        self._meters.count(plan)
-        self._announce(plan.started)
-        if not plan.chunks:
-            if not self._flights:
-                self._grammars.wait(GRAMMAR_WAIT)
-            return False
-        ids = frozenset([chunk.live.id for chunk in plan.chunks])
-        self._computing(ids.union(*(flight.ids for flight in self._flights)))
-        memory = self._scheduler.memory
-        step, sampled, scored = build_step(
-            plan.chunks,
-            self.model_config.vocab_size,
-            block_size=self.block_size,
-            table_width=self._runner.table_width,
-            has_states=self._scheduler.states is not None,
-            restores=memory.take_restores(),
-            saves=memory.saves((chunk.live, chunk.stop) for chunk in plan.chunks),
-        )
-        moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
-
-        def layer_done(layer: int) -> None:
-            self._tick()
-            if moved and self._kv_sink is not None:
-                self._kv_sink.layer_done(layer, moved)
-
-        launched = self._runner.run(step, layer_done)
-        flight = Flight(plan, ids, sampled, scored, launched)
-        self._scheduler.launched(plan.chunks)
-        self._flights.append(flight)
-        if not flight.waits:
-            self._sample(flight)
-        size = launched.size
-        self._pace.launched(
-            size if size is not None and not size.chunks else None,
-            started,
-            time.monotonic(),
-            slow=size is None,
-            expected=self._expected(plan),
-            may_join=plan.decodes or bool(self._scheduler.reserved),
-        )
-        return True
-
-    def _expected(self, plan: Schedule) -> float:
-        """Seconds that a step with prompts should take. 0: not known."""
-        if plan.decodes:
-            return self._chunk_limit.mixed_seconds(plan.prompt_tokens)
-        speed = self._meters.prefill_tokens_per_s
-        return plan.prompt_tokens / speed if speed else 0.0
-
-    def _prompt_limit(self, now: float) -> int:
-        """Most prompt tokens of the next step, if it decodes."""
-        joins_at, self._joined = now if self._joined else self.joins_at, False
-        begins = max(now, self._pace.ends) if self._flights else now
-        return self._chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
-
-    def _sample(self, flight: Flight) -> None:
-        adjustments = None
-        if not all(is_plain(live) for live in flight.sampled):
-            mask, flight.refused = self._grammars.allowed(
-                [(None if r.phase is Phase.GONE else r.grammar, r.token_ids) for r in flight.sampled]
-            )
-            adjustments = build_adjustments(flight.sampled, self.model_config.eos_ids, mask)
-        self._landings.expect(self._runner.sample(flight.launched, adjustments))
-        flight.is_sampled = True
-        for row, live in enumerate(flight.sampled):
-            live.promise(row)
-
-    def _announce(self, started: Sequence[LiveRequest]) -> None:
-        for live in started:
-            if live.handover and self._kv_sink is not None:
-                self._kv_sink.prefill_started(
-                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
-                )
-
-    def _land(self, flight: Flight, result: StepResult) -> None:
-        """Waits until the step is over, and takes each request on: to its next token, its handover, its
-        end."""
-        assert flight.is_sampled, "a step is sampled before it lands"
-        done = flight.launched.wait()
-        self._tick()
-        plan = flight.plan
-        seconds = result.seconds = flight.launched.seconds
-        self._pace.landed(seconds, time.monotonic())
-        self._meters.record(plan.prompt_tokens, seconds)
-        self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
-        self._computing(frozenset().union(*(later.ids for later in self._flights)))
-        self._scheduler.landed(plan.chunks)
-        if done.scored is not None:
-            result.prompt_logprobs = of_prompts(flight.scored, done.scored)
-        logprobs = of_outputs(flight.sampled, done.logprobs)
-        for row, (live, token) in enumerate(zip(flight.sampled, done.tokens, strict=True)):
-            if live.phase is Phase.GONE:
-                continue  # the request ended while this step was under way
-            if row in flight.refused:
-                result.refused.append((live.id, flight.refused[row]))
-                self._leave_batch(live)
-            elif token == NOT_FINITE:
-                result.failed.append((live.id, "the model's logits are not finite numbers"))
-                self._leave_batch(live)
-            elif token == NO_CHOICE:
-                result.refused.append((live.id, "its sampling parameters leave no token to choose from"))
-                self._leave_batch(live)
-            else:
-                position = live.learn(token)
-                self._scheduler.verified(live, position)
-                result.outputs.append(self._emit(live, position, logprobs.get(row)))
-
-    def _emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
-        """Ends the request, or its prefill, if the token at this position says so."""
-        finish_reason = live.finish_reason(position, self.model_config.eos_ids)
-        if live.handover:
-            live.first_logprobs = logprobs
-        if finish_reason or live.handover:
-            self._leave_batch(live)
-        request = live.request
-        index, token = position - len(request.prompt_ids), live.token_ids[position]
-        queued = prefilled = 0.0
-        if live.started is not None and index == len(request.output_ids):
-            queued, prefilled = live.started - live.arrived, time.monotonic() - live.started
-        return Output(live.id, index, token, logprobs, finish_reason, live.num_cached, queued, prefilled)
-
-    def _leave_batch(self, live: LiveRequest) -> None:
-        """Nothing more is computed for this request. With handover, KV transfer may still read its blocks,
-        even if the first token was the last: only `release` says that the transfer is over."""
-        if live.handover:
-            self._scheduler.hold(live)
-        else:
-            self._scheduler.drop(live)
+        return self._steps.step(self.joins_at)
 
     # The life of a request
 
@@ -352,10 +187,10 @@ class Engine:
         this KV, is the input of the next step. Returns the output for this token, which may be the last."""
         live = self._scheduler.requests[request_id]
         self._scheduler.join(live)
-        self._joined = True
+        self._steps.joined = True
         live.token_ids.append(token)
         # The prefill said how much of the prompt it found in its cache.
-        return self._emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
+        return self._steps.emit(live, len(live.token_ids) - 1, logprobs)._replace(cached_tokens=0)
 
     def resume(self, prefill_id: bytes, request_id: bytes) -> Output | None:
         """Starts decoding a held request here, under the id `request_id`, which must be new in the engine.
@@ -368,7 +203,7 @@ class Engine:
         if not self._scheduler.resume(live, request_id):
             return None
         live.started = None  # the first output said how long the prefill took
-        return self._emit(live, len(live.token_ids) - 1, live.first_logprobs)
+        return self._steps.emit(live, len(live.token_ids) - 1, live.first_logprobs)
 
     def has(self, request_id: bytes) -> bool:
         """Whether a request with this id is in the engine, in any phase."""
@@ -435,38 +270,34 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything. False while all requests wait for blocks or for a load."""
-        return bool(self._flights or self._scheduler.running) or self._scheduler.can_admit
+        return bool(self._steps.flights or self._scheduler.running) or self._scheduler.can_admit
 
     @property
     def rest(self) -> float:
         """Seconds until `step` has something to do, if no request comes in and `landings_fd` stays silent.
         Infinite: nothing until then."""
-        if not self._flights or self._flights[0].launched.over:
-            return 0.0
-        if not self._may_launch or not self._scheduler.has_next:
-            return math.inf
-        return max(0.0, self._pace.due - time.monotonic())
+        return self._steps.rest
 
     @property
     def landings_fd(self) -> int:
         """An eventfd, readable when a launched step is over. The caller reads it."""
-        return self._landings.fd
+        return self._steps.landings_fd
 
     @property
     def waits_for_device(self) -> bool:
         """Whether a step is under way. The engine shows no sign of life until its end."""
-        return bool(self._flights)
+        return bool(self._steps.flights)
 
     @property
     def idle(self) -> bool:
         """Whether there is no request in any phase, no step under way and no block that the host tier
         fills."""
         loading = any(tier.loading for tier in self.offload)
-        return not self._scheduler.requests and not self._flights and not loading
+        return not self._scheduler.requests and not self._steps.flights and not loading
 
     def assert_whole(self) -> None:
         """Proves, when idle, that no block and no other part of a request was left behind."""
-        assert not self._flights, "a step is under way"
+        assert not self._steps.flights, "a step is under way"
         self._scheduler.assert_whole()
 
     @property

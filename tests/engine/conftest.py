@@ -293,7 +293,7 @@ def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
         engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
         engine._runner._moment = LateMoment
         # The real method would start a thread that waits for the moment.
-        engine._landings.expect = lambda moment: None
+        engine._steps._landings.expect = lambda moment: None
         return engine
 
     return make

@@ -23,7 +23,7 @@ class Everything:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back = self.joined = 0
         self.tables: dict[bytes, Sequence[int]] = {}
-        engine._kv_sink = self
+        engine._steps._kv_sink = self
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int

@@ -37,7 +37,7 @@ class Pair:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back: list[bytes] = []
         self.copied = 0  # positions
-        prefill._kv_sink = self
+        prefill._steps._kv_sink = self
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
@@ -284,7 +284,7 @@ def test_the_chunk_limit_knows_when_a_request_joins(
     tiny_engine: Callable[..., Engine], request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, limit = tiny_engine(), KnownLimit()
-    monkeypatch.setattr(engine, "_chunk_limit", limit)
+    monkeypatch.setattr(engine._steps, "_chunk_limit", limit)
     engine.add(request_of(1, [3, 4, 5], max_tokens=20, ignore_eos=True))
     for _ in range(2):
         engine.step()

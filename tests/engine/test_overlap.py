@@ -144,15 +144,15 @@ def test_a_slow_launch_does_not_delay_the_tokens_of_the_step_before(
     """The launch of a prompt without a graph takes long. If the step under way would end meanwhile, its
     tokens come first."""
     engine = late_engine()
-    engine._graph_rows = engine._scheduler._full_step = len(PROMPT) - 1
+    engine._steps._graph_rows = engine._scheduler._full_step = len(PROMPT) - 1
     requests = [request_of(number, PROMPT, max_tokens=1) for number in range(3)]
     for request in requests:
         engine.add(request, handover=True)
     assert not engine.step().outputs
-    engine._pace.fits_slow_launch = lambda now: True
+    engine._steps._pace.fits_slow_launch = lambda now: True
     assert not engine.step().outputs, "there is time, so a second step is launched"
     assert land_one(engine).outputs[0].id == requests[0].id
-    engine._pace.fits_slow_launch = lambda now: False
+    engine._steps._pace.fits_slow_launch = lambda now: False
     assert engine.rest == float("inf"), "no launch before the second prompt has landed"
     assert land_one(engine).outputs[0].id == requests[1].id
     assert engine.rest == 0

@@ -71,7 +71,7 @@ class Lives:
         self.resumed: set[bytes] = set()
         self.ahead = self.unsampled = 0
         self.cached = 0  # positions that reservations found in the prefix cache
-        prefill._kv_sink = self
+        prefill._steps._kv_sink = self
         for engine in (prefill, decode):
             engine._runner.run = partial(self.run, engine._runner)
 
@@ -93,8 +93,8 @@ class Lives:
 
     def step(self, engine: Engine) -> None:
         result = engine.step()
-        self.ahead += len(engine._flights) == 2
-        self.unsampled += any(not flight.is_sampled for flight in engine._flights)
+        self.ahead += len(engine._steps.flights) == 2
+        self.unsampled += any(not flight.is_sampled for flight in engine._steps.flights)
         assert not result.failed
         assert not result.refused
         for output in result.outputs:
@@ -192,7 +192,7 @@ class Lives:
 
     def under_way(self, engine: Engine) -> set[int]:
         """Blocks that launched steps may be writing to."""
-        return set[int]().union(*(self.written[id(flight.launched)] for flight in engine._flights))
+        return set[int]().union(*(self.written[id(flight.launched)] for flight in engine._steps.flights))
 
     def garble(self, engine: Engine) -> None:
         """Overwrites all free blocks: no request may depend on their content."""

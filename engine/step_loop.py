@@ -1,0 +1,243 @@
+"""One visible step: schedule → run → postprocess.
+
+On a GPU the host does not wait between *launch* (schedule and run) and *landing* (postprocess). It launches
+the next step while the device computes this one: the new tokens are still unknown to the host, and the device
+reads them from its own memory (overlap scheduling, as in SGLang and mini-sglang). At most two steps are under
+way. A request that finishes in step n may already be in step n+1. Its row there is ignored, and its blocks
+are free after that step.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from engine.api.request import KVSink, Logprobs, Output, PrefillChunk, StepResult
+from engine.core.chunk_limit import ChunkLimit
+from engine.core.live_request import LiveRequest, Phase
+from engine.core.meters import Meters
+from engine.core.pace import Pace
+from engine.core.schedule import Schedule
+from engine.core.scheduler import Scheduler
+from engine.core.step_builder import build_adjustments, build_step, is_plain
+from engine.execution.moments import Landings
+from engine.execution.runner import ModelRunner
+from engine.flight import Flight
+from engine.grammar import Grammars
+from engine.logprobs import of_outputs, of_prompts
+from engine.model_config import ModelConfig
+from engine.step import NO_CHOICE, NOT_FINITE
+
+GRAMMAR_WAIT = 0.05
+"""Seconds that a step with nothing to compute waits for a grammar."""
+
+
+class StepLoop:
+    """Launches and lands the steps of an engine. Owns the steps under way.
+
+    Attributes:
+        flights: the steps under way, in the order of their launch.
+        joined: set by the caller: a request from another worker decodes from the next step on.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        grammars: Grammars,
+        model_config: ModelConfig,
+        meters: Meters,
+        chunk_limit: ChunkLimit,
+        *,
+        graph_rows: float,
+        overlap: bool,
+        kv_sink: KVSink | None,
+        tick: Callable[[], None],
+        computing: Callable[[Collection[bytes]], None],
+    ) -> None:
+        """`graph_rows`: most tokens of a step with prompts that a graph computes; infinite without graphs.
+        `tick` and `computing` as in `build_engine`."""
+        self.flights: list[Flight] = []
+        self.joined = False
+        self._runner = runner
+        self._scheduler = scheduler
+        self._grammars = grammars
+        self._model_config = model_config
+        self._meters = meters
+        self._chunk_limit = chunk_limit
+        self._graph_rows = graph_rows
+        self._overlap = overlap
+        self._kv_sink = kv_sink
+        self._tick = tick
+        self._computing = computing
+        self._pace = Pace()
+        self._landings = Landings()
+
+    def step(self, joins_at: float) -> StepResult:
+        """Implements `Engine.step`. `joins_at` as in `Engine`."""
+        result = StepResult()
+        launched = self._may_launch and self._launch(result, joins_at)
+        if self.flights and (not launched or not self._overlap or self.flights[0].launched.over):
+            self._land(self.flights.pop(0), result)
+            if self.flights and not self.flights[0].is_sampled:
+                self._sample(self.flights[0])
+        return result
+
+    @property
+    def _may_launch(self) -> bool:
+        if not self.flights:
+            return True
+        if not self._overlap or len(self.flights) > 1 or not self._scheduler.may_look_ahead:
+            return False
+        if self._scheduler.next_prompt <= self._graph_rows:
+            return True
+        return not self.flights[0].launched.over and self._pace.fits_slow_launch(time.monotonic())
+
+    def _launch(self, result: StepResult, joins_at: float) -> bool:
+        """False: there was nothing to compute."""
+        started = time.monotonic()
+        plan = self._scheduler.schedule(self._prompt_limit(started, joins_at))
+        for live in plan.started:
+            live.started = live.started or started
+        result.preempted += [live.id for live in plan.handed_back]
+        self._meters.count(plan)
+        self._announce(plan.started)
+        if not plan.chunks:
+            if not self.flights:
+                self._grammars.wait(GRAMMAR_WAIT)
+            return False
+        ids = frozenset([chunk.live.id for chunk in plan.chunks])
+        self._computing(ids.union(*(flight.ids for flight in self.flights)))
+        memory = self._scheduler.memory
+        step, sampled, scored = build_step(
+            plan.chunks,
+            self._model_config.vocab_size,
+            block_size=self._runner.block_size,
+            table_width=self._runner.table_width,
+            has_states=self._scheduler.states is not None,
+            restores=memory.take_restores(),
+            saves=memory.saves((chunk.live, chunk.stop) for chunk in plan.chunks),
+        )
+        moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
+
+        def layer_done(layer: int) -> None:
+            self._tick()
+            if moved and self._kv_sink is not None:
+                self._kv_sink.layer_done(layer, moved)
+
+        launched = self._runner.run(step, layer_done)
+        flight = Flight(plan, ids, sampled, scored, launched)
+        self._scheduler.launched(plan.chunks)
+        self.flights.append(flight)
+        if not flight.waits:
+            self._sample(flight)
+        size = launched.size
+        self._pace.launched(
+            size if size is not None and not size.chunks else None,
+            started,
+            time.monotonic(),
+            slow=size is None,
+            expected=self._expected(plan),
+            may_join=plan.decodes or bool(self._scheduler.reserved),
+        )
+        return True
+
+    def _expected(self, plan: Schedule) -> float:
+        """Seconds that a step with prompts should take. 0: not known."""
+        if plan.decodes:
+            return self._chunk_limit.mixed_seconds(plan.prompt_tokens)
+        speed = self._meters.prefill_tokens_per_s
+        return plan.prompt_tokens / speed if speed else 0.0
+
+    def _prompt_limit(self, now: float, joins_at: float) -> int:
+        """Most prompt tokens of the next step, if it decodes."""
+        joins_at, self.joined = now if self.joined else joins_at, False
+        begins = max(now, self._pace.ends) if self.flights else now
+        return self._chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
+
+    def _sample(self, flight: Flight) -> None:
+        adjustments = None
+        if not all(is_plain(live) for live in flight.sampled):
+            mask, flight.refused = self._grammars.allowed(
+                [(None if r.phase is Phase.GONE else r.grammar, r.token_ids) for r in flight.sampled]
+            )
+            adjustments = build_adjustments(flight.sampled, self._model_config.eos_ids, mask)
+        self._landings.expect(self._runner.sample(flight.launched, adjustments))
+        flight.is_sampled = True
+        for row, live in enumerate(flight.sampled):
+            live.promise(row)
+
+    def _announce(self, started: Sequence[LiveRequest]) -> None:
+        for live in started:
+            if live.handover and self._kv_sink is not None:
+                self._kv_sink.prefill_started(
+                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
+                )
+
+    def _land(self, flight: Flight, result: StepResult) -> None:
+        """Waits until the step is over, and takes each request on: to its next token, its handover, its
+        end."""
+        assert flight.is_sampled, "a step is sampled before it lands"
+        done = flight.launched.wait()
+        self._tick()
+        plan = flight.plan
+        seconds = result.seconds = flight.launched.seconds
+        self._pace.landed(seconds, time.monotonic())
+        self._meters.record(plan.prompt_tokens, seconds)
+        self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
+        self._computing(frozenset().union(*(later.ids for later in self.flights)))
+        self._scheduler.landed(plan.chunks)
+        if done.scored is not None:
+            result.prompt_logprobs = of_prompts(flight.scored, done.scored)
+        logprobs = of_outputs(flight.sampled, done.logprobs)
+        for row, (live, token) in enumerate(zip(flight.sampled, done.tokens, strict=True)):
+            if live.phase is Phase.GONE:
+                continue  # the request ended while this step was under way
+            if row in flight.refused:
+                result.refused.append((live.id, flight.refused[row]))
+                self._leave_batch(live)
+            elif token == NOT_FINITE:
+                result.failed.append((live.id, "the model's logits are not finite numbers"))
+                self._leave_batch(live)
+            elif token == NO_CHOICE:
+                result.refused.append((live.id, "its sampling parameters leave no token to choose from"))
+                self._leave_batch(live)
+            else:
+                position = live.learn(token)
+                self._scheduler.verified(live, position)
+                result.outputs.append(self.emit(live, position, logprobs.get(row)))
+
+    def emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
+        """Ends the request, or its prefill, if the token at this position says so."""
+        finish_reason = live.finish_reason(position, self._model_config.eos_ids)
+        if live.handover:
+            live.first_logprobs = logprobs
+        if finish_reason or live.handover:
+            self._leave_batch(live)
+        request = live.request
+        index, token = position - len(request.prompt_ids), live.token_ids[position]
+        queued = prefilled = 0.0
+        if live.started is not None and index == len(request.output_ids):
+            queued, prefilled = live.started - live.arrived, time.monotonic() - live.started
+        return Output(live.id, index, token, logprobs, finish_reason, live.num_cached, queued, prefilled)
+
+    def _leave_batch(self, live: LiveRequest) -> None:
+        """Nothing more is computed for this request. With handover, KV transfer may still read its blocks,
+        even if the first token was the last: only `release` says that the transfer is over."""
+        if live.handover:
+            self._scheduler.hold(live)
+        else:
+            self._scheduler.drop(live)
+
+    @property
+    def rest(self) -> float:
+        """As in `Engine`."""
+        if not self.flights or self.flights[0].launched.over:
+            return 0.0
+        if not self._may_launch or not self._scheduler.has_next:
+            return math.inf
+        return max(0.0, self._pace.due - time.monotonic())
+
+    @property
+    def landings_fd(self) -> int:
+        """As in `Engine`."""
+        return self._landings.fd
