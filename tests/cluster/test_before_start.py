@@ -112,7 +112,7 @@ def test_an_unknown_format_of_weights_is_refused_before_the_start(monkeypatch: p
     flags = ["--device", "cpu", "--quantization", "bitnet"]
     result = CliRunner().invoke(app, ["serve", "--port", "0", *flags])
     assert result.exit_code == 2
-    assert "'bitnet' is not one of 'auto', 'fp8', 'none', 'gguf'" in " ".join(
+    assert "'bitnet' is not one of 'auto', 'fp8', 'int4', 'none', 'gguf'" in " ".join(
         result.output.replace("│", " ").split()
     )
 
