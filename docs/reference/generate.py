@@ -75,6 +75,22 @@ the code of the router.
   servers are ignored because they do not change an answer: `stream_interval`, `session_id`,
   `spaces_between_special_tokens`, `return_mm_kwargs`, `return_token_offsets`, `custom_labels` and
   `ngram_corpus_id`.
+
+## Clients
+
+These ran unchanged against `baton serve` with the embedded model of 135M parameters. Its chat template has no
+tools; the runs with tools gave it one that has.
+
+- openai and anthropic: the tests of the router use them.
+- lm-eval 0.4.13 (`local-completions`, `tokenizer_backend=remote`): `multiple_choice`, `loglikelihood_rolling`
+  and `generate_until` work.
+- litellm 1.106.2: chat, streams, text, `/v1/responses`, `/v1/messages`, JSON schema and a forced tool work.
+- langchain-openai 1.7.3 and langchain-anthropic 1.7.7: chat, streams, log probabilities, text, required
+  tools, structured output, and responses that continue others work.
+- instructor 1.17.0: `TOOLS`, `TOOLS_STRICT`, `JSON_SCHEMA`, `RESPONSES_TOOLS` and partial streams work.
+
+What failed are answers of this model that no schema holds: `json_mode` and tools that are not strict
+(langchain), and `JSON`, `MD_JSON`, `PARALLEL_TOOLS` and `from_anthropic` (instructor).
 """
 
 ERRORS = """\
