@@ -17,8 +17,6 @@ from kv_transfer.channel import (
     CancelIn,
     Channel,
     Complete,
-    ExportGone,
-    ExportIn,
     FailedIn,
     FetchIn,
     FromReceiver,
@@ -27,10 +25,10 @@ from kv_transfer.channel import (
     PulledIn,
     SlotsFree,
 )
-from kv_transfer.config import MAX_SLOT_BYTES, PAGE, TransferConfig
-from kv_transfer.peer_memory import count_slots
+from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Connect, ProtocolError, Session
-from kv_transfer.process.nixl_memory import KIND, NixlMemory
+from kv_transfer.process.nixl_memory import NixlMemory
+from kv_transfer.process.peer_exports import PeerExports
 from kv_transfer.process.peers import Peers
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
@@ -104,8 +102,7 @@ class DecodeSide:
         self._counters = counters
         self._peers = Peers(config, connect)
         self._nixl = nixl
-        self._exports: dict[int, Export] = {}  # session → memory that the peer exports
-        self._reached: set[int] = set()  # sessions with memory that the engine has opened
+        self._exports = PeerExports(channel, nixl)
         self._pulls: dict[int, _Pull] = {}  # by the slot of ours that is set aside
 
     @property
@@ -167,12 +164,7 @@ class DecodeSide:
             self._slots.end(session.number)
         peer = self._peers.session_down(session, reason, now)
         self._apply(self._fetches.session_down(peer.key, reason, now))
-        self._reached.discard(session.number)
-        if export := self._exports.pop(session.number, None):
-            if nixl := self._reads_with(export):
-                nixl.close(session.number)
-            else:
-                self._channel.post(ExportGone(session.number))
+        self._exports.close(session.number)
         self.settle()
 
     def session_over(self, session: Session) -> None:
@@ -193,12 +185,7 @@ class DecodeSide:
             case Have():
                 self._apply(self._fetches.have(number, transfer_id, message, now))
             case Export():
-                if number in self._exports:
-                    raise ProtocolError("order", "a second EXPORT")
-                if message.slot_bytes % PAGE or not PAGE <= message.slot_bytes <= MAX_SLOT_BYTES:
-                    raise ProtocolError("length", f"EXPORT of slots of {message.slot_bytes} bytes")
-                self._exports[number] = message
-                self._open(session, message)
+                self._exports.open(session, message)
             case SliceAt():
                 self._slice_at(session, transfer_id, message)
                 return  # credit is granted when slots have been read, and not for each slice
@@ -267,47 +254,19 @@ class DecodeSide:
 
     # ------------------------------------------------------------ exported memory
 
-    def _reads_with(self, export: Export) -> NixlMemory | None:
-        """What reads memory of this kind. None: the engine."""
-        return self._nixl if export.kind == KIND else None
-
-    def _open(self, session: Session, export: Export) -> None:
-        """`_opened` follows."""
-        nixl = self._reads_with(export)
-        if nixl is None:
-            self._channel.post(ExportIn(session.number, export))
-            return
-        assert session.peer is not None
-        if why := nixl.open(session.number, session.peer.incarnation, export):
-            self._opened(session.number, False, why)
-
-    def _opened(self, number: int, reached: bool, why: str) -> None:
-        if number in self._exports:
-            if reached:
-                self._reached.add(number)
-            self._session(number).send(Reach(reached, why[:512]))
-
     def take_reads(self) -> float | None:
         """Takes reads of NIXL that are over. Returns within how many seconds to look again; None: no need."""
         if self._nixl is None or self._nixl.look_within() is None:
             return None
         for number, why in self._nixl.opened():
-            self._opened(number, not why, why)
+            self._exports.opened(number, not why, why)
         if finished := dict(self._nixl.finished()):
             self._pulled(finished)
         return self._nixl.look_within()
 
     def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt) -> None:
         """Instead of a frame. It uses a credit and a slot, too, though the engine writes nothing into it."""
-        export = self._exports.get(session.number)
-        if export is None or session.number not in self._reached:
-            raise ProtocolError("order", "SLICE without REACH")
-        nixl = self._reads_with(export)
-        most = (
-            min(session.slot_bytes, export.slot_bytes) if nixl else export.slot_bytes
-        )  # NIXL: an arena slot
-        if m.slot >= count_slots(export) or m.length > most:
-            raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
+        nixl = self._exports.reader(session, m)
         kind, state_type = kind_of(m.state_type if isinstance(m, StateSliceAt) else None)
         header = Header(
             FrameType.KV, transfer_id, m.layer, kind, m.head_start, m.head_count, m.token_start,
@@ -351,7 +310,7 @@ class DecodeSide:
             case PulledIn(slots, whole):
                 self._pulled(dict(zip(slots, whole, strict=True)))
             case Opened(number, reached, why):
-                self._opened(number, reached, why)
+                self._exports.opened(number, reached, why)
 
     def _pulled(self, slots: Mapping[int, bool]) -> None:
         """These slots are read or dropped. The value says whether the slice was right."""
@@ -385,7 +344,7 @@ class DecodeSide:
             if peer.up and peer.session is not None:
                 missing = self._fetches.missing_frames(peer.key)
                 lanes = peer.session.lane_count
-                transport = self._exports[number].kind if number in self._reached else "tcp"
+                transport = self._exports.transport(number)
                 self._slots.want(number, 0 if missing is None else credit(missing, lanes, transport))
         grants = self._slots.settle()
         # Also without a grant: a frame beyond its credit took a slot that was laid out for another session.

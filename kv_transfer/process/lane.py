@@ -15,9 +15,9 @@ import sys
 import termios
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
+from kv_transfer.process.lane_owner import LaneOwner, LaneReceiver, LaneSender, OutgoingFrame
 from kv_transfer.process.loop import Loop
 from kv_transfer.protocol.frame import (
     HEADER_BYTES,
@@ -45,53 +45,6 @@ _EDGE_BYTES = MAX_TRAILER_BYTES + HEADER_BYTES  # between two payloads
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
 
-@dataclass(slots=True, eq=False)
-class OutgoingFrame:
-    """A KV frame on its way. Its slot is in use until the owner is told `frame_sent` or `frame_dropped`."""
-
-    header: Header
-    payload: memoryview
-    slot: int
-    started: float = 0.0
-
-
-L = TypeVar("L", contravariant=True)
-
-
-class LaneOwner(Protocol[L]):
-    """What a lane (of type L) reports to. No method blocks."""
-
-    def control(self, lane: L, header: Header, payload: memoryview) -> None: ...
-
-    def lane_closed(self, lane: L, kind: str, why: str) -> None:
-        """Last call. `kind` is a FrameError's kind, or "socket", "eof", or what `close_soon` was given."""
-        ...
-
-
-class LaneReceiver(Protocol):
-    """Takes the KV frames that come on a lane. No method blocks."""
-
-    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        """Where to put the payload, and a ticket. FrameError: the frame may not come, and the lane closes."""
-        ...
-
-    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
-        """Returns the ticket. `whole`: whether the checksum matched; None: the lane closed in mid-frame."""
-        ...
-
-
-class LaneSender(Protocol[L]):
-    """Follows the KV frames that leave by a lane. No method blocks."""
-
-    def frame_begins(self, lane: L, frame: OutgoingFrame) -> bool:
-        """The frame is next on the wire. False: its transfer has ended, and its slot was given back."""
-        ...
-
-    def frame_sent(self, lane: L, frame: OutgoingFrame) -> None: ...
-
-    def frame_dropped(self, lane: L, frame: OutgoingFrame) -> None: ...
-
-
 class Lane:
     def __init__(
         self, sock: socket.socket, loop: Loop, owner: LaneOwner[Lane], trace: TraceWriter, *,
@@ -108,7 +61,7 @@ class Lane:
         self.sock = sock
         self.owner = owner
         # The session sets what its direction has; a lane in its handshake has neither.
-        self.receiver: LaneReceiver | None = None
+        self.receiver: LaneReceiver[Lane] | None = None
         self.sender: LaneSender[Lane] | None = None
         self.max_payload = 0  # of a KV frame; 0 until HELLO agreed on one
         self.heard = time.monotonic()

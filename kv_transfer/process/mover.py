@@ -16,7 +16,8 @@ from typing import Any
 
 from kv_transfer.arena import Arena
 from kv_transfer.channel import Channel, ChannelClosed, Local
-from kv_transfer.process.lane import Lane, OutgoingFrame
+from kv_transfer.process.lane import Lane
+from kv_transfer.process.lane_owner import OutgoingFrame
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header

@@ -21,7 +21,8 @@ from kv_transfer.channel import Channel, ChannelClosed
 from kv_transfer.config import TransferConfig
 from kv_transfer.parent import die_with_parent
 from kv_transfer.process import mover
-from kv_transfer.process.lane import Lane, LaneOwner, LaneSender, OutgoingFrame
+from kv_transfer.process.lane import Lane
+from kv_transfer.process.lane_owner import LaneOwner, LaneSender, OutgoingFrame
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.protocol.frame import FrameType, Header
 from kv_transfer.sender_pacing import FRAMES_AHEAD

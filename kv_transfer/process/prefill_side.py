@@ -34,7 +34,7 @@ from kv_transfer.layout import NEWEST_VERSION
 from kv_transfer.peer_memory import TCP_ONLY
 from kv_transfer.process import nixl_memory
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
-from kv_transfer.process.lane import OutgoingFrame
+from kv_transfer.process.lane_owner import OutgoingFrame
 from kv_transfer.process.nixl_memory import NixlMemory
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.effects import Expired, Send

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Protocol
 from kv_transfer.arena import Arena
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import FrameReceiver, FrameSender, ProtocolError, SessionHandler
-from kv_transfer.process.lane import Lane, OutgoingFrame
+from kv_transfer.process.lane import Lane
+from kv_transfer.process.lane_owner import OutgoingFrame
 from kv_transfer.process.movers import FarLane
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters

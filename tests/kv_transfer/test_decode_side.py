@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -36,6 +37,9 @@ class Peer:
 
     def end(self, reason: str, detail: str) -> None:
         self.ended = reason
+
+    def moved(self, now: float) -> None:
+        self.kv_moved = now
 
 
 class Network:
@@ -380,3 +384,23 @@ def test_a_slice_is_at_most_as_large_as_a_slot_of_both_sides(monkeypatch: pytest
     slice_at = SliceAt(0, 1, 0, 0, 0, 1, 0, 4, length=4160)
     with pytest.raises(ProtocolError, match="4160 bytes"):
         world.side.control(session, Header(FrameType.SLICE, b"t" * 16), slice_at)
+
+
+def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the slot of another session, which gets it back."""
+    world = Side(monkeypatch, Network())
+    sessions: list[Peer] = []
+    for i in range(2):
+        world.fetch(bytes([i]) * 16, f"127.0.0.1:{7000 + i}")
+        sessions.append(world.up())
+    session = cast("Session", sessions[0])
+    monkeypatch.setattr(session, "end", partial(world.side.session_down, session))
+    export = Export("shared_memory", "a host", b"a handle", 4, 4096, bytes(16))
+    world.side.control(session, Header(FrameType.EXPORT), export)
+    world.side.engine(ch.Opened(session.number, True, ""))
+    for seq in range(3):  # of two
+        slice_at = SliceAt(seq, 1, seq, 0, 0, 1, 0, 4, length=256)
+        world.side.control(session, Header(FrameType.SLICE, bytes(16)), slice_at)
+    assert ch.ExportGone(session.number) in world.told()
+    world.side.session_over(session)
+    assert world.side.slots_free() == 3  # the engine has the first one

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from kv_transfer.process.lane import Lane, OutgoingFrame
+from kv_transfer.process.lane import Lane
+from kv_transfer.process.lane_owner import OutgoingFrame
 from kv_transfer.process.loop import Loop
 from kv_transfer.process.tcp_session import SendingSession
 from kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack

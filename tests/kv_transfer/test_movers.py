@@ -17,7 +17,7 @@ import torch
 
 import kv_transfer as kv
 from kv_transfer.process import mover
-from kv_transfer.process.lane import OutgoingFrame
+from kv_transfer.process.lane_owner import OutgoingFrame
 from kv_transfer.process.movers import FarLane
 from kv_transfer.process.tcp_session import SendingSession
 from kv_transfer.protocol.frame import FrameType, Header

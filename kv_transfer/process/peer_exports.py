@@ -1,0 +1,80 @@
+"""Memory that peers export, by session: for `DecodeSide`. The engine reads it, or NIXL does.
+
+EXPORT ─▶ the memory is opened ─▶ REACH(true) ─▶ SLICEs ─▶ the session ends ─▶ it is closed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_transfer.channel import Channel, ExportGone, ExportIn
+from kv_transfer.config import MAX_SLOT_BYTES, PAGE
+from kv_transfer.peer_memory import count_slots
+from kv_transfer.process.connector import ProtocolError, Session
+from kv_transfer.process.nixl_memory import KIND, NixlMemory
+from kv_transfer.protocol.messages import Export, Reach, SliceAt
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    session: Session
+    export: Export
+    reached: bool = False  # slices there are read
+
+
+class PeerExports:
+    def __init__(self, channel: Channel, nixl: NixlMemory | None) -> None:
+        """`channel`: to the engine."""
+        self._channel = channel
+        self._nixl = nixl
+        self._memories: dict[int, _Memory] = {}  # by session
+
+    def open(self, session: Session, export: Export) -> None:
+        """`opened` follows. Raises ProtocolError."""
+        number = session.number
+        if number in self._memories:
+            raise ProtocolError("order", "a second EXPORT")
+        if export.slot_bytes % PAGE or not PAGE <= export.slot_bytes <= MAX_SLOT_BYTES:
+            raise ProtocolError("length", f"EXPORT of slots of {export.slot_bytes} bytes")
+        self._memories[number] = _Memory(session, export)
+        nixl = self._reader(export)
+        if nixl is None:
+            self._channel.post(ExportIn(number, export))
+            return
+        assert session.peer is not None
+        if why := nixl.open(number, session.peer.incarnation, export):
+            self.opened(number, False, why)
+
+    def opened(self, number: int, reached: bool, why: str) -> None:
+        if memory := self._memories.get(number):
+            memory.reached = memory.reached or reached
+            memory.session.send(Reach(reached, why[:512]))
+
+    def reader(self, session: Session, m: SliceAt) -> NixlMemory | None:
+        """What reads the slice; None: the engine. Raises ProtocolError if the slice may not be there."""
+        memory = self._memories.get(session.number)
+        if memory is None or not memory.reached:
+            raise ProtocolError("order", "SLICE without REACH")
+        export, nixl = memory.export, self._reader(memory.export)
+        most = (
+            min(session.slot_bytes, export.slot_bytes) if nixl else export.slot_bytes
+        )  # NIXL: an arena slot
+        if m.slot >= count_slots(export) or m.length > most:
+            raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
+        return nixl
+
+    def _reader(self, export: Export) -> NixlMemory | None:
+        return self._nixl if export.kind == KIND else None
+
+    def transport(self, number: int) -> str:
+        """How most KV of a session comes."""
+        memory = self._memories.get(number)
+        return memory.export.kind if memory and memory.reached else "tcp"
+
+    def close(self, number: int) -> None:
+        """The session has ended."""
+        if memory := self._memories.pop(number, None):
+            if nixl := self._reader(memory.export):
+                nixl.close(number)
+            else:
+                self._channel.post(ExportGone(number))
