@@ -56,9 +56,9 @@ class PeerExports:
         if memory is None or not memory.reached:
             raise ProtocolError("order", "SLICE without REACH")
         export, nixl = memory.export, self._reader(memory.export)
-        most = (
-            min(session.slot_bytes, export.slot_bytes) if nixl else export.slot_bytes
-        )  # NIXL: an arena slot
+        most = export.slot_bytes
+        if nixl:  # it reads into an arena slot
+            most = min(session.slot_bytes, most)
         if m.slot >= count_slots(export) or m.length > most:
             raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
         return nixl

@@ -24,7 +24,7 @@ class Peer:
     """The session that `Network` makes."""
 
     slot_bytes, lane_count = 4096, 4
-    peer = SimpleNamespace(kv_dtype="float32")
+    peer = SimpleNamespace(kv_dtype="float32", incarnation=9)
 
     def __init__(self, number: int) -> None:
         self.kv_moved = 0.0
@@ -61,7 +61,9 @@ class Network:
 class Side:
     """A decode side, its engine's end, and a clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, network: Network, **deadlines: float) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, network: Network, *, nixl: Any = None, **deadlines: float
+    ) -> None:
         self.now = 0.0
         self.is_up = False
         monkeypatch.setattr(decode_side, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -75,7 +77,7 @@ class Side:
         self.channel = ch.Channel(theirs, ch.FromReceiver)
         self.slots = SlotPipe(4)
         self.network = network
-        self.side = DecodeSide(config, self.slots, self.channel, TransferCounters(), network.connect)
+        self.side = DecodeSide(config, self.slots, self.channel, TransferCounters(), network.connect, nixl)
 
     def fetch(self, transfer_id: bytes, address: str = "[::1]:7000") -> None:
         self.side.engine(ch.FetchIn(transfer_id, b"p" * 16, address, 9, 0, ((0, 4),), 0, 1))
@@ -373,17 +375,21 @@ def test_memory_with_slots_that_no_arena_has(monkeypatch: pytest.MonkeyPatch, sl
         world.side.control(session, Header(FrameType.EXPORT), export)
 
 
-def test_a_slice_is_at_most_as_large_as_a_slot_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("shared_memory", 8192), ("nixl", 4096)])
+def test_a_slice_is_at_most_as_large_as_its_slot(
+    monkeypatch: pytest.MonkeyPatch, kind: str, most: int
+) -> None:
     """NIXL reads it into a slot of the receiver."""
-    world = Side(monkeypatch, Network())
+    world = Side(monkeypatch, Network(), nixl=SimpleNamespace(open=lambda *_: "", read=lambda *_: False))
     world.fetch(b"t" * 16)
     session = cast("Session", world.up())
-    export = Export("shared_memory", "a host", b"", 4, 8192, bytes(16))
+    export = Export(kind, "a host", b"a handle", 4, 8192, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(ch.Opened(session.number, True, ""))
-    slice_at = SliceAt(0, 1, 0, 0, 0, 1, 0, 4, length=4160)
-    with pytest.raises(ProtocolError, match="4160 bytes"):
-        world.side.control(session, Header(FrameType.SLICE, b"t" * 16), slice_at)
+    head = Header(FrameType.SLICE, b"t" * 16)
+    with pytest.raises(ProtocolError, match=f"{most + 64} bytes"):
+        world.side.control(session, head, SliceAt(0, 1, 0, 0, 0, 1, 0, 4, length=most + 64))
+    world.side.control(session, head, SliceAt(0, 1, 0, 0, 0, 1, 0, 4, length=most))
 
 
 def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
