@@ -30,6 +30,7 @@ class Job:
         *,
         seconds: float,
         within: float,
+        waited: float,
         retried: bool,
         alone: bool,
         last: bool,
@@ -37,6 +38,7 @@ class Job:
         """Builds the message to a worker. `output_ids` were emitted before, `seconds` are left for the rest.
 
         `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
+        `waited`: seconds that its client has waited for the first token.
         `alone`: the worker computes the request in steps of its own.
         `last`: the worker generates no more than one token.
         """
@@ -50,6 +52,7 @@ class Job:
             alone=alone,
             retried=retried,
             first_token_within=within,
+            waited=waited,
             cache_salt=self.cache_salt,
             tenant=self.tenant,
             name=name,

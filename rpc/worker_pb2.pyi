@@ -82,7 +82,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[bytes] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "tenant", "traceparent", "name")
+    __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "timeout_ms", "priority", "alone", "retried", "cache_salt", "first_token_within", "waited", "tenant", "traceparent", "name")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class Request(_message.Message):
     RETRIED_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_WITHIN_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -106,10 +107,11 @@ class Request(_message.Message):
     retried: bool
     cache_salt: bytes
     first_token_within: float
+    waited: float
     tenant: bytes
     traceparent: str
     name: str
-    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., tenant: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[bytes] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., priority: _Optional[int] = ..., alone: _Optional[bool] = ..., retried: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., first_token_within: _Optional[float] = ..., waited: _Optional[float] = ..., tenant: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "regex", "grammar")

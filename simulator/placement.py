@@ -142,7 +142,7 @@ class Router:
         alone = request.prompt / float(snapshot.speed[prefill])
         if found.place == "decode":
             alone = request.prompt * pace(self._status[decode]).token_seconds
-        request.due = now + patience(alone)
+        request.due = request.arrived + patience(alone)
         self._outcome.places[found.place] += 1
         if found.place == "decode":
             self._submit(request, decode, decode)

@@ -67,6 +67,8 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
         raise _invalid("timeout_ms is 0: the request's deadline has passed")
     if not 0 <= asked.first_token_within < math.inf:
         raise _invalid(f"first_token_within is {asked.first_token_within}: give seconds, or 0")
+    if not 0 <= asked.waited < math.inf:
+        raise _invalid(f"waited is {asked.waited}: give seconds, or 0")
     _check_labels(asked)
     sampling, emitted = asked.sampling, len(asked.output_ids)
     length = len(asked.prompt_ids) + max(sampling.max_tokens, emitted + 1)
@@ -129,7 +131,7 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
         priority=asked.priority,
         alone=asked.alone,
         retried=asked.retried,
-        first_token_within=asked.first_token_within or math.inf,
+        first_token_within=(asked.first_token_within or math.inf) - asked.waited,
         cache_salt=asked.cache_salt,
         tenant=asked.tenant,
     )

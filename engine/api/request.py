@@ -36,7 +36,8 @@ class EngineRequest:
     """Tenants get equal shares of the prompt tokens that the engine computes."""
     first_token_within: float = math.inf
     """Seconds from its arrival in which its prompt should be computed. Steps that also decode take more
-    prompt tokens if the prompt would otherwise be late. Infinite: the prompt is in no hurry."""
+    prompt tokens if the prompt would otherwise be late. Infinite: the prompt is in no hurry. Below 0: it is
+    late already."""
 
 
 def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None:

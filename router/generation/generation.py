@@ -224,6 +224,7 @@ class Generation:
             output_ids,
             seconds=self._waits.seconds_left,
             within=within,
+            waited=0.0 if output_ids else self._waits.waited,
             retried=self._retried,
             alone=self._failures.alone,
             last=last,

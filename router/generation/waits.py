@@ -37,6 +37,11 @@ class Waits:
     def seconds_left(self) -> float:
         return self._deadline - time.monotonic()
 
+    @property
+    def waited(self) -> float:
+        """Seconds since the request came."""
+        return time.monotonic() - self._began
+
     def may_prefill(self) -> bool:
         """Whether the prompt may be computed now: once for free, then only with a retry from the budget.
 
@@ -51,7 +56,7 @@ class Waits:
 
     def prefill_sent(self) -> None:
         if not self._prefilled:
-            self._metrics.queue.observe(time.monotonic() - self._began)
+            self._metrics.queue.observe(self.waited)
         self._prefilled, self._has_retry = True, False
 
     def wait_for_worker(self, role: str) -> None:

@@ -84,6 +84,16 @@ def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
     assert limit.tokens([(500, 5.06)], 5.0) == limit.tokens([(500, 4.0)], 5.0) == limit.tokens(LATE, 0.0)
 
 
+def test_steps_are_longer_while_a_prompt_is_late_by_a_second() -> None:
+    limit, queue = fed(ChunkLimit(None, 2048)), [(500, 4.0), (500, 9.0)]
+    long, longer = (round((steps * limit.long_seconds - STEP) / TOKEN) for steps in (1, 1.5))
+    assert limit.tokens(queue, 5.0) == pytest.approx(long, abs=1)
+    assert limit.tokens(queue, 5.01) == pytest.approx(longer, abs=1)
+    joins_now = 1.5 * limit.short_seconds - STEP
+    assert limit.tokens(queue, 5.01, joins_at=5.01) == pytest.approx(joins_now / TOKEN, abs=1)
+    assert fed(ChunkLimit(0.030, 2048)).tokens(queue, 5.01) == pytest.approx(200, abs=1), "in seconds: kept"
+
+
 def test_a_prompt_behind_others_is_in_time_too() -> None:
     limit = fed(ChunkLimit(None, 2048))
     alone = limit.tokens([(500, 0.2)], 0.0)
