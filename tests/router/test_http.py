@@ -59,6 +59,8 @@ async def test_prefill_and_decode_get_the_same_request(cluster: Cluster):
     assert 0 < second.timeout_ms <= 60_000
     first.timeout_ms = second.timeout_ms
     assert first.first_token_within > 0
+    assert 0 < first.waited <= second.waited
+    second.waited = first.waited
     assert second.first_token_within == 0, "decode computes no prompt"
     first.first_token_within = 0
     assert first == second

@@ -32,9 +32,10 @@ def test_a_request_keeps_every_field() -> None:
     asked.sampling.logprob_token_ids.extend([8, 6])
     asked.sampling.reasoning.CopyFrom(pb.Reasoning(end_id=9, budget=0))
     asked.first_token_within = 0.25
+    asked.waited = 0.75
     taken = work(ID, asked, LIMITS)
     got, params = taken.request, taken.request.sampling
-    assert (got.id, got.cache_salt, got.first_token_within) == (ID, b"tenant", 0.25)
+    assert (got.id, got.cache_salt, got.first_token_within) == (ID, b"tenant", -0.5)
     assert (got.prompt_ids, got.output_ids, taken.timeout) == ([1, 2], [3], 1.5)
     assert params.temperature == 0.5
     assert params.seed == 2**64 - 1
@@ -55,6 +56,10 @@ def late_already(r: pb.Request) -> None:
 
 def endless_time(r: pb.Request) -> None:
     r.first_token_within = math.inf
+
+
+def endless_wait(r: pb.Request) -> None:
+    r.waited = math.inf
 
 
 def no_prompt(r: pb.Request) -> None:
@@ -148,6 +153,7 @@ def short_id(r: pb.Request) -> None:
         (output_too_long, "more than the context of 32"),
         (no_token_left, "max_tokens is 16, but output_ids has 16 already"),
         (too_late, "timeout_ms is 0"),
+        (endless_wait, "waited is inf: give seconds, or 0"),
         (late_already, "first_token_within is -1.0: give seconds, or 0"),
         (endless_time, "first_token_within is inf"),
         (long_salt, "cache_salt has 65 bytes"),
