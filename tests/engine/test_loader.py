@@ -693,9 +693,11 @@ def test_a_damaged_gguf_header_is_accepted_or_refused_by_name(tiny_gguf: bytes, 
         ("max_num_seqs", 4096, "--max-num-batched-tokens 2048: a step decodes .* at least --max-num-seqs"),
         ("gpu_memory_utilization", 1.2, "--gpu-memory-utilization 1.2: must be above 0"),
         ("model", "", "--model '': give a directory"),
+        ("disk_cache_size", -1, "--disk-cache-size -1: must not be negative"),
+        ("disk_cache_size", 1, "--disk-cache-size: needs --disk-cache-dir"),
     ],
 )
 def test_configuration_errors_name_flag_and_remedy(field: str, value: Any, message: str) -> None:
-    settings: dict[str, Any] = {"model": "m", field: value}
+    settings: dict[str, Any] = {"model": "m", "enable_prefix_caching": True, field: value}
     with pytest.raises(ValueError, match=message):
         EngineConfig(**settings)
