@@ -82,6 +82,7 @@ class ChunkLimit:
         that was measured at the start; (0, 0.0): there was none."""
         self._target = target
         self._target_steps = target_steps
+        self._may_be_late = target is None and target_steps > SHORT
         self._most = most
         self._fastest = 0.0  # seconds of the fastest step that only decoded; 0: there was none
         self._steps = self._step_seconds = 0.0  # of steps that only decode; weighted sums
@@ -170,14 +171,14 @@ class ChunkLimit:
         The result is the fewest tokens with which all prompts are in time. It is bounded by a long step, and
         by one that ends a short step after a request joins. So a request that joins waits for a short step
         at most, and for its own, which is short, too. While the first prompt is late by `LATE_SECONDS`, both
-        bounds are longer, but for a target in seconds.
+        bounds are longer. A target in seconds, or one of short steps, is kept.
         """
         tokens = self.short_tokens
         until_joined = max(0.0, joins_at - begins)
         most = ahead = 0
         for left, due in prompts:
             if not ahead:
-                late = LATE if self._target is None and due < begins - LATE_SECONDS else 1.0
+                late = LATE if self._may_be_late and due < begins - LATE_SECONDS else 1.0
                 longest = min(late * self.long_seconds, until_joined + late * self.short_seconds)
                 most = max(tokens, self.fitting(longest))
             if tokens >= most:

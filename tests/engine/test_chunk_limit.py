@@ -92,6 +92,8 @@ def test_steps_are_longer_while_a_prompt_is_late_by_a_second() -> None:
     joins_now = 1.5 * limit.short_seconds - STEP
     assert limit.tokens(queue, 5.01, joins_at=5.01) == pytest.approx(joins_now / TOKEN, abs=1)
     assert fed(ChunkLimit(0.030, 2048)).tokens(queue, 5.01) == pytest.approx(200, abs=1), "in seconds: kept"
+    gaps_first = fed(ChunkLimit(None, 2048, 1.5))
+    assert gaps_first.tokens(queue, 5.01) == gaps_first.tokens(queue, 5.0)
 
 
 def test_a_prompt_behind_others_is_in_time_too() -> None:
