@@ -86,10 +86,10 @@ def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
 
 def test_steps_are_longer_while_a_prompt_is_late_by_a_second() -> None:
     limit, queue = fed(ChunkLimit(None, 2048)), [(500, 4.0), (500, 9.0)]
-    long, longer = (round((steps * limit.long_seconds - STEP) / TOKEN) for steps in (1, 1.5))
+    long, longer = (round((steps * limit.long_seconds - STEP) / TOKEN) for steps in (1, 1.25))
     assert limit.tokens(queue, 5.0) == pytest.approx(long, abs=1)
     assert limit.tokens(queue, 5.01) == pytest.approx(longer, abs=1)
-    joins_now = 1.5 * limit.short_seconds - STEP
+    joins_now = 1.25 * limit.short_seconds - STEP
     assert limit.tokens(queue, 5.01, joins_at=5.01) == pytest.approx(joins_now / TOKEN, abs=1)
     assert fed(ChunkLimit(0.030, 2048)).tokens(queue, 5.01) == pytest.approx(200, abs=1), "in seconds: kept"
     gaps_first = fed(ChunkLimit(None, 2048, 1.5))
