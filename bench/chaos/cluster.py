@@ -147,6 +147,8 @@ class Worker:
     def _live(self) -> None:
         popen, pipe = self._cluster.spawn(self.role, "--index", str(self.index), *self.flags, log=self.log)
         self._popen = popen
+        if self._stopping:  # `end` may have looked before, and waits for this thread
+            popen.kill()
         with pipe:
             for line in pipe:
                 message = json.loads(line)
