@@ -87,8 +87,9 @@ def _plain(message: Message) -> dict[str, Any]:
             value = str(value) if known is None else known.name.lower()
         elif described.name == "incarnation":
             value = f"{value:016x}"  # too large for a number in JavaScript
-        elif described.message_type is not None:  # a map
-            value = dict(value)
+        elif described.message_type is not None:
+            is_map = described.message_type.GetOptions().map_entry
+            value = dict(value) if is_map else [_plain(item) for item in value]
         elif isinstance(value, bytes):
             value = value.hex()
         plain[described.name] = value

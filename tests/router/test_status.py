@@ -39,6 +39,20 @@ async def test_a_worker_that_leaves_during_the_call_is_shown_with_its_last_repor
     assert [worker["status"]["blocks_free"] for worker in workers] == [512, 512]
 
 
+async def test_the_links_that_a_worker_has_measured_are_shown(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    async with make_cluster(tokenizer, tmp_path) as cluster:
+        link = pb.PrefixLink(incarnation=7, tier=pb.TIER_HOST, wait=0.5, tokens_per_s=100.0)
+        cluster.decodes[0].status.prefix_links.append(link)
+        async with cluster.http.get(cluster.url + "/status") as response:
+            assert response.status == 200
+            [prefill, decode] = (await response.json())["workers"]
+    assert prefill["status"]["prefix_links"] == []
+    shown = {"incarnation": f"{7:016x}", "tier": "tier_host", "wait": 0.5, "tokens_per_s": 100.0}
+    assert decode["status"]["prefix_links"] == [shown]
+
+
 async def test_an_unknown_health_value_is_shown_as_a_number(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
