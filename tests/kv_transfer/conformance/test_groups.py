@@ -119,6 +119,7 @@ def test_a_prefill_is_held_until_every_rank_of_decode_has_copied(
     blocks = pair.prefill.held[prefill_id if then == "acked" else other]
     decode_id = pair.decode.fetch(pair.prefill, prefill_id, 60)
     pair.until(lambda: pair.decode.stats().receiver_slots_free == 64 - 12, "all frames")
+    pair.until(lambda: gate.reached, "a copy of rank 1")
     if then == "cancelled":
         pair.decode.receiver.cancel(decode_id)
     elif then == "retargeted":
