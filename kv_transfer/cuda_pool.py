@@ -87,11 +87,11 @@ class CudaPool:
             for into_pool in (False, True):
                 self._copy(there, into_pool=into_pool)
             if exported:
-                sums = torch.zeros(2, dtype=torch.int64, device=self._device)
-                mark = sums.data_ptr()
+                checksum = torch.zeros(1, dtype=torch.int64, device=self._device)
+                at = checksum.data_ptr()
                 for into_pool in (False, True):
-                    self._copy(there, into_pool=into_pool, sums=[mark] * len(there))
-                copy_kernels.launch_sums(self._tables.send([dense.data_ptr(), 1, mark]).view(1, -1), 1)
+                    self._copy(there, into_pool=into_pool, sums=[at] * len(there))
+                copy_kernels.launch_sums(self._tables.send([dense.data_ptr(), 1, at]).view(1, -1), 1)
             for dtype in ITEM_BYTES:
                 if dtype != layout.dtype and convertible(dtype, layout.dtype):
                     self._convert([(nothing, dense.data_ptr())], dtype)
@@ -110,14 +110,11 @@ class CudaPool:
             return table.to(self._device, non_blocking=True)
 
     def record(self) -> Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return _event(torch.cuda.current_stream(self._device))
 
     def _record(self) -> Event:
-        """After all that the stream of gathers and scatters has so far."""
-        event = torch.cuda.Event()
-        event.record(self._stream)
+        """After all gathers and scatters so far, and so after their tables are read."""
+        event = _event(self._stream)
         self._tables.over(event)
         return event
 
@@ -158,8 +155,7 @@ class CudaPool:
             dense = self._dense(copies)
             for slot, at, size in copies:
                 copy(dense.data_ptr() + at, slot, size, self._stream.cuda_stream)
-            copied = torch.cuda.Event()
-            copied.record(self._stream)
+            copied = _event(self._stream)
             self._into_pool(_at(batch, dense, offsets))
             return copied, self._record()
 
@@ -234,8 +230,7 @@ class CudaPool:
                 copy(marks, source.marks, source.marks_bytes, stream)
         except CudaError as e:
             raise Unreachable(str(e)) from None
-        copied = torch.cuda.Event()
-        copied.record(self._pulls)
+        copied = _event(self._pulls)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(copied)
             table.send(len(batch), self._stream)
@@ -368,6 +363,13 @@ class CudaPool:
         most = max(1, *(_heads(x.piece) for x, _ in items))
         pool = next(iter(self._layers.values()))
         copy_kernels.launch_converting(table, pool, getattr(torch, dtype), most)
+
+
+def _event(stream: torch.cuda.Stream) -> Event:
+    """After all that the stream has so far."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def _at(batch: Sequence[Staged], dense: torch.Tensor, offsets: Sequence[int]) -> list[tuple[Staged, int]]:

@@ -71,7 +71,7 @@ class DiskStore:
 
     def load(self, pairs: Sequence[Pair]) -> None:
         for copy in self._begin(pairs, is_load=True):
-            copy.io = self._threads.submit(self._read, copy)
+            copy.io = self._threads.submit(self._move, copy)
             self._reading.append(copy)
 
     def ended(self) -> list[bool]:
@@ -81,7 +81,7 @@ class DiskStore:
                 copy.whole = whole
             else:
                 self._sums[copy.place] = self._staging.sums[copy.slot]
-                copy.io = self._threads.submit(self._write, copy)
+                copy.io = self._threads.submit(self._move, copy)
         read = [copy for copy in self._reading if copy.io is not None and copy.io.done()]
         self._stage(read[: self._staging.room])
         ended: list[bool] = []
@@ -121,16 +121,12 @@ class DiskStore:
             self._staging.sums[copy.slot] = self._sums[copy.place] if is_read else None
         self._staging.load(pairs)
 
-    def _read(self, copy: _Copy) -> bool:
+    def _move(self, copy: _Copy) -> bool:
+        """Reads or writes the file, in a thread."""
+        file, at = self._file.fileno(), copy.place * self._size
         try:
             memory = self._staging.memory(copy.slot)
-            return os.preadv(self._file.fileno(), [memory], copy.place * self._size) == self._size
+            moved = os.preadv(file, [memory], at) if copy.is_load else os.pwrite(file, memory, at)
         except OSError:
             return False
-
-    def _write(self, copy: _Copy) -> bool:
-        try:
-            memory = self._staging.memory(copy.slot)
-            return os.pwrite(self._file.fileno(), memory, copy.place * self._size) == self._size
-        except OSError:
-            return False
+        return moved == self._size

@@ -48,21 +48,16 @@ class Tables:
 
     def send(self, numbers: Sequence[int]) -> torch.Tensor:
         """The numbers, on the device once the stream gets there, until the event of the next `over`."""
-        table = self.take(len(numbers))
-        table.words[: len(numbers)] = numbers
+        table = self._filled(numbers)
         table.send(len(numbers), self._stream)
-        self._sent.append(table)
         return table.there[: len(numbers)]
 
     def write(self, numbers: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Enqueues copies of the numbers to memory on the device: each run is (address, how many)."""
-        table = self.take(len(numbers))
-        table.words[: len(numbers)] = numbers
-        source = table.pinned.data_ptr()
+        source = self._filled(numbers).pinned.data_ptr()
         for address, count in runs:
             copy(address, source, 8 * count, self._stream.cuda_stream)
             source += 8 * count
-        self._sent.append(table)
 
     def over(self, event: Event) -> None:
         """What was sent so far is not needed after this event."""
@@ -81,6 +76,12 @@ class Tables:
     def give(self, table: Table) -> None:
         """No copy of it is under way."""
         self._spare.append(table)
+
+    def _filled(self, numbers: Sequence[int]) -> Table:
+        table = self.take(len(numbers))
+        table.words[: len(numbers)] = numbers
+        self._sent.append(table)
+        return table
 
     def _new(self, size: int) -> Table:
         pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
