@@ -10,6 +10,7 @@ are free after that step.
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 
 from engine.api.request import KVSink, Logprobs, Output, PrefillChunk, StepResult
 from engine.core.chunk_limit import ChunkLimit
@@ -181,6 +182,9 @@ class StepLoop:
         self._tick()
         plan = flight.plan
         seconds = result.seconds = flight.launched.seconds
+        prompts = takewhile(lambda chunk: chunk.stop - chunk.start > 1, reversed(plan.chunks))
+        result.prompts = [PrefillChunk(live.id, start, stop) for live, start, stop in prompts]
+        result.decodes = len(plan.chunks) - len(result.prompts)
         self._pace.landed(seconds, time.monotonic())
         self._meters.record(plan.prompt_tokens, seconds)
         self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)

@@ -268,15 +268,26 @@ def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump
         if (changed := parts.cached_chunks.take()) is not None:
             link.send(changed)  # before the tokens: the router of a follow-up request must know the prefix
         if result is not None:
-            if result.seconds:
-                now = time.monotonic()
-                parts.trace.span("step", now - result.seconds, now)
+            if result.seconds and parts.trace.enabled:
+                _trace_step(parts.trace, result)
             roles.after_step(result)
         parts.attempts.flush()
         for pump in pumps:
             pump.pump()
         if not engine.waits_for_device:
             parts.heartbeat.tick()
+
+
+def _trace_step(trace: TraceWriter, result: StepResult) -> None:
+    """Writes what the step computed, and how long each prompt waited that got its first token."""
+    now = time.monotonic()
+    chunks = [(chunk.request_id.hex(), chunk.start, chunk.stop) for chunk in result.prompts]
+    trace.span("step", now - result.seconds, now, decodes=result.decodes, prompts=chunks)
+    for output in result.outputs:
+        if output.prefill_seconds:
+            began = now - output.prefill_seconds
+            trace.span("queued", began - output.queue_seconds, began, request=output.id.hex())
+            trace.span("prompt", began, now, request=output.id.hex(), cached=output.cached_tokens)
 
 
 def _ready(engine: Engine) -> messages.EngineReady:

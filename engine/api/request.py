@@ -116,6 +116,15 @@ class PromptLogprobs(NamedTuple):
     """[tokens, alternatives] float32."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Positions [start, stop) of one prompt, computed in one step."""
+
+    request_id: bytes
+    start: int
+    stop: int
+
+
 @dataclass(slots=True)
 class StepResult:
     """The result of one call of `Engine.step`.
@@ -135,6 +144,10 @@ class StepResult:
     """(request id, message) of requests that would fail anywhere: their grammar or parameters are wrong."""
     seconds: float = 0.0
     """Device time of the step that landed in this call. 0: no step landed."""
+    decodes: int = 0
+    """Requests that this step decoded."""
+    prompts: list[PrefillChunk] = field(default_factory=list)
+    """Parts of prompts that this step computed."""
 
 
 class Reservation(NamedTuple):
@@ -231,15 +244,6 @@ class CacheObserver(Protocol):
 
     def evicted(self, name: bytes) -> None:
         """The block with this name left the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Positions [start, stop) of one handover request."""
-
-    request_id: bytes
-    start: int
-    stop: int
 
 
 class KVSink(Protocol):

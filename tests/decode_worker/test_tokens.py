@@ -112,6 +112,10 @@ def assert_layer_0_is_early(traces: Path, began: float) -> None:
         for event in events(traces, "prefill-0-engine", "gather", began, 4 * LAYERS)
         if event["args"]["layers"] == [0]
     ]
+    steps = [event["args"] for event in events(traces, "prefill-0-engine", "step", began, 4)]
+    computed_by_steps = [(start, stop) for step in steps for _, start, stop in step["prompts"]]
+    assert computed_by_steps == [(start, start + CHUNK) for start in range(0, 4 * CHUNK, CHUNK)]
+    assert not any(step["decodes"] for step in steps)
     computed = {start: at for layer, start, at in layers if layer == LAYERS - 1}
     assert sorted(computed) == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
     # This holds for most chunks. On a busy machine a thread may be delayed.
