@@ -339,11 +339,11 @@ def fetching(make_decode: Any) -> Any:
     """A decode worker (one lane) that has asked a fake prefill worker for 10 positions."""
 
     def make(
-        ranks: int = 1, about: dict[str, Any] | None = None, **deadlines: float
+        ranks: int = 1, about: dict[str, Any] | None = None, device: str = DEVICE, **deadlines: float
     ) -> tuple[Any, FakePrefill, Lane, bytes, bytes]:
         fake = FakePrefill(**(about or {}))
         limits = kv.TransferDeadlines(**deadlines)
-        decode = make_decode(lanes=1, ranks=ranks, deadlines=limits, exports=True)
+        decode = make_decode(lanes=1, ranks=ranks, device=device, deadlines=limits, exports=True)
         blocks = decode.reserved[b"d"] = decode.allocate(10)
         decode.receiver.fetch(
             b"d",

@@ -85,7 +85,7 @@ def export(lane: Lane, arena: kv.Arena) -> None:
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stale: bool) -> None:
-    decode, _, lane, transfer, blocks = fetching()
+    decode, _, lane, transfer, blocks = fetching(device="cpu")
     lane.answers = False
     arena = kv.Arena.create(8, 4096)
     export(lane, arena)
@@ -124,7 +124,7 @@ def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stal
     ("slot", "size", "reason"), [(0, 2560, "order"), (8, 2560, "length"), (0, 4097, "length")]
 )
 def test_a_slice_that_cannot_be(fetching: Any, until: Any, slot: int, size: int, reason: str) -> None:
-    decode, _, lane, transfer, _ = fetching()
+    decode, _, lane, transfer, _ = fetching(device="cpu")
     arena = kv.Arena.create(8, 4096)
     if reason != "order":
         export(lane, arena)

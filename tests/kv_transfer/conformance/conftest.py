@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer import cuda_memory
+from kv_transfer import cuda_memory, staging
 from kv_transfer.config import nixl_installed
 from kv_transfer.cuda_pool import CudaPool
 from kv_transfer.device import HostPool, Staged
@@ -102,6 +102,13 @@ def transport(request: pytest.FixtureRequest) -> Kind:
     if request.param is NIXL and not nixl_installed():
         pytest.skip("NIXL is not installed")
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that peers read are as small as those of an arena, also on a GPU. So the slices of a transfer are the
+    same in each transport."""
+    monkeypatch.setattr(staging, "EXPORTED_SLOT_BYTES", 1)
 
 
 @pytest.fixture
