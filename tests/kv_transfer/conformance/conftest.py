@@ -106,8 +106,8 @@ def transport(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(autouse=True)
 def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that peers read are as small as those of an arena, also on a GPU. So the slices of a transfer are the
-    same in each transport."""
+    """Slots that peers read are as small as those of an arena, also on a GPU. So the slices of a transfer are
+    the same in each transport."""
     monkeypatch.setattr(staging, "EXPORTED_SLOT_BYTES", 1)
 
 
