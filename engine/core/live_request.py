@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from content import packed
 from engine.api.request import EngineRequest, Logprobs
 from engine.core.prefix_names import PrefixNames
 
@@ -125,7 +126,7 @@ class LiveRequest:
         self.id = self.request.id
         self.alone = self.request.alone
         self.due = self.arrived + self.request.first_token_within
-        self.token_ids = array("i", [*self.request.prompt_ids, *self.request.output_ids])
+        self.token_ids = packed([*self.request.prompt_ids, *self.request.output_ids])
         p, prompt = self.request.sampling, len(self.request.prompt_ids)
         self.longest = prompt + p.max_tokens
         self.scores_to = 0 if p.prompt_logprobs is None else prompt - 1

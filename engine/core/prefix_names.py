@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterator, Sequence
 
-from content import CHUNK_TOKENS, extend_names, name_of_prefix, salted
+from content import CHUNK_TOKENS, extend_names, name_of_prefix, packed, salted
 from engine.api.request import CachedBlock
 
 
@@ -30,7 +30,7 @@ class PrefixNames:
         if count < (len(self.blocks) + 1) * self._block_size:
             return
         tokens = self._token_ids
-        tokens.extend(token_ids[len(tokens) : count])
+        tokens.extend(packed(token_ids[len(tokens) : count]))
         extend_names(self.chunks, tokens, count, self._root)
         for index in range(len(self.blocks) + 1, count // self._block_size + 1):
             end = index * self._block_size
