@@ -96,6 +96,7 @@ class DecodeRole:
             self._attempts.refuse_reused(message.stream, decode_id)
             return
         self._attempts.open(message.stream, decode_id)
+        self._trace.instant("taken", attempt=decode_id.hex())
         source = message.source
         if source is not None and source.incarnation == self._incarnation:
             self._take(message, source.prefill_id)
@@ -122,6 +123,7 @@ class DecodeRole:
 
         def start(fetched: int) -> None:
             attempt.fetched = fetched
+            self._trace.instant("added", attempt=request.id.hex())
             if self.engine.start(request):
                 attempt.phase = AttemptPhase.RUNNING
                 self._attempts.reserved(request.id)
@@ -354,6 +356,7 @@ class DecodeRole:
 
     def _prefilled(self, attempt: Attempt, output: Output) -> None:
         """Reports the prefill of a prompt that this worker computed."""
+        self._trace.instant("first token", prefill=output.id.hex(), computing=output.prefill_seconds)
         attempt.joined_at = now = time.monotonic()
         tokens = attempt.prompt_tokens + attempt.output_tokens
         self._counts.count_prompt(tokens, output.cached_tokens, attempt.fetched)

@@ -305,6 +305,11 @@ class Engine:
         """Speed at which a prompt is computed now, alone or beside decodes. 0: not known."""
         return self._meters.prompt_tokens_per_s(self._scheduler, self._chunk_limit)
 
+    def prompt_seconds(self, tokens: int, rest: int) -> float:
+        """Seconds by which a prompt is computed sooner if `tokens` of it have KV already and `rest` have not.
+        0: not known."""
+        return self._meters.prompt_seconds(tokens, rest, self._scheduler, self._chunk_limit)
+
     def stats(self) -> EngineStats:
         experts = None if self._expert_meter is None else self._expert_meter.read()
         return self._meters.stats(self._scheduler, self._chunk_limit, experts)

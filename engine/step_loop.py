@@ -186,7 +186,7 @@ class StepLoop:
         result.prompts = [PrefillChunk(live.id, start, stop) for live, start, stop in prompts]
         result.decodes = len(plan.chunks) - len(result.prompts)
         self._pace.landed(seconds, time.monotonic())
-        self._meters.record(plan.prompt_tokens, seconds)
+        self._meters.record(plan.decodes, plan.prompt_tokens, seconds)
         self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
         self._computing(frozenset().union(*(later.ids for later in self.flights)))
         self._scheduler.landed(plan.chunks)

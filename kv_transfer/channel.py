@@ -254,6 +254,7 @@ class Complete(Local):
     first_token: FirstToken
     frames: int
     size: int  # bytes
+    asked_at: float  # the FETCH left
     first_frame_at: float  # 0 with no frame
     last_frame_at: float
     commit_at: float

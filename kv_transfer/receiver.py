@@ -363,6 +363,7 @@ class ArenaReceiver:
             fetch.heads // (len(self._layout.kv_layers) * self._layout.num_kv_heads),
             done.frames,
             fetch_at=fetch.started,
+            asked_at=done.asked_at,
             first_frame_at=done.first_frame_at or now,
             last_frame_at=done.last_frame_at or now,
             scatter_at=fetch.scatter_at or now,

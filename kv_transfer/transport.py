@@ -80,6 +80,7 @@ class InjectStats:
     tokens: int
     frames: int
     fetch_at: float  # fetch()
+    asked_at: float  # the FETCH left: later, if a session had to be made first
     first_frame_at: float  # its header seen; with no frame this and the next two are injected_at
     last_frame_at: float  # verified
     scatter_at: float  # the first copy into the blocks was enqueued

@@ -104,6 +104,7 @@ class PrefillRole:
             self._attempts.refuse_reused(message.stream, prefill_id)
             return
         self._attempts.open(message.stream, prefill_id)
+        self._trace.instant("taken", attempt=prefill_id.hex())
         if message.handover:
             self._sender.expect(prefill_id)
             if message.report_start:
@@ -114,6 +115,7 @@ class PrefillRole:
 
         def add(fetched: int) -> None:
             prefill.fetched = fetched
+            self._trace.instant("added", attempt=prefill_id.hex())
             self.engine.add(request, handover=message.handover)
 
         if message.content is None or not self._prefix_fetches.start(request, message.content, add):
@@ -181,6 +183,7 @@ class PrefillRole:
         if not count:
             self._sender.close(pin_id, "gone")
             return
+        self._trace.instant("pinned", chunks=count)
         self._pins.add(pin_id)
         self._offers.asked(pin_id, wanted.chunks[:count])
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first, first + count))
@@ -268,7 +271,7 @@ class PrefillRole:
 
     def _first_token(self, output: Output) -> None:
         prefill = self._prefills[output.id]
-        self._trace.instant("first token", prefill=output.id.hex())
+        self._trace.instant("first token", prefill=output.id.hex(), computing=output.prefill_seconds)
         self._counts.count_prompt(prefill.tokens, output.cached_tokens, prefill.fetched)
         self._counts.count(output)
         now = time.monotonic()

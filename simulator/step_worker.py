@@ -309,7 +309,7 @@ class Worker:
     def _end_step(self, seconds: float, tokens: int, computed: list[Request], joined: list[Request]) -> None:
         now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
         self._limit.record(decodes > 0, tokens, seconds)
-        self._meters.record(tokens, seconds)
+        self._meters.record(decodes > 0, tokens, seconds)
         self._computed += tokens
         self._steps += 1
         self._context += decodes

@@ -27,7 +27,9 @@ def run(config: EngineProcessConfig) -> int:
         sink = SenderSink(parts.trace, parts.attempts)
         engine = parts.start_engine(sink)
         receiver = parts.transport.receiver(paged_kv(engine))
-        fetches = PrefixFetches(engine, receiver, parts.config.incarnation, parts.counts, parts.links)
+        fetches = PrefixFetches(
+            engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
+        )
         prefill = PrefillRole(parts, engine, sink, fetches)
         return engine, (prefill, DecodeRole(parts, engine, receiver, prefill, fetches))
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from content import CHUNK_TOKENS, Tier
 from engine import Engine, EngineRequest
-from kv_transfer import MAX_CHUNKS, Closed, FetchFailed, Injected, Receiver
+from kv_transfer import MAX_CHUNKS, Closed, FetchFailed, Injected, Receiver, TraceWriter
 from worker.messages import ContentSource, RequestCounts
 from worker.prefix_links import Link, PrefixLinks
 
@@ -64,6 +64,7 @@ class PrefixFetches:
         incarnation: int,
         counts: RequestCounts,
         links: PrefixLinks,
+        trace: TraceWriter,
     ) -> None:
         self._engine = engine
         self._receiver = receiver
@@ -72,6 +73,7 @@ class PrefixFetches:
         self._fetches: dict[bytes, _Fetch] = {}  # by fetch id, until the receiver writes no more
         self._open: dict[bytes, _Fetch] = {}  # by key, those that prompts may wait for
         self._links = links
+        self._trace = trace
 
     def start(
         self, request: EngineRequest, source: ContentSource, then: Callable[[int], None], fetched: bytes = b""
@@ -88,8 +90,8 @@ class PrefixFetches:
         if missing is None or missing.chunks[0] == fetched:
             return False
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
-        speed = self._engine.prompt_tokens_per_s
-        seconds = tokens / speed if speed else 0.0
+        rest = len(request.prompt_ids) + len(request.output_ids) - missing.first_chunk * CHUNK_TOKENS - tokens
+        seconds = self._engine.prompt_seconds(tokens, rest)
         same, now = self._open.get(key), time.monotonic()
         link = same.link if same is not None else self._links.to(source)
         if not link.pays(same.tokens if same is not None else tokens, seconds, now):
@@ -132,8 +134,18 @@ class PrefixFetches:
             fetched = stats.tokens
             self._counts.prefix_fetched_tokens[fetch.tier] += fetched
             self._counts.prefix_fetched_bytes += stats.bytes
-            waited = stats.first_frame_at - stats.fetch_at
-            fetch.link.measured(stats.tokens, waited, stats.fetch_seconds - waited, time.monotonic())
+            # Without the time to make a session, which the next fetches do not need.
+            waited = stats.first_frame_at - stats.asked_at
+            copying = stats.injected_at - stats.first_frame_at
+            fetch.link.measured(stats.tokens, waited, copying, time.monotonic())
+            if self._trace.enabled:
+                self._trace.instant(
+                    "prefix fetched",
+                    requests=[request_id.hex() for request_id in fetch.waiting],
+                    tokens=fetched,
+                    first_frame=stats.first_frame_at * 1e6,
+                    last_frame=stats.last_frame_at * 1e6,
+                )
         elif isinstance(event, FetchFailed) and event.reason not in ("gone", "busy"):
             fetch.link.paused_until = time.monotonic() + PAUSE
         exchange.end_import(event.decode_id, fetched and fetch.first_chunk * CHUNK_TOKENS + fetched)

@@ -27,7 +27,7 @@ class Trace:
     def read(cls, directory: Path) -> Trace:
         trace = cls()
         for path in directory.glob("*.trace"):
-            for event in _events(path):
+            for event in events(path):
                 at, about = event.get("ts", 0.0) / 1e6, event["args"]
                 match event["name"]:
                     case "first token":
@@ -38,6 +38,7 @@ class Trace:
         return trace
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
+def events(path: Path) -> Iterator[dict[str, Any]]:
+    """Of one process. Complete when the process has ended."""
     for line in path.read_text().splitlines()[1:]:
         yield json.loads(line.rstrip(","))

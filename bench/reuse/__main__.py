@@ -14,11 +14,14 @@ from_decode   the decode worker alone has both
 on_decode     the same, and the decode worker computes the new tokens itself
 computed      no worker has any of it: as many tokens that no prompt had before
 
-The rows are times to first token, as ratios to `computed`. `second_turn.prefill` is the part of it in which
-steps compute the prompt, after the fetch. `second_turn.fetched` is the share of rounds in which the prefill
-worker fetched the answer; in the others it computed it again, which it expected to take less time.
-`bytes_over_missing` is the KV that the decode worker received in `second_turn`, over the KV that
-it lacked: positions in no full block of its prefix cache.
+The rows are times to first token, as ratios to `computed`. For each kind of turn, further rows have its
+stages (`bench.reuse.stages`), as medians over the rounds with that stage. `second_turn.fetched` is the share
+of rounds in which the prefill worker fetched the answer. In the others it computed the answer again, which it
+expected to take less time. `bytes_over_missing` is the KV that the decode worker received in `second_turn`,
+over the KV that it lacked: positions in no full block of its prefix cache.
+
+With `--kv-connector auto` workers read KV from memory of each other, and rows are named
+`reuse.cuda.auto.second_turn`. The report has the transport that was used among its parameters.
 
 On a GPU it is the 8B Llama shape with random weights, each worker on a GPU of its own.
 """
@@ -41,7 +44,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import bench.contract as contract
 from bench.contract import Report, Row
 from bench.overlap.streams import prompt_of
-from bench.reuse import replay, tiers, workers
+from bench.reuse import replay, stages, tiers, workers
+from bench.reuse.stages import Traces, Turn
 from bench.roles import Driver, Roles, request
 from bench.shapes import DENSE
 from rpc import worker_pb2 as pb
@@ -58,10 +62,12 @@ class Turns(NamedTuple):
 
 
 ON_CPU, SHORT_ON_CPU, ON_CUDA = Turns(700, 40), Turns(400, 24), Turns(8000, 200)
+KINDS = ("second_turn", "from_decode", "on_decode", "computed")
 # Over `computed`.
 GOALS = {
     "cpu": {"second_turn": 0.5, "from_decode": 0.5, "on_decode": 0.5},
     "cuda": {"second_turn": 0.08, "from_decode": 0.35, "on_decode": 0.05},
+    "cuda.auto": {"second_turn": 0.08, "from_decode": 0.15, "on_decode": 0.05},
 }
 
 
@@ -74,29 +80,18 @@ class Worker:
     def content(self) -> pb.ContentSource:
         return pb.ContentSource(kv_address=self.told["kv_address"], incarnation=int(self.told["incarnation"]))
 
-    async def counters(self) -> Counters:
+    async def received(self) -> float:
+        """Bytes of KV that came and are verified, since the start."""
         await self.driver.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        return await asyncio.to_thread(_counters, f"http://{self.told['metrics_address']}/metrics")
+        return await asyncio.to_thread(_received, f"http://{self.told['metrics_address']}/metrics")
 
 
-class Counters(NamedTuple):
-    """Of a worker, since its start."""
-
-    received: float
-    """Bytes of KV that are verified."""
-    prefill_seconds: float
-    """From the first steps of prompts to their tokens."""
-
-
-def _counters(url: str) -> Counters:
+def _received(url: str) -> float:
     with urllib.request.urlopen(url, timeout=10) as page:
-        families = list(text_string_to_metric_families(page.read().decode()))
-
-    def total(name: str, direction: str | None = None) -> float:
-        samples = (sample for family in families for sample in family.samples if sample.name == name)
-        return sum(sample.value for sample in samples if sample.labels.get("direction") == direction)
-
-    return Counters(total("baton:kv_bytes_total", "receive"), total("vllm:request_prefill_time_seconds_sum"))
+        families = text_string_to_metric_families(page.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    of = ("baton:kv_bytes_total", "receive")
+    return sum(x.value for x in samples if (x.name, x.labels.get("direction")) == of)
 
 
 @dataclass
@@ -106,8 +101,8 @@ class Pair:
 
     async def handover(
         self, prompt: list[int], length: int, content: pb.ContentSource | None = None
-    ) -> tuple[float, list[int]]:
-        """Prefill on one worker, decode on the other. Returns the time to first token and the answer."""
+    ) -> tuple[Turn, list[int]]:
+        """Prefill on one worker, decode on the other. Returns the turn and the answer."""
         work, prefill_id, decode_id = request(prompt, length), os.urandom(16), os.urandom(16)
         source = pb.PrefillSource(
             prefill_id=prefill_id,
@@ -121,30 +116,24 @@ class Pair:
         await self.decode.driver.send(pb.RouterMessage(decode=decode))
         [(first, _)] = await self.prefill.driver.tokens(prefill_id, 1)
         tokens = await self.decode.driver.tokens(decode_id, length)
-        return first - began, [event.token_id for _, event in tokens]
+        return Turn("prefill", prefill_id, began, first), [event.token_id for _, event in tokens]
 
-    async def on_decode(self, prompt: list[int], length: int) -> tuple[float, list[int]]:
-        """The decode worker does both. Returns the time to first token and the answer."""
+    async def on_decode(self, prompt: list[int], length: int) -> tuple[Turn, list[int]]:
+        """The decode worker does both. Returns the turn and the answer."""
         decode_id = os.urandom(16)
         submit = pb.SubmitDecode(decode_id=decode_id, request=request(prompt, length))
         began = asyncio.get_running_loop().time()
         await self.decode.driver.send(pb.RouterMessage(decode=submit))
         tokens = await self.decode.driver.tokens(decode_id, length)
-        return tokens[0][0] - began, [event.token_id for _, event in tokens]
+        return Turn("decode", decode_id, began, tokens[0][0]), [event.token_id for _, event in tokens]
 
 
 @dataclass
 class Runs:
-    """Times to first token in seconds, and ratios of bytes."""
-
-    second_turn: list[float] = field(default_factory=list)
-    from_decode: list[float] = field(default_factory=list)
-    on_decode: list[float] = field(default_factory=list)
-    computed: list[float] = field(default_factory=list)
+    turns: dict[str, list[Turn]] = field(default_factory=lambda: {name: [] for name in KINDS})
     bytes_over_missing: list[float] = field(default_factory=list)
-    fetched: list[bool] = field(default_factory=list)
-    prefill: list[float] = field(default_factory=list)
-    """The part of `second_turn` in which steps compute the prompt."""
+    transport: str = ""
+    """Of KV from the decode worker to the prefill worker."""
 
 
 async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs: Runs) -> None:
@@ -152,35 +141,34 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
         return prompt_of(length, 10 * number + kind)
 
     content = pair.decode.content
-    history, start = text(turns.history, 0), await pair.decode.counters()
+    history, start = text(turns.history, 0), await pair.decode.received()
     _, answer = await pair.handover(history, turns.answer)
     second = [*history, *answer, *text(NEW_TOKENS, 1)]
-    before, prefill_before = await pair.decode.counters(), await pair.prefill.counters()
-    seconds, _ = await pair.handover(second, 2, content)
+    before = await pair.decode.received()
+    turn, _ = await pair.handover(second, 2, content)
+    runs.turns["second_turn"].append(turn)
     known = (len(history) + len(answer) - 1) // block_size * block_size  # the last token has no KV
-    after, prefill_after = await pair.decode.counters(), await pair.prefill.counters()
-    sent_per_token = (before.received - start.received) / len(history)
-    sent = after.received - before.received
-    runs.second_turn.append(seconds)
-    runs.fetched.append(prefill_after.received > prefill_before.received)
-    runs.prefill.append(prefill_after.prefill_seconds - prefill_before.prefill_seconds)
+    sent_per_token = (before - start) / len(history)
+    sent = await pair.decode.received() - before
     runs.bytes_over_missing.append(sent / sent_per_token / (len(second) - known))
 
     history = text(turns.history, 2)
     _, answer = await pair.on_decode(history, turns.answer)
-    seconds, _ = await pair.handover([*history, *answer, *text(NEW_TOKENS, 3)], 2, content)
-    runs.from_decode.append(seconds)
-    seconds, _ = await pair.on_decode([*history, *answer, *text(NEW_TOKENS, 4)], 2)
-    runs.on_decode.append(seconds)
+    turn, _ = await pair.handover([*history, *answer, *text(NEW_TOKENS, 3)], 2, content)
+    runs.turns["from_decode"].append(turn)
+    turn, _ = await pair.on_decode([*history, *answer, *text(NEW_TOKENS, 4)], 2)
+    runs.turns["on_decode"].append(turn)
 
-    seconds, _ = await pair.handover(text(len(second), 5), 2)
-    runs.computed.append(seconds)
+    turn, _ = await pair.handover(text(len(second), 5), 2)
+    runs.turns["computed"].append(turn)
 
 
-async def measure(args: argparse.Namespace, turns: Turns) -> Runs:
+async def measure(args: argparse.Namespace, turns: Turns, directory: Path) -> Runs:
+    """`directory` gets the traces of the workers."""
     runs = Runs()
-    with tempfile.TemporaryDirectory() as name, Roles() as roles:
-        common, environments = workers.flags(args, Path(name), gpus=2)
+    with Roles() as roles:
+        common, environments = workers.flags(args, directory, gpus=2)
+        common += ["--trace-dir", str(directory), "--kv-connector", args.kv_connector]
         started = []
         for role, environment in zip(("prefill", "decode"), environments, strict=True):
             told = roles.start(role, *common, environment=environment)
@@ -192,26 +180,36 @@ async def measure(args: argparse.Namespace, turns: Turns) -> Runs:
         for number in range(args.rounds + 1):  # the first one warms up: lanes, page faults
             measured = runs if number else Runs()
             await one_round(pair, turns, number, described.block_size, measured)
+        status = await pair.decode.driver.stub.GetStatus(pb.StatusRequest())
+        runs.transport = next(iter(status.kv_transports.values()), "none: nothing was fetched")
         for worker in started:
             await worker.driver.close()
     return runs
 
 
-def report_rows(report: Report, device: str, runs: Runs) -> None:
-    for name, goal in GOALS[device].items():
-        series: list[float] = getattr(runs, name)
-        ratio, spread = contract.paired_ratio(series, runs.computed)
+def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs, traces: Traces) -> None:
+    """`name` begins the names of all rows."""
+    ttfts = {kind: [turn.received - turn.submitted for turn in turns] for kind, turns in runs.turns.items()}
+    of_stages = {kind: stages.series(traces, turns) for kind, turns in runs.turns.items()}
+    for kind, goal in goals.items():
+        ratio, spread = contract.paired_ratio(ttfts[kind], ttfts["computed"])
         report.add(
             Row(
-                f"reuse.{device}.{name}", statistics.median(series) * 1e3, "ms", p99=max(series) * 1e3,
-                ratio=ratio, ratio_to="computing it all", spread=spread, goal=goal, better="lower",
+                f"{name}.{kind}", statistics.median(ttfts[kind]) * 1e3, "ms",
+                p99=max(ttfts[kind]) * 1e3, ratio=ratio, ratio_to="computing it all", spread=spread,
+                goal=goal, better="lower",
             )
         )  # fmt: skip
-    report.add(Row(f"reuse.{device}.computed", statistics.median(runs.computed) * 1e3, "ms"))
-    report.add(Row(f"reuse.{device}.second_turn.prefill", statistics.median(runs.prefill) * 1e3, "ms"))
-    report.add(Row(f"reuse.{device}.second_turn.fetched", statistics.mean(runs.fetched), "ratio"))
+    report.add(Row(f"{name}.computed", statistics.median(ttfts["computed"]) * 1e3, "ms"))
+    for kind, found in of_stages.items():
+        for stage, seconds in found.items():
+            value, worst = statistics.median(seconds) * 1e3, max(seconds) * 1e3
+            report.add(Row(f"{name}.{kind}.{stage}", value, "ms", p99=worst))
+    for kind in ("second_turn", "from_decode"):
+        share = len(of_stages[kind]["pin"]) / len(ttfts[kind])
+        report.add(Row(f"{name}.{kind}.fetched", share, "ratio"))
     worst = max(runs.bytes_over_missing)
-    report.add(Row(f"reuse.{device}.bytes_over_missing", worst, "ratio", goal=1.02, better="lower"))
+    report.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02, better="lower"))
 
 
 def main() -> int:
@@ -225,6 +223,12 @@ def main() -> int:
         "--answer", type=int, help=f"tokens (default: {ON_CPU.answer} on a CPU, {ON_CUDA.answer} on a GPU)"
     )
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
+    p.add_argument(
+        "--kv-connector",
+        default="tcp",
+        choices=["auto", "tcp"],
+        help="of the workers (default: %(default)s)",
+    )
     p.add_argument("--tiers", action="store_true", help="the host tier instead")
     p.add_argument("--disk", metavar="DIR", help="with --tiers: a disk tier in this directory")
     trace = p.add_argument_group("a trace of chats")
@@ -252,10 +256,13 @@ def main() -> int:
     if args.tiers:
         tiers.report(args, turns.history).finish()
         return 0
-    runs = asyncio.run(measure(args, turns))
+    with tempfile.TemporaryDirectory() as name:
+        runs = asyncio.run(measure(args, turns, Path(name)))
+        traces = Traces(Path(name))
     parameters = {k: v for k, v in vars(args).items() if k != "json"} | turns._asdict()
-    report = Report("reuse", parameters, args.json)
-    report_rows(report, args.device, runs)
+    report = Report("reuse", parameters | {"transport": runs.transport}, args.json)
+    of = args.device if args.kv_connector == "tcp" else f"{args.device}.{args.kv_connector}"
+    report_rows(report, f"reuse.{of}", GOALS.get(of, GOALS[args.device]), runs, traces)
     report.finish()
     return 0
 

@@ -22,12 +22,18 @@ class Meters:
         self._prefilled, self._prefill_seconds = float(prompt_tokens), seconds
         self._largest = prompt_tokens
         self._steps = self._seconds = 0.0
+        self._small: dict[int, float] = {}
+        """Average seconds of steps with few prompt tokens alone, by size. Sizes differ by a factor of two."""
 
     def count(self, plan: Schedule) -> None:
         self.preemptions += len(plan.recomputed) + len(plan.handed_back)
 
-    def record(self, prefilled: int, seconds: float) -> None:
+    def record(self, decodes: bool, prefilled: int, seconds: float) -> None:
         """Adds a step that computed `prefilled` prompt tokens, or decoded, to the averages."""
+        if 0 < prefilled < LARGE and not decodes:
+            size = prefilled.bit_length()
+            before = self._small.get(size, seconds)
+            self._small[size] = DECAY * before + (1 - DECAY) * seconds
         self._steps = DECAY * self._steps + 1
         self._seconds = DECAY * self._seconds + seconds
         self._largest = max(self._largest, prefilled)
@@ -44,6 +50,24 @@ class Meters:
         alone = self.prefill_tokens_per_s
         step = chunk_limit.mixed_step(chunk_limit.long_seconds)
         return min(alone, step.tokens / step.seconds) if step.tokens and scheduler.decodes else alone
+
+    def prompt_seconds(self, tokens: int, rest: int, scheduler: Scheduler, chunk_limit: ChunkLimit) -> float:
+        """Seconds by which a prompt is computed sooner if `tokens` of it have KV already and `rest` have not.
+        0: not known.
+
+        With few tokens in all this is less than their share of a long prompt, since a step reads the weights
+        anyway. It is more if they come after many others."""
+        speed = self.prompt_tokens_per_s(scheduler, chunk_limit)
+        whole, without = self._alone(tokens + rest), self._alone(rest)
+        if speed and not scheduler.decodes and 0 < without < whole:
+            return whole - without
+        return tokens / speed if speed else 0.0
+
+    def _alone(self, tokens: int) -> float:
+        """Seconds to compute so many tokens of a prompt, beside no decodes. 0: not known."""
+        if tokens < LARGE:
+            return self._small.get(tokens.bit_length(), 0.0)
+        return tokens / self.prefill_tokens_per_s if self._prefilled else 0.0
 
     @property
     def step_seconds(self) -> float:

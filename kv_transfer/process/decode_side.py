@@ -153,9 +153,10 @@ class DecodeSide:
 
     def session_up(self, session: Session) -> None:
         self._slots.open(session.number)
-        peer = self._peers.session_up(session, time.monotonic())
+        now = time.monotonic()
+        peer = self._peers.session_up(session, now)
         assert session.peer is not None
-        self._apply(self._fetches.session_up(peer.key, session.number, session.peer.kv_dtype))
+        self._apply(self._fetches.session_up(peer.key, session.number, session.peer.kv_dtype, now))
         self.settle()
 
     def session_down(self, session: Session, reason: str, detail: str) -> None:
@@ -392,7 +393,7 @@ class DecodeSide:
         incoming = transfer.incoming
         self._channel.post(
             Complete(
-                transfer.id, incoming.first_token, incoming.frames, incoming.bytes,
+                transfer.id, incoming.first_token, incoming.frames, incoming.bytes, transfer.asked_at,
                 transfer.first_frame_at, transfer.last_frame_at, transfer.commit_at,
             )
         )  # fmt: skip

@@ -36,6 +36,7 @@ class _Source:
     peer: PeerKey
     layout: KVLayout  # of the KV that it sends, once a session was up
     session: int | None = None  # the one that is up
+    up_at: float = 0.0  # since when
     moved: float = 0.0  # when a frame of any of its transfers last came
     transfers: dict[bytes, Transfer] = field(default_factory=dict)
 
@@ -54,6 +55,11 @@ class Transfer:
     first_frame_at: float = 0.0
     last_frame_at: float = 0.0
     commit_at: float = 0.0
+
+    @property
+    def asked_at(self) -> float:
+        """When its FETCH left: at once, or when a session was up."""
+        return max(self.opened, self.source.up_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +172,10 @@ class Fetches:
 
     # ------------------------------------------------------------ from sessions
 
-    def session_up(self, peer: PeerKey, session: int, dtype: str) -> list[Effect]:
+    def session_up(self, peer: PeerKey, session: int, dtype: str, now: float) -> list[Effect]:
         """`dtype`: of the KV that the peer sends."""
         source = self._source(peer)
-        source.session = session
+        source.session, source.up_at = session, now
         source.layout = replace(self._layout, dtype=dtype)
         live = [transfer for transfer in source.transfers.values() if transfer.incoming.live]
         for transfer in live:

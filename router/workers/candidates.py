@@ -1,5 +1,6 @@
 """The workers that the routing policies choose from, kept current with the reports of the connections."""
 
+import math
 import random
 import time
 from collections.abc import Collection
@@ -166,8 +167,9 @@ class Candidates:
     def prefix_source(
         self, worker: WorkerConnection, chunks: list[int], tokens: int, rng: random.Random
     ) -> PrefixSource | None:
-        """A worker of any pool with more of a prompt cached than `worker`, which fetches this in less time
-        than it computes it, as far as known. None: there is none.
+        """A worker of any pool with more of a prompt cached than `worker`. None: there is none, or fetching
+        takes more than twice as long as computing. The worker decides: it knows better what few tokens of a
+        long prompt cost.
 
         Only what workers have reported counts: a worker that will compute the prompt has nothing to send yet.
         It is the best one of a few, drawn among those that have most and those that have less. So many askers
@@ -177,7 +179,7 @@ class Candidates:
         index, row = self._loads.index, self._rows[worker]
         cached = index.overlap(chunks, tokens, CHUNK_TOKENS, self._all)
         own = cached.of(row)
-        best, most_saved = None, 0.0
+        best, most_saved = None, -math.inf
         for found, rows in cached.levels():
             if found < own + CHUNK_TOKENS:
                 break
@@ -185,8 +187,9 @@ class Candidates:
             have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
             for holder in have if len(have) <= DRAWN else rng.sample(have, DRAWN):
                 source = PrefixSource(self._workers[holder], index.slowest_tier(holder, wanted))
-                saved = self._loads.seconds(row, found - own) - source.seconds(worker.status, found - own)
-                if saved > most_saved:
+                computing = self._loads.seconds(row, found - own)
+                saved = computing - source.seconds(worker.status, found - own)
+                if saved > max(most_saved, -computing):
                     best, most_saved = source, saved
         return best
 

@@ -333,7 +333,12 @@ def test_runs_reuse(
     rows = run("reuse", "--short", "--history", "150", "--answer", "20", "--model", str(checkpoint))
     turns = {"second_turn", "from_decode", "on_decode", "computed"}
     assert {f"reuse.cpu.{name}" for name in (*turns, "second_turn.fetched")} <= {*rows}
-    assert 0 < rows["reuse.cpu.second_turn.prefill"] < rows["reuse.cpu.second_turn"]
+    stages = [
+        rows[f"reuse.cpu.on_decode.{name}"] for name in ("submit", "lookup", "queue", "prefill", "reply")
+    ]
+    assert min(stages) >= 0
+    assert sum(stages) == pytest.approx(rows["reuse.cpu.on_decode"], rel=0.5), "a sum of medians"
+    assert 0 < rows["reuse.cpu.second_turn.device"] <= rows["reuse.cpu.second_turn.prefill"]
     assert rows["reuse.cpu.bytes_over_missing"] == 1
     rows = run("reuse", "--short", "--tiers", "--history", "150", "--model", str(checkpoint))
     assert {*rows} == {"reuse.cpu.host_tier", "reuse.cpu.host_tier.computed", "reuse.cpu.host_tier.step"}

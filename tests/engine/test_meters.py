@@ -12,20 +12,20 @@ def test_short_prompts_do_not_lower_the_speed_of_long_ones() -> None:
     meters = Meters(8192, 0.2048)
     assert meters.prefill_tokens_per_s == 40_000
     for _ in range(50):
-        meters.record(20, 0.005)
+        meters.record(False, 20, 0.005)
     assert meters.prefill_tokens_per_s == 40_000
     for _ in range(50):
-        meters.record(LARGE, LARGE / 20_000)
+        meters.record(False, LARGE, LARGE / 20_000)
     assert 19_000 < meters.prefill_tokens_per_s < 21_000
 
 
 def test_without_long_prompts_the_longest_seen_count() -> None:
     meters = Meters()
     assert meters.prefill_tokens_per_s == 0
-    meters.record(20, 0.005)
+    meters.record(False, 20, 0.005)
     assert meters.prefill_tokens_per_s == 4_000
-    meters.record(100, 0.005)
-    meters.record(20, 0.005)
+    meters.record(False, 100, 0.005)
+    meters.record(False, 20, 0.005)
     assert meters.prefill_tokens_per_s > 10_000
 
 
@@ -43,3 +43,22 @@ def test_a_prompt_beside_decodes_is_as_fast_as_long_steps_allow() -> None:
     assert meters.prompt_tokens_per_s(scheduler, limit) == pytest.approx(100 / 0.020, rel=0.02)
     scheduler.drop(live)
     assert meters.prompt_tokens_per_s(scheduler, limit) == 40_000
+
+
+def test_few_tokens_of_a_prompt_cost_what_steps_of_their_size_take() -> None:
+    meters, limit, scheduler = Meters(8192, 0.2048), ChunkLimit(0.020, 8192), make()
+    for _ in range(50):
+        meters.record(True, 40, 0.1)
+    assert meters.prompt_seconds(200, 40, scheduler, limit) == 200 / 40_000, "no such step was alone"
+    for _ in range(50):
+        meters.record(False, 40, 0.006)
+        meters.record(False, 240, 0.014)
+    assert meters.prompt_seconds(200, 40, scheduler, limit) == pytest.approx(0.008)
+    assert meters.prompt_seconds(8000, 40, scheduler, limit) == pytest.approx(8040 / 40_000 - 0.006)
+    assert meters.prompt_seconds(100, 300, scheduler, limit) == 100 / 40_000, "400 is a size not seen"
+    live = add(scheduler, 1, 8)
+    for _ in range(2):
+        step(scheduler)
+    assert live in scheduler.running
+    assert meters.prompt_seconds(200, 40, scheduler, limit) == 200 / 40_000, "beside decodes"
+    scheduler.drop(live)

@@ -334,7 +334,7 @@ def arrive(bench: Bench, transfer_id: bytes, slot: int, layer: int) -> bytes:
 
 
 def complete(bench: Bench, transfer_id: bytes) -> None:
-    bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 2, 2 * 20 * 64, 1.0, 2.0, 2.5))
+    bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 2, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
 
 
 def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> None:
@@ -376,7 +376,7 @@ def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
     receiver.poll()
     assert before <= receiver.next_injection <= time.monotonic()
     if how == "injected":
-        bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 1.0, 2.0, 2.5))
+        bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
     elif how == "cancelled":
         receiver.cancel(b"d")
     else:

@@ -63,7 +63,7 @@ class World:
         self.left: dict[bytes, int] = {}  # frames that really left, by transfer
         self.now = 0.0
         self.kv_moved = 0.0
-        self.fetches.session_up(PEER, self.session, LAYOUT.dtype)
+        self.fetches.session_up(PEER, self.session, LAYOUT.dtype, self.now)
 
     @property
     def live(self) -> list[Transfer]:
@@ -251,7 +251,7 @@ class World:
         """ACKs that may be lost are said again, those that came, too; then what was asked for meanwhile."""
         self.up = True
         self.acknowledge()
-        self.apply_decode(self.fetches.session_up(PEER, self.session, LAYOUT.dtype))
+        self.apply_decode(self.fetches.session_up(PEER, self.session, LAYOUT.dtype, self.now))
 
     # ------------------------------------------------------------ what must hold
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from decode_worker.role import DecodeRole
 from engine import EngineRequest, Logprobs, Output
+from kv_transfer import TraceWriter
 from worker import messages
 from worker.attempts import Attempts
 from worker.messages import Code, FromEngine
@@ -76,7 +77,11 @@ def test_a_decode_may_not_have_the_id_of_a_prefill_that_the_engine_does_not_know
     table, sent = attempts()
     engine: Any = SimpleNamespace(has=lambda _: False)
     parts: Any = SimpleNamespace(
-        attempts=table, counts=None, link=None, trace=None, config=SimpleNamespace(incarnation=1)
+        attempts=table,
+        counts=None,
+        link=None,
+        trace=TraceWriter(None, ""),
+        config=SimpleNamespace(incarnation=1),
     )
     unused: Any = None
     role = DecodeRole(parts, engine, unused, unused, unused)

@@ -7,7 +7,7 @@ import pytest
 
 from content import CHUNK_TOKENS
 from engine import EngineRequest
-from kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats
+from kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, TraceWriter
 from worker import prefix_fetches, prefix_links
 from worker.messages import ContentSource, RequestCounts
 from worker.prefix_fetches import PrefixFetches
@@ -38,6 +38,7 @@ class World:
                 missing=self.find_missing, start_import=self.start_import, end_import=self.imports.__setitem__
             ),
             prompt_tokens_per_s=0.0,
+            prompt_seconds=lambda tokens, _: tokens / speed if (speed := engine.prompt_tokens_per_s) else 0.0,
         )
         self.engine = engine
         receiver: Any = SimpleNamespace(
@@ -45,7 +46,7 @@ class World:
             began=lambda fetch_id: fetch_id in self.began,
         )  # fmt: skip
         self.began: set[bytes] = set()
-        self.fetches = PrefixFetches(engine, receiver, 7, self.counts, PrefixLinks())
+        self.fetches = PrefixFetches(engine, receiver, 7, self.counts, PrefixLinks(), TraceWriter(None, ""))
 
     def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
@@ -64,10 +65,12 @@ class World:
 
         return self.fetches.start(EngineRequest(name, [1]), source, then)
 
-    def inject(self, chunks: int, seconds: float, waited: float = 0.0) -> None:
-        """The newest fetch has taken `seconds`, of which it `waited` for the first frame."""
-        tokens, began = chunks * CHUNK_TOKENS, self.now - seconds
-        stats = InjectStats(tokens * TOKEN_BYTES, tokens, 1, began, began + waited, 0, 0, 0, self.now)
+    def inject(self, chunks: int, seconds: float, waited: float = 0.0, connecting: float = 0.0) -> None:
+        """The newest fetch has taken `seconds`, of which it `waited` for the first frame, after a session was
+        made."""
+        tokens, asked = chunks * CHUNK_TOKENS, self.now - seconds
+        began = asked - connecting
+        stats = InjectStats(tokens * TOKEN_BYTES, tokens, 1, began, asked, asked + waited, 0, 0, 0, self.now)
         self.fetches.handle(Injected(self.asked[-1], FirstToken(0), stats))
 
     @property
@@ -130,6 +133,15 @@ def test_a_short_prefix_is_computed_if_the_first_frame_takes_longer(world: World
     world.inject(4, seconds=0.06, waited=0.02)
     assert world.start(b"short")
     world.inject(1, seconds=0.03, waited=0.02)
+    assert world.empty
+
+
+def test_the_time_to_make_a_session_does_not_count(world: World) -> None:
+    world.engine.prompt_tokens_per_s = 1000.0
+    assert world.start()
+    world.inject(4, seconds=0.1, waited=0.02, connecting=3.0)
+    assert world.start(), "0.1 s and 0.256 s"
+    world.inject(4, seconds=0.1, waited=0.02)
     assert world.empty
 
 
