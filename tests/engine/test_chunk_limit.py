@@ -70,8 +70,9 @@ def test_the_engine_passes_its_targets_on(
 ) -> None:
     made: list[tuple[float | None, int, float, tuple[int, float]]] = []
     monkeypatch.setattr("engine.engine.ChunkLimit", lambda *given: made.append(given))
-    tiny_engine(max_num_batched_tokens=64, ttit_target_steps=6.0)
-    tiny_engine(max_num_batched_tokens=128, ttit_target=0.02)
+    # On a GPU an engine also measures a prompt when it starts, which is the last argument.
+    tiny_engine(device="cpu", max_num_batched_tokens=64, ttit_target_steps=6.0)
+    tiny_engine(device="cpu", max_num_batched_tokens=128, ttit_target=0.02)
     assert made == [(None, 64, 6.0, (0, 0.0)), (0.02, 128, LONG, (0, 0.0))]
 
 

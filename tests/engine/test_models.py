@@ -113,10 +113,10 @@ def test_greedy_tokens_equal_transformers(
         expected = greedy(reference, prompt, 12)
         assert output.tokens == [token for token, _ in expected]
         for ours, (_, logprobs) in zip(output.outputs, expected, strict=True):
-            assert ours.logprobs.logprob == pytest.approx(float(logprobs.max()), abs=2e-4)
+            assert ours.logprobs.logprob == pytest.approx(float(logprobs.max()), abs=3e-4)
             top = logprobs.topk(5)
             assert ours.logprobs.top_ids == tuple(top.indices.tolist())
-            assert ours.logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=2e-4)
+            assert ours.logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=3e-4)
 
 
 def test_a_cached_prefix_ends_within_an_attention_chunk(
