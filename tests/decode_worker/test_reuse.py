@@ -94,7 +94,8 @@ async def test_a_worker_that_leaves_its_pool_offers_what_it_has(caching_workers:
     """This test is the router: it passes the offer on."""
     async with paired(*caching_workers) as pair:
         prompt = text(200, 200)
-        await pair.prefill.submit_prefill(request(prompt, sampling(max_tokens=1)), handover=False)
+        work = request(prompt, sampling(max_tokens=1))
+        await pair.prefill.token(await pair.prefill.submit_prefill(work, handover=False))
         await pair.prefill.next_status()  # a later one has the pool
         try:
             await pair.prefill.stub.SetPool(pb.SetPoolRequest(pool=pb.POOL_DECODE))
