@@ -134,10 +134,13 @@ class PrefixFetches:
             fetched = stats.tokens
             self._counts.prefix_fetched_tokens[fetch.tier] += fetched
             self._counts.prefix_fetched_bytes += stats.bytes
-            # Without the time to make a session, which the next fetches do not need.
-            waited = stats.first_frame_at - stats.asked_at
-            copying = stats.injected_at - stats.first_frame_at
-            fetch.link.measured(stats.tokens, waited, copying, time.monotonic())
+            fetch.link.measured(
+                stats.tokens,
+                stats.first_frame_at - stats.asked_at,
+                stats.injected_at - stats.first_frame_at,
+                time.monotonic(),
+                stats.asked_at - stats.fetch_at,
+            )
             if self._trace.enabled:
                 self._trace.instant(
                     "prefix fetched",

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from content import Tier
+from kv_transfer import TransferDeadlines
 from worker.messages import ContentSource, PrefixLink
 
 MEMORY = 0.7
@@ -11,6 +12,8 @@ MEMORY = 0.7
 FORGET = 0.97
 """What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
 fetch would be the last one."""
+IDLE_CLOSE = TransferDeadlines().idle_close
+"""Seconds without a fetch after which the next one has to make a session first."""
 MOST = 1000
 """Links with measured fetches. One more replaces the oldest."""
 RECENT = 60.0
@@ -29,6 +32,7 @@ class Link:
     tokens: float = 0.0  # a sum, as is `seconds`
     seconds: float = 0.0  # from the first frame on
     paused_until: float = 0.0  # time.monotonic()
+    connecting: float = 0.0  # seconds until the last new session was up
     measured_at: float = -math.inf  # time.monotonic()
 
     def pays(self, tokens: int, seconds: float, now: float) -> bool:
@@ -37,8 +41,12 @@ class Link:
         Each answer of no lowers what is measured. So after many of them a fetch is tried again."""
         if now < self.paused_until:
             return False
-        if not seconds or not self.fetches or self._expected(tokens) < seconds:
+        if not seconds or not self.fetches:
             return True
+        connecting = self.connecting if self._has_ended(now) else 0.0
+        if connecting + self._expected(tokens) < seconds:
+            return True
+        self.connecting *= FORGET
         self.waited *= FORGET
         self.transfers = {size: FORGET * took for size, took in self.transfers.items()}
         return False
@@ -54,7 +62,15 @@ class Link:
             transfer = self.transfers[size] * tokens / (1 << size)
         return self.waited / self.fetches + transfer
 
-    def measured(self, tokens: int, waited: float, seconds: float, now: float) -> None:
+    def _has_ended(self, now: float) -> bool:
+        """Whether the session of the last fetch has probably ended."""
+        return now >= self.measured_at + IDLE_CLOSE
+
+    def measured(
+        self, tokens: int, waited: float, seconds: float, now: float, connecting: float = 0.0
+    ) -> None:
+        if self._has_ended(now):
+            self.connecting = connecting
         self.measured_at = now
         self.tokens = MEMORY * self.tokens + tokens
         self.seconds = MEMORY * self.seconds + seconds

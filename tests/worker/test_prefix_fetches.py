@@ -136,12 +136,17 @@ def test_a_short_prefix_is_computed_if_the_first_frame_takes_longer(world: World
     assert world.empty
 
 
-def test_the_time_to_make_a_session_does_not_count(world: World) -> None:
+def test_the_time_to_make_a_session_counts_when_the_last_one_has_ended(world: World) -> None:
     world.engine.prompt_tokens_per_s = 1000.0
     assert world.start()
-    world.inject(4, seconds=0.1, waited=0.02, connecting=3.0)
+    world.inject(4, seconds=0.1, waited=0.02, connecting=0.2)
     assert world.start(), "0.1 s and 0.256 s"
     world.inject(4, seconds=0.1, waited=0.02)
+    world.now += 50.0
+    assert world.start()
+    world.inject(4, seconds=0.1, waited=0.02)
+    world.now += 61.0
+    assert not world.start(), "0.3 s and 0.256 s"
     assert world.empty
 
 
