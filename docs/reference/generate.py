@@ -73,8 +73,8 @@ the code of the router.
 - Fields that are in no table are refused by `/v1/responses` and `/v1/messages`, also inside of other fields
   except items, messages and tools. The other endpoints ignore them, as vLLM does. These fields of the other
   servers are ignored because they do not change an answer: `stream_interval`, `session_id`,
-  `spaces_between_special_tokens`, `return_mm_kwargs`, `return_token_offsets`, `custom_labels` and
-  `ngram_corpus_id`.
+  `spaces_between_special_tokens`, `mm_payload`, `return_mm_kwargs`, `return_token_offsets`, `custom_labels`
+  and `ngram_corpus_id`.
 
 ## Clients
 

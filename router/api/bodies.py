@@ -330,3 +330,5 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     tokens: list[TokenId] = Field(validation_alias=AliasChoices("tokens", "token_ids"))
+    skip_special_tokens: Nullable[bool] = False
+    """False as in vLLM; SGLang's default is true."""

@@ -76,6 +76,10 @@ OPERATIONS = (
         "post", "/v1/messages/count_tokens", "How long a prompt is, in Anthropic's form.", TokenCount,
         body=CountTokensBody, errors=_REQUEST, error=AnthropicErrorResponse,
     ),
+    Operation(
+        "post", "/invocations", "As /v1/chat/completions if the body has messages, else as /v1/completions.",
+        "application/json", errors=_GENERATION,
+    ),
     Operation("get", "/v1/models", "The model that is served.", responses.ModelList, errors=(401,)),
     Operation(
         "get", "/v1/models/{id}", "The model with this id.", responses.ModelCard, errors=(401, 404),
@@ -106,6 +110,7 @@ OPERATIONS = (
     ),
     Operation("get", "/version", "The version of Baton.", responses.VersionResponse, open=True),
     Operation("get", "/openapi.json", "This description.", "application/json", open=True),
+    Operation("get", "/docs", "This description as a page.", "text/html", open=True),
     Operation(
         "get", "/status", "The router and its workers.", responses.StatusResponse, errors=(401,), admin=True
     ),

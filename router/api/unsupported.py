@@ -2,9 +2,9 @@
 
 To ignore such a field would return a result that the client did not ask for. Fields that do not change the
 result are not listed, and are ignored: `stream_interval` (size of chunks), `session_id` (requests that belong
-together), `spaces_between_special_tokens` (no effect on byte-exact text), `return_mm_kwargs` and
-`return_token_offsets` (of endpoints that only render), `custom_labels` (of metrics) and `ngram_corpus_id`
-(for speculation).
+together), `spaces_between_special_tokens` (no effect on byte-exact text), `mm_payload`, `return_mm_kwargs`
+and `return_token_offsets` (of endpoints that only render), `custom_labels` (of metrics) and
+`ngram_corpus_id` (for speculation).
 """
 
 from typing import Any
@@ -26,8 +26,9 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (), "regex": (), "repetition_detection": (),
     "request_id": (), "return_cached_tokens_details": (False,), "return_hidden_states": (False,),
     "return_meta_info": (False,), "return_prompt_text": (False,), "return_prompt_token_ids": (False,),
-    "return_routed_experts": (False,), "rid": (), "routed_dp_rank": (), "routed_experts_prompt_start": (0,),
-    "routed_experts_start_len": (0,), "session_params": ({},), "stop_regex": ([],), "suffix": ("",),
+    "return_routed_experts": (False,), "return_weight_versions": (False,), "rid": (), "routed_dp_rank": (),
+    "routed_experts_prompt_start": (0,), "routed_experts_start_len": (0,), "session_params": ({},),
+    "stop_regex": ([],), "suffix": ("",),
     "use_audio_in_video": (False,), "use_beam_search": (False,), "verbosity": ("medium",),
     "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip

@@ -1,5 +1,8 @@
 """The HTTP endpoints that generate, except /v1/responses, which also stores."""
 
+from typing import Literal
+
+import msgspec
 from aiohttp import web
 
 from router.active_request import ActiveRequest, Services
@@ -10,6 +13,21 @@ from router.endpoints.frontend import Frontend
 from router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body, timeout_of
 from router.endpoints.http_response import respond
 from router.preparation.prepare import Generated
+
+_BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[MessagesBuilder]] = {
+    "chat": ChatBuilder,
+    "completion": CompletionBuilder,
+    "messages": MessagesBuilder,
+}
+
+
+class _Form(msgspec.Struct):
+    """`Raw` skips over the value."""
+
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+_form = msgspec.json.Decoder(_Form).decode
 
 
 class HttpGeneration:
@@ -22,13 +40,17 @@ class HttpGeneration:
         self._frontend = frontend
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "chat", ChatBuilder)
+        return await self._generate(request, "chat")
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "completion", CompletionBuilder)
+        return await self._generate(request, "completion")
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "messages", MessagesBuilder)
+        return await self._generate(request, "messages")
+
+    async def invocation(self, request: web.Request) -> web.StreamResponse:
+        """The one endpoint that Amazon SageMaker calls."""
+        return await self._generate(request, None)
 
     async def prepare(
         self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
@@ -51,14 +73,19 @@ class HttpGeneration:
         headers = {"x-request-id": REQUEST_ID.get()}
         return await respond(request, active, builder, headers, self._config.client_timeout)
 
-    async def _generate(
-        self,
-        request: web.Request,
-        kind: Generated,
-        builder: type[ChatBuilder] | type[CompletionBuilder] | type[MessagesBuilder],
-    ) -> web.StreamResponse:
+    async def _generate(self, request: web.Request, kind: Generated | None) -> web.StreamResponse:
+        """`kind`: None lets the body say it."""
         raw = await read_body(request, self._config)
+        kind = kind or _kind_of(raw)
         with self._frontend.admit(ACCOUNT.get(), len(raw)) as entry:
             active = await self.prepare(request, kind, raw, entry)
             del raw  # frees the body, which may be large, before the generation, which may be long
-            return await self.respond(request, active, builder(active, self._model, self._tokenizer))
+            return await self.respond(request, active, _BUILDERS[kind](active, self._model, self._tokenizer))
+
+
+def _kind_of(raw: bytearray) -> Literal["chat", "completion"]:
+    """A body with messages is a chat. All others are completions, which refuse what is not valid."""
+    try:
+        return "chat" if bytes(_form(raw).messages) else "completion"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return "completion"

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_DOCS = Path(__file__).with_name("docs.html").read_bytes()
 _ADMIN = ("/metrics", "/metrics/targets", "/status")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open}
 
@@ -56,6 +58,7 @@ class HttpEndpoints:
                 web.post("/v1/responses/{id}/cancel", responses.cancel),
                 web.post("/v1/messages", generation.messages),
                 web.post("/v1/messages/count_tokens", partial(self._convert, kind="count_tokens")),
+                web.post("/invocations", generation.invocation),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{id:.+}", self._model),
                 web.post("/tokenize", partial(self._convert, kind="tokenize")),
@@ -69,6 +72,7 @@ class HttpEndpoints:
                 web.get("/tokenizer_info", self._tokenizer_info),
                 web.get("/version", self._version),
                 web.get("/openapi.json", self._openapi),
+                web.get("/docs", self._docs),
             ]
         )
         if not config.supervised:  # otherwise the admin port serves them for all processes
@@ -186,6 +190,9 @@ class HttpEndpoints:
     async def _openapi(self, request: web.Request) -> web.Response:
         keys, admin = bool(self._config.api_keys), not self._config.supervised
         return _json(description(version(), keys=keys, admin=admin))
+
+    async def _docs(self, request: web.Request) -> web.Response:
+        return web.Response(body=_DOCS, content_type="text/html", charset="utf-8")
 
     async def _status(self, request: web.Request) -> web.Response:
         return _json(await router_status(self._config, self._services, self._frontend.draining))

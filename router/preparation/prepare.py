@@ -169,7 +169,8 @@ def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> 
 
 def _detokenize(body: DetokenizeBody, tokenizer: ModelTokenizer) -> bytes:
     _check_ids(body.tokens, "tokens", tokenizer)
-    return msgspec.json.encode({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+    return msgspec.json.encode({"prompt": text})
 
 
 def _count_tokens(body: ChatBody, tokenizer: ModelTokenizer) -> bytes:

@@ -185,6 +185,7 @@ def test_an_invalid_field_of_a_chat_is_named(body, param, reason):
         ("stream_reasoning", False),
         ("task", "title"),
         ("return_meta_info", True),
+        ("return_weight_versions", True),
         ("mm_processor_kwargs", {"fps": 1}),
     ],
 )

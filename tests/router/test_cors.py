@@ -74,3 +74,9 @@ async def test_the_small_endpoints_of_vllm(cluster: Cluster):
     assert template["eos_token"] == "<|im_end|>"
     async with cluster.http.post(cluster.url + "/ping") as response:
         assert response.status == 200
+    for body in ({"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": "Hi"}):
+        status, answer = await cluster.post("/invocations", **body, max_tokens=2)
+        assert status == 200
+        assert answer["object"] == ("chat.completion" if "messages" in body else "text_completion")
+    status, answer = await cluster.post("/invocations", max_tokens=2)
+    assert (status, answer["error"]["param"]) == (400, "prompt")

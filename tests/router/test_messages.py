@@ -74,11 +74,15 @@ async def test_a_stream_has_typed_events_in_order(thinking: Cluster):
 
 
 async def test_thinking_may_be_omitted_or_off(thinking: Cluster):
-    for thought in ({"type": "adaptive", "display": "omitted"}, {"type": "disabled"}):
-        status, result = await thinking.post(PATH, **BODY, thinking=thought, tools=[TOOL])
+    for more in (
+        {"thinking": {"type": "adaptive", "display": "omitted"}},
+        {"thinking": {"type": "disabled"}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ):
+        status, result = await thinking.post(PATH, **BODY, **more, tools=[TOOL])
         assert status == 200
         assert [block["type"] for block in result["content"]] == ["text", "tool_use"]
-    assert "<think>\n\n</think>" in thinking.prompt
+        assert ("<think>\n\n</think>" in thinking.prompt) == ("adaptive" not in str(more))
 
 
 async def test_why_a_message_stops(cluster: Cluster):

@@ -6,7 +6,16 @@ from pydantic import ConfigDict, Field, model_validator
 
 from router.api.anthropic.content import InputMessage, Text, chat_messages
 from router.api.bodies import MAX_TOOLS, ChatBody
-from router.api.fields import MAX_STOPS, ClosedPart, Nullable, Part, Stop, invalid, unsupported
+from router.api.fields import (
+    MAX_STOPS,
+    ClosedPart,
+    Nullable,
+    Part,
+    Stop,
+    TemplateSettings,
+    invalid,
+    unsupported,
+)
 from router.api.messages import FUNCTION_NAME
 from router.api.sampling import Body, SamplingBody
 from router.api.structured import JsonSchema, ResponseFormat
@@ -96,12 +105,14 @@ class PromptBody(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: TemplateSettings | None = None
     cache_control: Annotated[Any, Field(description=f"{NO_EFFECT}: prefixes are always cached")] = None
 
     def chat_fields(self) -> dict[str, Any]:
         """Returns these fields as those of a chat completion."""
         messages = chat_messages(self.system, self.messages)
         choice, config = self.tool_choice, self.output_config or OutputConfig()
+        settings: dict[str, Any] = {}
         fields: dict[str, Any] = {
             "messages": messages,
             "tools": [tool.for_chat for tool in self.tools or ()],
@@ -119,7 +130,8 @@ class PromptBody(Body):
             fields["thinking_token_budget"] = self.thinking.budget_tokens
             fields["include_reasoning"] = self.thinking.display != "omitted"
             if self.thinking.type != "adaptive":
-                fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "enabled"}
+                settings["enable_thinking"] = self.thinking.type == "enabled"
+        fields["chat_template_kwargs"] = settings | (self.chat_template_kwargs or {})
         return fields
 
 
