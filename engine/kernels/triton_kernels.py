@@ -17,6 +17,7 @@ from engine.kernels import (
     Mamba2,
     Quantized,
     causal_conv,
+    delta_scan,
     fp8,
     gated_norm,
     norm,
@@ -224,7 +225,11 @@ class TritonKernels:
         x, beside = projected.split((projected.shape[1] - 2 * heads, 2 * heads), dim=1)
         y = x.new_empty(len(x), heads * head_dim)
         rows = self._convolve(x, layer, state, plan)
-        delta_rule(rows, beside, layer, state.ssm, plan.slots, plan.contexts, plan.scans, y)
+        if len(plan.contexts):
+            delta_rule(rows, beside, layer, state.ssm, plan.slots, plan.contexts, y)
+        if plan.scans is not None:
+            tokens = ssd.chunk_tokens(x.dtype)
+            delta_scan.scan(rows, beside, layer, state.ssm, plan.slots, plan.scans, tokens, y)
         return y
 
     def _convolve(
