@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,23 @@ def caching_workers(request: pytest.FixtureRequest, caching_directory: Path) -> 
     ) as started:
         yield started
     assert list((caching_directory / "run").iterdir()) == []
+    assert_traces(caching_directory / "traces")
+
+
+def assert_traces(directory: Path) -> None:
+    """Traces of workers that have ended name what transfers and steps did."""
+    events: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for path in directory.iterdir():
+        events[path.stem] += [json.loads(line.rstrip(",")) for line in path.read_text().splitlines()[1:]]
+    names = {event["name"] for of_process in events.values() for event in of_process}
+    assert names >= {"layer", "gather", "send", "recv", "inject", "joined"}
+    assert names >= {"queued", "prompt", "step", "first token"}
+    chunks: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for step in [event["args"] for event in events["prefill-0-engine"] if event["name"] == "step"]:
+        for request, start, stop in step["prompts"]:
+            chunks[request].append((start, stop))
+            assert stop - start <= TINY["max_num_batched_tokens"]
+    assert all(a[1] <= b[0] for of_prompt in chunks.values() for a, b in pairwise(of_prompt))
 
 
 def prompt(length: int) -> list[int]:
