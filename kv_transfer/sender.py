@@ -76,6 +76,7 @@ class ArenaSender:
         self._layout = kv.layout
         self._ranks = kv.ranks
         self._kv_layers = kv.layout.kv_layers
+        self._last_layer = kv.layout.num_layers - 1
         # Each slice has heads of one rank. Ranks may hold the same head. By state type; None: KV.
         self._heads = {
             state: sorted({heads_of(kv.layout, rank, kv.ranks, state) for rank in range(kv.ranks)})
@@ -115,7 +116,8 @@ class ArenaSender:
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         if start < stop:
             self._commands.append((self._ready, (prefill_id, layer, start, stop, self._pool.record())))
-            if self._asleep:  # else it will look soon enough
+            # Else it will look soon enough. What is launched now may be all: nothing hides what waits then.
+            if self._asleep or layer == self._last_layer:
                 os.eventfd_write(self._wake, 1)
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
@@ -288,7 +290,7 @@ class ArenaSender:
         if layer in self._layout.state_layers and not is_last:
             return  # its states are not final
         layers = self._kv_layers if layer is None else (layer,)
-        prefill.launched = is_last and layers[-1] == self._layout.num_layers - 1
+        prefill.launched = is_last and layers[-1] == self._last_layer
         for i in layers:
             entry = (i, start, stop, event)
             prefill.ready.append(entry)

@@ -1,14 +1,17 @@
-"""The first actions of a child of the service process: set its title and tie its life to the parent."""
+"""The first actions of a child of the service process: set its title and timers, and tie its life to the
+parent."""
 
 import signal
 
 import setproctitle
 
 from kv_transfer.parent import die_with_parent
+from kv_transfer.wait import end_waits_on_time
 
 
 def begin(title: str, parent_pid: int) -> None:
-    """Makes this process die with its parent and ignore SIGINT and SIGTERM, and sets its title.
+    """Makes this process die with its parent and ignore SIGINT and SIGTERM, and sets its title. Its waits end
+    on time, since steps are launched at a time.
 
     Must be called before slow imports. The kernel sends SIGKILL when the parent's spawning thread ends, so
     the service spawns in its main thread. A milder signal would not end an engine inside a kernel launch. A
@@ -19,3 +22,4 @@ def begin(title: str, parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     setproctitle.setproctitle(title)
+    end_waits_on_time()

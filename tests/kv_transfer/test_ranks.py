@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from kv_transfer import ranks as ranks_module
 from kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from kv_transfer.channel import ChannelClosed
-from kv_transfer.device import Event, Pool, Staged
+from kv_transfer.device import Event, HostPool, Pool, Staged
 from kv_transfer.layout import KVLayout, cut
 from kv_transfer.ranks import open_ranks
 
@@ -121,6 +122,27 @@ def test_a_rank_gathers_a_layer_only_when_it_has_written_it(until: Any) -> None:
         group.copiers[0].layer_done(1)
         until_passed(group.gathers, done)
         assert any(filled[1])
+
+
+def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a GPU's host as long as a gather, and nothing hides what the last layer waits for."""
+    made: list[tuple[str, Sequence[int]]] = []
+    table = HostPool.table
+
+    def noted(pool: HostPool, block_ids: Sequence[int], *args: int) -> Sequence[int]:
+        made.append((threading.current_thread().name, block_ids))
+        return table(pool, block_ids, *args)
+
+    monkeypatch.setattr(HostPool, "table", noted)
+    with groups(4, (2, 16)) as (group,):
+        for is_gather, pool in ((True, group.gathers), (False, group.scatters)):
+            made.clear()
+            there = pool.table([3, 5], 20)
+            for layer in range(2):
+                [piece] = cut(layout_of(4), layer, (0, 20), (2, 4), SLOT)
+                staged = [Staged(piece, 0, there)]
+                until_passed(pool, pool.gather(staged) if is_gather else pool.scatter(staged)[1])
+            assert made == [("MainThread", [3, 5]), ("kv copies", (3, 5))]
 
 
 def test_a_rank_that_hangs_or_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
-from kv_transfer.wait import wait
+from kv_transfer.wait import end_waits_on_time, wait
+
+PR_GET_TIMERSLACK = 30
 
 
 def test_who_is_ready() -> None:
@@ -34,3 +39,24 @@ def test_how_long(seconds: float) -> None:
     assert seconds - 1e-6 <= min(took) < seconds + (0.0007 if seconds < 1 else 0.9)
     for fd in (read_fd, write_fd):
         os.close(fd)
+
+
+def test_waits_of_a_thread_and_of_those_that_it_starts_end_on_time() -> None:
+    slack: list[int] = []  # nanoseconds
+
+    def look() -> None:
+        slack.append(ctypes.CDLL(None).prctl(PR_GET_TIMERSLACK))
+
+    def first() -> None:
+        look()
+        end_waits_on_time()
+        in_thread(look)
+
+    in_thread(first)
+    assert slack[0] > slack[1] == 1
+
+
+def in_thread(run: Callable[[], None]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
