@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from cluster import options
 from cluster.parameters import takes_options, unknown_variables
@@ -252,16 +254,33 @@ def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
     return run(endpoint, chat)
 
 
-@app.command(
-    rich_help_panel=CLIENTS,
-    add_help_option=False,  # bench.load.cli prints its own --help
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def bench(context: typer.Context) -> None:
-    """Load-test any OpenAI-compatible endpoint; see `baton bench --help`."""
-    from bench.load.cli import app as bench_app
+class _BenchGroup(TyperGroup):
+    """The commands of `bench.load.cli`, which is imported when one of them is asked for."""
 
-    bench_app(context.args, prog_name="baton bench")
+    @cached_property
+    def _group(self) -> TyperGroup:
+        from bench.load.cli import app as bench_app
+
+        group = typer.main.get_command(bench_app)
+        assert isinstance(group, TyperGroup)
+        return group
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return self._group.list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self._group.get_command(ctx, cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._group.format_help(ctx, formatter)
+
+
+app.add_typer(
+    typer.Typer(cls=_BenchGroup, no_args_is_help=True),
+    name="bench",
+    help="Load-test any OpenAI-compatible endpoint; see `baton bench --help`.",
+    rich_help_panel=CLIENTS,
+)
 
 
 def main() -> None:

@@ -94,8 +94,14 @@ def test_help_shows_the_values_of_every_choice() -> None:
 
 def test_the_version_and_the_completion_of_a_shell() -> None:
     assert baton("--version").output.startswith("baton ")
-    asked = {"_BATON_COMPLETE": "complete_bash", "COMP_WORDS": "baton serve --dtype fl", "COMP_CWORD": "3"}
-    assert baton(**asked).output.split() == ["float32", "float16"]
+    for words, expected in (
+        ("baton serve --dtype fl", ["float32", "float16"]),
+        ("baton bench re", ["replay", "report"]),
+        ("baton bench compare --fail", ["--fail-if"]),
+    ):
+        place = str(words.count(" "))
+        asked = {"_BATON_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+        assert baton(**asked).output.split() == expected
 
 
 def test_the_model_is_an_argument_or_an_option(served: list[Plan]) -> None:
