@@ -328,8 +328,9 @@ class FakeWorker(WorkerServicer):
             event.cached_tokens = 3
         if sampling.HasField("logprobs"):
             event.logprobs.logprob = -0.5 * (index + 1)
-            event.logprobs.top_ids.extend(range(100, 100 + sampling.logprobs))
-            event.logprobs.top_logprobs.extend(-float(i) for i in range(sampling.logprobs))
+            top = list(sampling.logprob_token_ids) or range(100, 100 + sampling.logprobs)
+            event.logprobs.top_ids.extend(top)
+            event.logprobs.top_logprobs.extend(-float(i) for i in range(len(top)))
         self.change(event)
         events = [event, event] if self.duplicate else [event]
         if self.late and index > len(request.output_ids):

@@ -313,6 +313,7 @@ class TokenizeBody(RenderedBody):
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    return_token_strs: Nullable[bool] = False
 
     @model_validator(mode="before")
     @classmethod

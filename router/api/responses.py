@@ -215,6 +215,8 @@ class TokenizeResponse(ResponseModel):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str | None] | None
+    """The tokens as the vocabulary spells them, with `return_token_strs`."""
 
 
 class DetokenizeResponse(ResponseModel):
@@ -222,11 +224,13 @@ class DetokenizeResponse(ResponseModel):
 
 
 class TokenizerInfoResponse(ResponseModel):
-    """The names are those of tokenizer_config.json. A model without a chat template has only the last two."""
+    """The names are those of tokenizer_config.json. Without a chat template the first three are null."""
 
     chat_template: str | None
     bos_token: str | None
     eos_token: str | None
+    tokenizer_class: str
+    """The class of transformers that loads such a tokenizer."""
     vocab_size: int
     model_max_length: int
 

@@ -41,7 +41,7 @@ CHAT: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "reasoning": ({},), "separate_reasoning": (True,), "stream_reasoning": (True,),
     "task": (),
 }  # fmt: skip
-TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": (), "return_token_strs": (False,)}
+TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": ()}
 COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
     "context_management": (
         {"edits": []},
@@ -99,7 +99,6 @@ REMEDIES = {
     "repetition_detection": "use repetition_penalty or stop",
     "request_id": _NAMED,
     "return_prompt_token_ids": "use return_token_ids",
-    "return_token_strs": "send the token ids to /detokenize",
     "rid": _NAMED,
     "routed_dp_rank": _ROUTED,
     "separate_reasoning": "start the router with --reasoning-parser none",

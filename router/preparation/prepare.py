@@ -163,7 +163,10 @@ def _tokenize(body: TokenizeBody, tokenizer: ModelTokenizer, served: Served) -> 
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
     tokens = tokenizer.encode(text, add_special_tokens=special)
-    response = {"count": len(tokens), "max_model_len": served.context, "tokens": tokens}
+    strings = tokenizer.entries(tokens) if body.return_token_strs else None
+    response = {
+        "count": len(tokens), "max_model_len": served.context, "tokens": tokens, "token_strs": strings,
+    }  # fmt: skip
     return msgspec.json.encode(response)
 
 

@@ -65,6 +65,7 @@ class ModelTokenizer:
             "chat_template": state.get("source"),
             "bos_token": state.get("bos_token"),
             "eos_token": state.get("eos_token"),
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "vocab_size": self.vocab_size,
             "model_max_length": self.max_model_len,
         }
@@ -137,6 +138,10 @@ class ModelTokenizer:
         """Invalid UTF-8 becomes U+FFFD."""
         kept = (t for t in token_ids if not (skip_special_tokens and t in self._special))
         return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+    def entries(self, token_ids: list[int]) -> list[str | None]:
+        """Returns the tokens as the vocabulary spells them, such as "Ġthe"."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special

@@ -229,7 +229,6 @@ def test_fields_of_other_servers_are_refused_with_a_remedy(field, value, remedy)
         (ChatBody, "separate_reasoning", False, "--reasoning-parser none"),
         (CompletionBody, "max_completion_tokens", 5, "use max_tokens"),
         (CompletionBody, "top_logprobs", 2, "use logprobs"),
-        (TokenizeBody, "return_token_strs", True, "/detokenize"),
     ],
 )
 def test_fields_of_another_endpoint_are_refused_with_a_remedy(kind, field, value, remedy):

@@ -88,7 +88,9 @@ async def test_generated_responses_are_as_described(
 async def test_other_responses_are_as_described(cluster: Cluster):
     status, result = await cluster.post("/tokenize", prompt="Hello")
     assert status == 200
-    responses.TokenizeResponse.model_validate(result)
+    assert responses.TokenizeResponse.model_validate(result).token_strs is None
+    _, spelled = await cluster.post("/tokenize", prompt="Hello there", return_token_strs=True)
+    assert spelled["token_strs"] == ["Hello", "Ġthere"]
     tokens = [1, *result["tokens"]]
     for skip, text in ((None, "<|im_start|>Hello"), (True, "Hello")):
         status, result = await cluster.post("/detokenize", tokens=tokens, skip_special_tokens=skip)

@@ -76,8 +76,12 @@ async def test_tokens_are_named_for_logprobs(cluster: Cluster):
     await cluster.complete(max_tokens=2, logprobs=1, logprob_token_ids=[6, 5])
     assert list(cluster.sent.sampling.logprob_token_ids) == [6, 5]
     body: dict[str, Any] = {"messages": CHAT, "logprob_token_ids": [6]}
-    status, _ = await cluster.post("/v1/chat/completions", **body, max_tokens=2, logprobs=True)
+    more = {"max_tokens": 1, "logprobs": True, "return_tokens_as_token_ids": True}
+    status, result = await cluster.post("/v1/chat/completions", **body, **more)
     assert status == 200
+    [entry] = result["choices"][0]["logprobs"]["content"]
+    named = [(each["token"], each["logprob"]) for each in entry["top_logprobs"]]
+    assert named == [(entry["token"], entry["logprob"]), ("token_id:6", 0.0)], "and the token itself"
     for more in (
         {},
         {"logprobs": True, "logprob_token_ids": [6, 6]},

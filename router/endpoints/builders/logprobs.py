@@ -25,13 +25,17 @@ class LogprobEntries:
     def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
         self._as_ids = request.body.return_tokens_as_token_ids
+        self._named = bool(request.body.logprob_token_ids)
 
     def of_chat(self, delta: Delta) -> msgspec.Raw:
         """Returns the entry of a chat completion, with the alternatives as a list."""
         logprobs = delta.token.logprobs or pb.TokenLogprobs()
-        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        token = delta.token.token_id
+        top = list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
+        if self._named and token not in logprobs.top_ids:  # as in vLLM, the token itself is among them
+            top.insert(0, (token, logprobs.logprob))
         entry = {
-            **self._entry(delta.token.token_id, logprobs.logprob),
+            **self._entry(token, logprobs.logprob),
             "top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in top],
         }
         return msgspec.Raw(encode(entry))
