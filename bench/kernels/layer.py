@@ -10,6 +10,7 @@ from torch import Tensor
 from bench.kernels.cases import Shape
 from engine.kernels import Kernels
 from engine.layers.linear import PlainLinear
+from engine.layers.weights import GatedMethod
 
 EPS = 1e-5
 
@@ -37,9 +38,12 @@ class LayerCases:
         residual, delta, attended = (self.normal(rows, hidden) for _ in range(3))
         weight = self.normal(hidden)
 
+        def activated(x: Tensor) -> Tensor:
+            return gate_up.silu_mul(x) if isinstance(gate_up, GatedMethod) else kernels.silu_mul(gate_up(x))
+
         def run() -> object:
             qkv(kernels.add_rms_norm(residual, delta, weight, EPS))
             out(attended)
-            return down(kernels.silu_mul(gate_up(kernels.add_rms_norm(residual, delta, weight, EPS))))
+            return down(activated(kernels.add_rms_norm(residual, delta, weight, EPS)))
 
         return run

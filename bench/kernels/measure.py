@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 BEYOND_CACHE = 256 << 20  # least bytes of all input sets of a case together
 MAX_SETS = 32
+LEAST_CALLS = 4  # of a graph, since its launch and the events take microseconds of their own
 PAIRS = 7
 
 
@@ -83,11 +84,12 @@ def limits(device: torch.device, seconds: Seconds) -> Limits:
 def measure(make: Make, seconds: Seconds, plain: Limits) -> list[Row]:
     case = make()
     sets = [case, *(make() for _ in range(min(MAX_SETS, BEYOND_CACHE // max(1, case.bytes))))]
-    ours, theirs = seconds([case.ours for case in sets]), None
+    rounds = -(-LEAST_CALLS // len(sets))
+    ours, theirs = seconds([case.ours for case in sets] * rounds), None
     if all(case.torch for case in sets):
-        theirs = seconds([case.torch for case in sets if case.torch])
+        theirs = seconds([case.torch for case in sets if case.torch] * rounds)
     times, their_times = interleaved(ours, theirs or ours, PAIRS)
-    each = statistics.median(times) / len(sets)
+    each = statistics.median(times) / (len(sets) * rounds)
     work, limit, reached, unit, scale = case.bytes, BYTES_PER_S, plain.bytes_per_s, "GB/s", 1e9
     if case.arithmetic:
         work, limit, reached, unit, scale = case.flops, FLOPS_PER_S, plain.flops_per_s, "TFLOP/s", 1e12
@@ -223,7 +225,7 @@ def int4_choices(cases: Int4Cases) -> Choices:
         *(
             (
                 int4_gemv,
-                {"BLOCK_N": [{1: n, 2: n} for n in (8, 16)], "WIDE": [0, 8192, 32768]},
+                {"BLOCK_N": [8, 16], "FEWER": [8, 16], "WIDE": [0, 8192, 32768]},
                 partial(cases.layer, rows),
             )
             for rows in (1, 2)

@@ -3,6 +3,11 @@
 `int4_linear` defines the layout of W. A program handles some rows of W, and its threads share their columns.
 A thread loads 16 bytes of each row, the codes of 32 columns, straight into registers. So a multiprocessor has
 many small loads under way, and nothing waits for shared memory. One reduction at the end adds up the threads.
+With one row of x, a program loads its first codes and scales before its inputs are ready, so that they are on
+their way while the kernel before ends (`overlap`).
+
+If the rows of W are those of gate and up, a program can handle the same rows of both, and store
+silu(gate) · up.
 
 Instructions bound this kernel as much as bytes, so it saves them: 1.6 for each weight with one row of x.
 
@@ -24,10 +29,12 @@ from triton.runtime import JITFunction
 from engine.kernels import overlap
 from engine.kernels.online_softmax import power_of_two
 from engine.kernels.overlap import inputs_ready
+from engine.kernels.silu import swiglu
 
 MAX_ROWS = 2
-BLOCK_N = {1: 8, 2: 16}
-"""Rows of W of a program, by the rows of x."""
+BLOCK_N, FEWER = 16, 8
+"""Rows of W of a program. The fewer ones are for one row of x, if registers for more would be short: with 8
+warps, or with groups of less than a block of columns."""
 WIDE = 8192
 """Columns of W from which on a program has 8 warps, else 4."""
 COLUMNS = 32
@@ -44,16 +51,21 @@ def gemv(
     words: int,
     group: int,
     size: int,
+    *,
+    gated: bool,
 ) -> Tensor:
     """x [rows, in], contiguous. packed [size, in / 4] int16, in blocks of `words` words, padded to whole
-    blocks. scales and zeros [groups, size], padded. bias [size]. Returns [rows, size]."""
+    blocks. scales and zeros [groups, size], padded. bias [size]. Returns [rows, size], or if `gated`,
+    `silu_mul` of that."""
     assert x.is_contiguous(), "the kernel assumes dense rows"
     rows, inner = x.shape
     padded = triton.next_power_of_2(rows)
     warps = 8 if inner >= WIDE else 4
-    block_n = BLOCK_N[padded]
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    _int4_gemv[(triton.cdiv(size, block_n),)](
+    fewer = padded == 1 and (warps == 8 or group < 4 * words)
+    block_n, block_k = FEWER if fewer else BLOCK_N, COLUMNS * 32 * warps
+    length, columns = packed.shape[1] // 2, size // 2 if gated else size
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    _int4_gemv[(triton.cdiv(columns, block_n // 2 if gated else block_n),)](
         x.view(torch.int32),
         packed.view(torch.int32),
         scales,
@@ -61,15 +73,18 @@ def gemv(
         bias,
         out,
         rows,
-        size,
+        columns,
         inner,
-        packed.shape[1] // 2,
+        length,
         scales.stride(0),
         GROUP=group,
         BLOCK_M=padded,
         BLOCK_N=block_n,
-        BLOCK_K=COLUMNS * 32 * warps,
+        BLOCK_K=block_k,
+        PASSES=triton.cdiv(8 * length, block_k),
         WORDS=words,
+        GATED=gated,
+        EARLY=padded == 1,
         COMPILED=isinstance(_int4_gemv, JITFunction),
         num_warps=warps,
         **overlap.options(),
@@ -145,6 +160,111 @@ def _columns_of_x(x, at, m, rows, inner, PLANE: tl.constexpr, PAIRS: tl.constexp
     return tl.load(x + m * (inner // 2) + pair, mask=(m < rows) & (pair < inner // 2), other=0)
 
 
+@triton.jit
+def _unit(x, at, m, rows, inner, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
+    """A power of two up to the largest number that each thread has of a row of x: [m, 1, words / 4]."""
+    largest = tl.full([m.shape[0], 1, at.shape[2] // 4], LEAST, tl.float32)
+    for i in tl.static_range(4):
+        lower, upper = _pair(_columns_of_x(x, at, m, rows, inner, i, PAIRS), DTYPE)
+        largest = tl.maximum(largest, _by_thread(tl.maximum(tl.abs(lower), tl.abs(upper)), True))
+    return power_of_two(largest)
+
+
+@triton.jit
+def _of_group(
+    values,
+    n,
+    used,
+    first,
+    chunks,
+    inner,
+    stride,
+    PLANE: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """The scales or zeros of the groups that end in a plane: [1, n, chunks]. If none ends there: 0."""
+    if values is None or (PLANE + 1) * WORDS % GROUP != 0:
+        found = 0.0
+    else:
+        column = ((first // 4 + chunks) // (WORDS // 8) * 4 + PLANE) * WORDS
+        at = values + column // GROUP * stride + n[None, :, None]
+        found = tl.load(at, mask=used[None, :, None] & (column < inner), other=0.0)
+    return found
+
+
+@triton.jit
+def _of_groups(values, n, used, first, chunks, inner, stride, GROUP: tl.constexpr, WORDS: tl.constexpr):
+    """`_of_group` of all planes."""
+    return (
+        _of_group(values, n, used, first, chunks, inner, stride, 0, GROUP, WORDS),
+        _of_group(values, n, used, first, chunks, inner, stride, 1, GROUP, WORDS),
+        _of_group(values, n, used, first, chunks, inner, stride, 2, GROUP, WORDS),
+        _of_group(values, n, used, first, chunks, inner, stride, 3, GROUP, WORDS),
+    )
+
+
+@triton.jit
+def _read(
+    packed, scales, zeros, n, used, first, length, inner, stride,
+    GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Of rows n of W: BLOCK_K / 8 words, from word `first` on, and their scales and zeros by plane."""
+    at = first + tl.arange(0, BLOCK_K // 8)[None, None, :]
+    chunks = tl.arange(0, BLOCK_K // 32)[None, None, :]
+    of_row = packed + n[None, :, None].to(tl.int64) * length
+    words = tl.load(of_row + at, mask=used[None, :, None] & (at < length), other=0)
+    of_scales = _of_groups(scales, n, used, first, chunks, inner, stride, GROUP, WORDS)
+    return words, of_scales, _of_groups(zeros, n, used, first, chunks, inner, stride, GROUP, WORDS)
+
+
+@triton.jit
+def _add_columns(
+    acc,
+    words,
+    scales,
+    zeros,
+    x,
+    at,
+    m,
+    rows,
+    inner,
+    ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Adds the products of the columns in `words`, which are at the places `at` of a row of W."""
+    PAIRS: tl.constexpr = WORDS // 2  # words of 32 bits, in a block of columns
+    w0, w1, w2, w3 = _quarters(words)
+    unit = _unit(x, at, m, rows, inner, PAIRS, DTYPE)
+    inverse = 1.0 / unit
+    sums = tl.zeros(acc.shape, tl.int32)
+    total = tl.zeros(unit.shape, tl.float32)
+    for i in tl.static_range(4):
+        numbers = _columns_of_x(x, at, m, rows, inner, i, PAIRS)
+        lower, upper = _pair(numbers, DTYPE)
+        total += _by_thread(lower + upper, False)
+        # Masked codes are code · 2⁻²⁴ in even planes, and 16 times as much in odd ones.
+        factor = inverse * 2.0 ** (14 - 4 * (i % 2))
+        if i == 2:
+            w0, w1, w2, w3 = w0 >> 8, w1 >> 8, w2 >> 8, w3 >> 8
+        x0, x1, x2, x3 = _quarters(numbers)
+        sums = _add(sums, w0, x0, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
+        sums = _add(sums, w1, x1, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
+        sums = _add(sums, w2, x2, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
+        sums = _add(sums, w3, x3, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
+        if (i + 1) * WORDS % GROUP == 0:
+            lower, upper = _pair(sums, tl.float16)
+            acc += scales[i].to(tl.float32) * ((lower + upper) * (unit * 2.0**10) - 8.0 * total)
+            if ZEROS:
+                acc += zeros[i].to(tl.float32) * total
+            sums = tl.zeros(acc.shape, tl.int32)
+            total = tl.zeros(unit.shape, tl.float32)
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _int4_gemv(
     x,
@@ -154,7 +274,7 @@ def _int4_gemv(
     bias,
     out,
     rows,
-    size,
+    columns,
     inner,
     length,
     stride,
@@ -162,59 +282,54 @@ def _int4_gemv(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PASSES: tl.constexpr,
     WORDS: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
     COMPILED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    PAIRS: tl.constexpr = WORDS // 2  # words of 32 bits, in a block of columns
-    m = tl.arange(0, BLOCK_M)[:, None, None]
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    word = tl.arange(0, BLOCK_K // 8)[None, None, :]
-    chunk = tl.arange(0, BLOCK_K // 32)[None, None, :]
-    of_n = n[None, :, None]
-    acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K // 32], tl.float32)
     DTYPE: tl.constexpr = out.dtype.element_ty
-    inputs_ready(OVERLAP)
-    for first in tl.range(0, length, BLOCK_K // 8):
-        at = first + word
-        words = tl.load(packed + of_n.to(tl.int64) * length + at, mask=(of_n < size) & (at < length), other=0)
-        w0, w1, w2, w3 = _quarters(words)
-        largest = tl.full([BLOCK_M, 1, BLOCK_K // 32], LEAST, tl.float32)
-        for i in tl.static_range(4):
-            lower, upper = _pair(_columns_of_x(x, at, m, rows, inner, i, PAIRS), DTYPE)
-            largest = tl.maximum(largest, _by_thread(tl.maximum(tl.abs(lower), tl.abs(upper)), True))
-        unit = power_of_two(largest)
-        inverse = 1.0 / unit
-        sums = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K // 32], tl.int32)
-        total = tl.zeros([BLOCK_M, 1, BLOCK_K // 32], tl.float32)
-        for i in tl.static_range(4):
-            numbers = _columns_of_x(x, at, m, rows, inner, i, PAIRS)
-            lower, upper = _pair(numbers, DTYPE)
-            total += _by_thread(lower + upper, False)
-            # Masked codes are code · 2⁻²⁴ in even planes, and 16 times as much in odd ones.
-            factor = inverse * 2.0 ** (14 - 4 * (i % 2))
-            if i == 2:
-                w0, w1, w2, w3 = w0 >> 8, w1 >> 8, w2 >> 8, w3 >> 8
-            x0, x1, x2, x3 = _quarters(numbers)
-            sums = _add(sums, w0, x0, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
-            sums = _add(sums, w1, x1, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
-            sums = _add(sums, w2, x2, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
-            sums = _add(sums, w3, x3, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
-            if (i + 1) * WORDS % GROUP == 0:
-                lower, upper = _pair(sums, tl.float16)
-                column = ((first // 4 + chunk) // (WORDS // 8) * 4 + i) * WORDS
-                of_scale = column // GROUP * stride + of_n
-                in_group = (of_n < size) & (column < inner)
-                scale = tl.load(scales + of_scale, mask=in_group, other=0.0).to(tl.float32)
-                acc += scale * ((lower + upper) * (unit * 2.0**10) - 8.0 * total)
-                if zeros is not None:
-                    zero = tl.load(zeros + of_scale, mask=in_group, other=0.0).to(tl.float32)
-                    acc += zero * total
-                sums = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K // 32], tl.int32)
-                total = tl.zeros([BLOCK_M, 1, BLOCK_K // 32], tl.float32)
+    OWN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the result
+    m = tl.arange(0, BLOCK_M)[:, None, None]
+    # If gated, the first half of the rows of W is of gate, and the others are the same rows of up.
+    column = tl.program_id(0) * OWN + tl.arange(0, BLOCK_N) % OWN
+    n, used = tl.arange(0, BLOCK_N) // OWN * columns + column, column < columns
+    at = tl.arange(0, BLOCK_K // 8)[None, None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K // 32], tl.float32)
+    ZEROS: tl.constexpr = zeros is not None
+    if EARLY:
+        words, scale, zero = _read(
+            packed, scales, zeros, n, used, 0, length, inner, stride, GROUP, BLOCK_K, WORDS
+        )
+        inputs_ready(OVERLAP)
+        for i in tl.static_range(PASSES):
+            codes, its_scale, its_zero = words, scale, zero
+            if i + 1 < PASSES:
+                first = (i + 1) * (BLOCK_K // 8)
+                words, scale, zero = _read(
+                    packed, scales, zeros, n, used, first, length, inner, stride, GROUP, BLOCK_K, WORDS
+                )
+            now = i * (BLOCK_K // 8) + at
+            acc = _add_columns(
+                acc, codes, its_scale, its_zero, x, now, m, rows, inner, ZEROS, GROUP, WORDS, DTYPE, COMPILED
+            )
+    else:
+        inputs_ready(OVERLAP)
+        for first in tl.range(0, length, BLOCK_K // 8):
+            words, scale, zero = _read(
+                packed, scales, zeros, n, used, first, length, inner, stride, GROUP, BLOCK_K, WORDS
+            )
+            acc = _add_columns(
+                acc, words, scale, zero, x, first + at, m, rows, inner, ZEROS, GROUP, WORDS, DTYPE, COMPILED
+            )
     y = tl.sum(acc, axis=2)
-    row = tl.arange(0, BLOCK_M)
     if bias is not None:
-        y += tl.load(bias + n, mask=n < size, other=0.0).to(tl.float32)[None, :]
-    y = y.to(out.dtype.element_ty)
-    tl.store(out + row[:, None] * size + n[None, :], y, mask=(row < rows)[:, None] & (n < size)[None, :])
+        y += tl.load(bias + n, mask=used, other=0.0).to(tl.float32)[None, :]
+    y = y.to(DTYPE)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, OWN)), (0, 2, 1)))
+        y = swiglu(gate.to(tl.float32), up.to(tl.float32), None, None).to(DTYPE)
+    row, column = tl.arange(0, BLOCK_M), tl.program_id(0) * OWN + tl.arange(0, OWN)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(out + row[:, None] * columns + column[None, :], y, mask=inside)

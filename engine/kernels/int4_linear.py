@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import int4_gemv, overlap
 from engine.kernels.overlap import inputs_ready
+from engine.kernels.silu import silu_mul
 from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
 
 MAX_FEW_ROWS = 256
@@ -92,11 +93,20 @@ class Int4Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [rows, in], contiguous. Returns [rows, out]."""
         if len(x) <= int4_gemv.MAX_ROWS:
-            weight = self._packed, self._scales, self._zeros, self._bias
-            return int4_gemv.gemv(x, *weight, words=self._words, group=self._group, size=self._size)
+            return self._gemv(x, gated=False)
         if len(x) <= MAX_FEW_ROWS:
             return self.triton(x)
         return F.linear(x, self.dequantized(), self._bias)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """`Kernels.silu_mul` of the product."""
+        if len(x) <= int4_gemv.MAX_ROWS:
+            return self._gemv(x, gated=True)
+        return silu_mul(self(x))
+
+    def _gemv(self, x: Tensor, *, gated: bool) -> Tensor:
+        weight = self._packed, self._scales, self._zeros, self._bias
+        return int4_gemv.gemv(x, *weight, words=self._words, group=self._group, size=self._size, gated=gated)
 
     def triton(self, x: Tensor) -> Tensor:
         """The product by the kernel alone."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.layers.fp8_linear import fp8_groups
 from engine.layers.ranks import whole
-from engine.layers.weights import Weights
+from engine.layers.weights import GatedMethod, Weights
 from engine.model_config import ModelConfig
 
 
@@ -18,13 +18,16 @@ class GatedMLP:
         self.gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
         self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
         self.kernels = weights.kernels
+        self.gated = self.gate_up if isinstance(self.gate_up, GatedMethod) else None
         self.grouped = fp8_groups(self.down)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._inner(self.gate_up(x)))
+        return self.down(self._inner(x))
 
-    def _inner(self, gate_up: Tensor) -> Any:
+    def _inner(self, x: Tensor) -> Any:
         """What the down product takes: a tensor, or `Quantized`."""
-        if self.grouped is None:
-            return self.kernels.silu_mul(gate_up)
-        return self.kernels.silu_mul_quantized(gate_up, grouped=self.grouped)
+        if self.grouped is not None:
+            return self.kernels.silu_mul_quantized(self.gate_up(x), grouped=self.grouped)
+        if self.gated is not None:
+            return self.gated.silu_mul(x)
+        return self.kernels.silu_mul(self.gate_up(x))

@@ -8,7 +8,7 @@ more time than the copy.
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -67,6 +67,13 @@ class LinearMethod(Protocol):
     """y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class GatedMethod(Protocol):
+    """A `LinearMethod` that can also compute `Kernels.silu_mul` of its result, in fewer launches."""
+
+    def silu_mul(self, x: Tensor) -> Tensor: ...
 
 
 class WeightFormat(Protocol):

@@ -29,6 +29,7 @@ def cases(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Cases:
     from engine.kernels.triton_kernels import TritonKernels
 
     monkeypatch.setattr(bench, "BEYOND_CACHE", 0)
+    monkeypatch.setattr(bench, "LEAST_CALLS", 1)
     device = torch.device(kernel_device)
     return Cases(TINY, TritonKernels(device, TINY.head_dim), device)
 
@@ -62,6 +63,7 @@ def test_every_case_of_a_mixture_runs(kernel_device: str, monkeypatch: pytest.Mo
     from bench.kernels import moe
 
     monkeypatch.setattr(bench, "BEYOND_CACHE", 0)
+    monkeypatch.setattr(bench, "LEAST_CALLS", 1)
     monkeypatch.setattr(moe, "LAYERS", 2)
     shape = moe.MoeShape(
         experts=6, chosen=2, hidden=32, inner=16, tokens=(1, 9), groups=((3, 2),), group_out=24, group_in=16,
