@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,25 @@ ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="two ranks cannot share a GP
 SIZES = (1, 2, 3, 4)
 BLOCK_SIZES = (16, 32, 128, 256)
 CHUNKS = (24, 50, 100, 333)
-CACHES = ((False, False), (True, False), (False, True), (True, True))
-"""Whether prefill and decode have a prefix cache."""
+WAVES = (
+    ((300,), b"", (False, False)),
+    ((1, 17, 320), b"", (True, True)),
+    ((290, 64), b"at prefill", (True, False)),
+    ((310,), b"at decode", (False, True)),
+)
+"""Prompts that are submitted together: their lengths, their salt, and whether prefill and decode have the
+prefix in their caches."""
 KV_HEADS = (12, 2, 1)
 HEAD_DIM = 8 if DEVICE == "cpu" else 16
 TIMES_2, TIMES_3 = (0, 2, 3, 1), (0, 3, 1, 2)  # in the field of four elements, whose sum is xor
 CASES = [
     pytest.param(
-        SIZES[i], SIZES[j], BLOCK_SIZES[i ^ j], BLOCK_SIZES[i ^ TIMES_2[j]], i ^ TIMES_3[j],
+        SIZES[i], SIZES[j], BLOCK_SIZES[i ^ j], BLOCK_SIZES[i ^ TIMES_2[j]], CHUNKS[i ^ TIMES_3[j]],
         id=f"{SIZES[i]}-to-{SIZES[j]}-ranks", marks=[ON_CPU] if i or j else [],
     )
     for i in range(4) for j in range(4)
 ]  # fmt: skip
-"""An orthogonal array: any two columns have all pairs of values. The last chooses chunk and caches."""
+"""An orthogonal array: any two columns have all pairs of values. Each case has all kinds of prefix hits."""
 
 PREFIX = 280
 """Tokens that all long prompts share."""
@@ -159,7 +166,7 @@ class Pair:
         self.decode = decode
         self.cached: list[int] = []
         """Positions in the prefix cache of decode, for each request."""
-        self._reserved: dict[bytes, Reservation] = {}
+        self.reserved: dict[bytes, Reservation] = {}
         converts = len({isinstance(side.engine.kv_cache[0], Fp8KV) for side in (prefill, decode)}) > 1
         self.most_error = 0.045 if converts else 0.0  # half a step of FP8
 
@@ -168,7 +175,7 @@ class Pair:
         prefill, decode = self.prefill, self.decode
         tokens: dict[bytes, list[int]] = {request.id: [] for request in requests}
         for request in requests:
-            self._reserved[request.id] = self._submit(request)
+            self.reserved[request.id] = self._submit(request)
         while not (prefill.engine.idle and decode.engine.idle and prefill.sender.idle):
             if not (prefill.engine.has_work or decode.engine.has_work):
                 select.select([prefill.sender, decode.receiver], [], [], 0.001)
@@ -189,6 +196,13 @@ class Pair:
         decode.engine.assert_whole()
         assert decode.receiver.idle
         return list(tokens.values())
+
+    @staticmethod
+    def cache(side: Side, request: EngineRequest) -> None:
+        """Computes the prefix of the request there, for its cache."""
+        side.engine.add(replace(request, id=os.urandom(16), prompt_ids=request.prompt_ids[:PREFIX]))
+        while side.engine.has_work:
+            side.engine.step()
 
     def _submit(self, request: EngineRequest) -> Reservation:
         prefill, decode = self.prefill, self.decode
@@ -216,7 +230,7 @@ class Pair:
 
     def _assert_same(self, request_id: bytes) -> None:
         """The K and V that decode got are those at prefill, bit for bit, or converted."""
-        reservation = self._reserved[request_id]
+        reservation = self.reserved[request_id]
         start, stop = reservation.num_cached, self.prefill.sink.lengths[request_id]
         for layer in range(len(self.prefill.engine.kv_cache)):
             here = self.decode.rows(reservation.block_ids, layer, start, stop)
@@ -251,21 +265,20 @@ def models(
 
 
 def waves() -> list[list[EngineRequest]]:
-    """Requests to be submitted together. Later ones share a prefix with the first."""
+    """The requests of `WAVES`."""
     rng = random.Random(3)
     prompt = [rng.randrange(3, 199) for _ in range(400)]
-    lengths = ((300,), (1, 17, 320), (290, 64))
     return [
         [
             EngineRequest(
                 os.urandom(16),
                 prompt[:PREFIX] + prompt[-(n - PREFIX) :] if n > PREFIX else prompt[-n:],
-                [],
-                SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+                sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),
+                cache_salt=salt,
             )
-            for n in wave
+            for n in lengths
         ]
-        for wave in lengths
+        for lengths, salt, _ in WAVES
     ]
 
 
@@ -274,40 +287,43 @@ def test_the_cases_cover_all_pairs() -> None:
     assert all(len(set(zip(a, b, strict=True))) == 16 for a, b in itertools.combinations(columns, 2))
 
 
-@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "prefill_blocks", "decode_blocks", "cuts"), CASES)
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "prefill_blocks", "decode_blocks", "chunk"), CASES)
 def test_the_tokens_are_those_of_one_rank(
     models: Callable[[int], tuple[Path, list[list[int]]]],
     prefill_ranks: int,
     decode_ranks: int,
     prefill_blocks: int,
     decode_blocks: int,
-    cuts: int,
+    chunk: int,
 ) -> None:
     """A group of 3 divides 12 KV heads and shares 1. 2 heads are shared by groups of 4.
 
     The first layer of each chunk of the first prompt arrives before the rest of the step is computed."""
     fits = [n for n in KV_HEADS if n % 3 == 0 or n == 1 or 3 not in (prefill_ranks, decode_ranks)]
-    kv_heads = fits[(cuts + prefill_ranks) % len(fits)]
+    kv_heads = fits[(CHUNKS.index(chunk) + prefill_ranks) % len(fits)]
     path, expected = models(kv_heads)
-    caches = CACHES[cuts]
     prefill = Side(
         path, kv_heads, prefill_ranks, block_size=prefill_blocks, num_blocks=24 + 1600 // prefill_blocks,
-        max_num_batched_tokens=CHUNKS[cuts], enable_prefix_caching=caches[0],
+        max_num_batched_tokens=chunk, enable_prefix_caching=True,
     )  # fmt: skip
     decode = Side(
         path, kv_heads, decode_ranks, block_size=decode_blocks, num_blocks=24 + 1600 // decode_blocks,
-        enable_prefix_caching=caches[1],
+        enable_prefix_caching=True,
     )  # fmt: skip
     with closing(prefill), closing(decode):
-        pair = Pair(prefill, decode)
-        first, *others = waves()
-        prefill.sink.in_step = lambda layer, chunks: None if layer else pair.arrives(*chunks)
-        tokens = pair.run(first)
-        prefill.sink.in_step = lambda layer, chunks: None
-        assert tokens + [tokens for wave in others for tokens in pair.run(wave)] == expected
-        hits = max(prefill.sink.cached.values()), max(pair.cached)
-        full = PREFIX // prefill_blocks * prefill_blocks, PREFIX // decode_blocks * decode_blocks
-        assert hits == tuple(size * cached for size, cached in zip(full, caches, strict=True))
+        pair, tokens = Pair(prefill, decode), []
+        for wave, (_, _, hits) in zip(waves(), WAVES, strict=True):
+            long = max(wave, key=lambda request: len(request.prompt_ids))
+            if not any(hits):
+                prefill.sink.in_step = lambda layer, chunks: None if layer else pair.arrives(*chunks)
+            elif not all(hits):
+                pair.cache(prefill if hits[0] else decode, long)
+            tokens += pair.run(wave)
+            prefill.sink.in_step = lambda layer, chunks: None
+            cached = prefill.sink.cached[long.id], pair.reserved[long.id].num_cached
+            full = (PREFIX // size * size for size in (prefill_blocks, decode_blocks))
+            assert cached == tuple(size * hit for size, hit in zip(full, hits, strict=True))
+    assert tokens == expected
 
 
 @ON_CPU

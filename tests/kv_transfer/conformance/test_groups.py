@@ -29,6 +29,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
     [
         *((EXPORTED, *sizes) for sizes in ((2, 1), (1, 2), (2, 2), (4, 2), (2, 4))),
         *((TCP, *sizes) for sizes in ((2, 1), (4, 2), (3, 4))),
+        *(pytest.param(TCP, *sizes, marks=pytest.mark.gpu) for sizes in ((1, 2), (2, 2))),
     ],
     indirect=["transport"],
     ids=str,
