@@ -188,8 +188,8 @@ def mamba2_choices(cases: Mamba2Cases) -> Choices:
             for prompt in cases.shape.prompts[1:4]
         ),
         (causal_conv, {"BLOCK_CHUNK": [32, 64, 128]}, partial(cases.prompts, requests, tokens)),
-        (state_update, {"WARPS": [2, 4, 8]}, partial(cases.decode, batch)),
-        (causal_conv, {"BLOCK_DECODE": [128, 256, 512]}, partial(cases.decode, batch)),
+        (state_update, {"BLOCK_DIMS": [16, 32, 64], "WARPS": [2, 4]}, partial(cases.decode, batch)),
+        (causal_conv, {"BLOCK_DECODE": [256, 512, 1024]}, partial(cases.decode, batch)),
     ]
 
 

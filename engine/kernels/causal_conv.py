@@ -12,7 +12,7 @@ from engine.kernels import overlap
 from engine.kernels.mamba2 import Convolution
 from engine.kernels.overlap import inputs_ready
 
-BLOCK_DECODE = 256  # channels of a program
+BLOCK_DECODE = 512  # channels of a program
 BLOCK_CHUNK = 64
 
 

@@ -1,7 +1,7 @@
 """The step of the gated delta rule for requests that decode. `gated_delta` defines it.
 
 A program computes some rows of the state of a head: a row needs no other row. The state is read and written
-once, so decodes take the time of this.
+once, so decodes take the time of this. Programs run in the order that `state_update` has measured.
 """
 
 import triton
@@ -28,7 +28,7 @@ def delta_rule(
     """rows [requests, channels] after the convolution, beside [requests, 2 · heads], y [requests, heads ·
     head_dim]: dense rows at any stride. A request with context 0 is padding."""
     _, heads, head_dim, size = state.shape
-    _delta_rule[(len(contexts), heads, triton.cdiv(head_dim, ROWS))](
+    _delta_rule[(triton.cdiv(head_dim, ROWS), heads, len(contexts))](
         rows,
         beside,
         layer.dt_bias,
@@ -77,11 +77,11 @@ def _delta_rule(
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     context = tl.load(contexts + row)
     if context == 0:
         return
-    dims, columns = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    dims, columns = part * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     in_head, in_state = dims < HEAD_DIM, columns < SIZE
     inside = in_head[:, None] & in_state[None, :]
     slot = tl.load(slots + row).to(tl.int64)
