@@ -187,7 +187,7 @@ def mamba2_choices(cases: Mamba2Cases) -> Choices:
             (ssd, {"TOKENS": [32, 64, 128], "WARPS": [4, 8]}, partial(cases.scan, *prompt))
             for prompt in cases.shape.prompts[1:4]
         ),
-        (causal_conv, {"BLOCK_CHUNK": [32, 64, 128]}, partial(cases.prompts, requests, tokens)),
+        (causal_conv, {"STEPS": [8, 16, 32]}, partial(cases.prompts, requests, tokens)),
         (state_update, {"BLOCK_DIMS": [16, 32, 64], "WARPS": [2, 4]}, partial(cases.decode, batch)),
         (causal_conv, {"BLOCK_DECODE": [256, 512, 1024]}, partial(cases.decode, batch)),
     ]

@@ -1,7 +1,10 @@
 """The convolution of Mamba-2 over the last tokens of each channel, followed by silu. `mamba2` defines it.
 
 One kernel is for requests that decode, the other for chunks of prompts. Both keep the last inputs of each
-request in its slot. Of a prompt only the program of the first chunk does: it also reads what the slot held.
+request in its slot. Of a prompt only the first programs do: they also read what the slot held.
+
+The kernel for prompts is bound by instructions. So a program takes some tokens one after another, and keeps
+the last inputs in registers. It loads and converts each input once, not for each token that it counts for.
 """
 
 import triton
@@ -13,7 +16,8 @@ from engine.kernels.mamba2 import Convolution
 from engine.kernels.overlap import inputs_ready
 
 BLOCK_DECODE = 512  # channels of a program
-BLOCK_CHUNK = 64
+BLOCK_CHUNK, WARPS_CHUNK = 512, 2
+STEPS = 16  # tokens of a program
 
 
 def convolve_next(
@@ -44,8 +48,9 @@ def convolve(
     """x, out [rows, channels], with dense rows at any stride; scans from `scan_work` with this number of
     `tokens`, a power of 2."""
     width, channels = layer.conv_weight.shape
-    assert width <= tokens + 1, "a chunk needs the one before it at most"
-    _convolve[(len(scans), triton.cdiv(channels, BLOCK_CHUNK))](
+    steps = min(STEPS, tokens)
+    assert width <= steps + 1, "a program needs the one before it at most"
+    _convolve[(triton.cdiv(channels, BLOCK_CHUNK), tokens // steps, len(scans))](
         x,
         layer.conv_weight,
         layer.conv_bias,
@@ -57,8 +62,9 @@ def convolve(
         out.stride(0),
         channels,
         WIDTH=width,
-        TOKENS=tokens,
+        STEPS=steps,
         BLOCK=BLOCK_CHUNK,
+        num_warps=WARPS_CHUNK,
         **overlap.options(),
     )
 
@@ -117,41 +123,44 @@ def _convolve(
     out_stride,
     channels,
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    scan = scans + tl.program_id(0) * 6
+    scan, first = scans + tl.program_id(2) * 6, tl.program_id(1) * STEPS
     tokens = tl.load(scan + 2)
-    if tokens == 0:
+    if tokens <= first:
         return
     slot = tl.load(slots + tl.load(scan)).to(tl.int64)
-    row = tl.load(scan + 1).to(tl.int64)
-    number = tl.load(scan + 3)
+    row = tl.load(scan + 1).to(tl.int64) + first
+    begins = tl.load(scan + 3) + first == 0
     has_state = tl.load(scan + 5) > 0
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < channels
     kept = state + slot * (WIDTH - 1) * channels + at
-    token = tl.arange(0, TOKENS)
-    used = token < tokens
-    total = tl.zeros([TOKENS, BLOCK], tl.float32)
-    if bias is not None:
-        total += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    inputs, weights = (), ()
     for i in tl.static_range(WIDTH):
-        source = token - (WIDTH - 1 - i)  # among the chunk's tokens; below 0: before the chunk
-        here = used & ((source >= 0) | (number > 0))
-        rows = x + (row + source)[:, None] * x_stride + at[None, :]
-        value = tl.load(rows, mask=here[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        if number == 0:
-            before = (source < 0) & has_state
-            old = kept[None, :] + (source + WIDTH - 1)[:, None] * channels
-            value += tl.load(old, mask=before[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        total += value * tl.load(weight + i * channels + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    y = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
-    to = out + (row + token)[:, None] * out_stride + at[None, :]
-    tl.store(to, y, mask=used[:, None] & inside[None, :])
-    if number == 0:
+        weights += (tl.load(weight + i * channels + at, mask=inside, other=0.0).to(tl.float32),)
+    for i in tl.static_range(WIDTH - 1):
+        of_row = x + (row + i - (WIDTH - 1)) * x_stride + at
+        known = inside & (has_state | ~begins)
+        value = tl.load(tl.where(begins, kept + i * channels, of_row), mask=known, other=0.0)
+        inputs += (value.to(tl.float32),)
+    if bias is None:
+        start = tl.zeros([BLOCK], tl.float32)
+    else:
+        start = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    for step in tl.static_range(STEPS):
+        used = inside & (first + step < tokens)
+        value = tl.load(x + (row + step) * x_stride + at, mask=used, other=0.0)
+        inputs += (value.to(tl.float32),)
+        total = start
+        for i in tl.static_range(WIDTH):
+            total += inputs[step + i] * weights[i]
+        y = (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty)
+        tl.store(out + (row + step) * out_stride + at, y, mask=used)
+    if begins:
         tl.debug_barrier()  # all threads have read the slot before one of them writes it
         last = tl.load(scan + 4) - (WIDTH - 1)
         for i in tl.static_range(WIDTH - 1):
