@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from kv_transfer.process.lane_owner import LaneOwner, LaneReceiver, LaneSender, OutgoingFrame
@@ -42,6 +43,7 @@ _BURST = 4 << 20  # bytes that one lane moves before the others of its loop have
 _MOST_VIEWS = 1000  # written at once; the kernel takes 1,024
 _MOST_CONTROL = 16384  # messages that wait for a peer to read
 _EDGE_BYTES = MAX_TRAILER_BYTES + HEADER_BYTES  # between two payloads
+_AHEAD_BYTES = 16 << 10
 _SO_RCVLOWAT = 18  # asm-generic/socket.h; the socket module has no name for it
 
 
@@ -94,6 +96,8 @@ class Lane:
         self._edge = memoryview(bytearray(_EDGE_BYTES))  # the trailer of one frame, the header of the next
         self._edge[: len(read)] = read
         self._edge_got = len(read)
+        self._ahead_room = memoryview(bytearray())  # see `read_ahead`
+        self._ahead = self._ahead_room  # bytes that follow those in _edge
         self._header: Header | None = None  # of the frame being received
         self._payload = memoryview(b"")
         self._rest = 0  # bytes of the payload still to come
@@ -132,6 +136,10 @@ class Lane:
         """Have the loop close it, after one attempt to write the control messages that are queued."""
         self.closing = self.closing or (kind, why)
         self._call()
+
+    def read_ahead(self) -> None:
+        """Many short messages come: read several at once. The lane stays in this process."""
+        self._ahead_room = memoryview(bytearray(_AHEAD_BYTES))
 
     def encrypt(self, keys: LaneKeys) -> None:
         """Encrypt all frames that are pushed from now on, and expect that of all whose header comes."""
@@ -209,8 +217,8 @@ class Lane:
     def _read(self) -> None:
         if self._edge_got == _EDGE_BYTES:  # read in another process
             self._begin()
-        budget = _BURST
-        while budget > 0 and self.closing is None and not self.closed:
+        budget, is_empty = _BURST, False
+        while (budget > 0 or self._ahead) and self.closing is None and not self.closed:
             edge = self._edge[self._edge_got :]
             if self._rest == 0:
                 want = [edge]
@@ -219,8 +227,14 @@ class Lane:
                 want = [self._payload[at : at + _PIECE]]
             else:
                 want = [self._payload[-self._rest :], edge]
+            if self._ahead:
+                self._take(self._move_ahead(want))
+                continue
+            if is_empty:  # a recv would only say so
+                break
+            between = self._rest == 0
             try:
-                got = self.sock.recvmsg_into(want)[0]
+                got = self.sock.recvmsg_into([*want, self._ahead_room] if between else want)[0]
             except BlockingIOError:
                 break
             if got == 0:
@@ -229,12 +243,21 @@ class Lane:
             if self.ticket is not None:
                 self.kv_moved = self.heard
             budget -= got
-            full = got == sum(map(len, want))
-            self._take(got)
-            if not full:  # the socket is empty: a second recv would only say so
-                break
+            room = sum(map(len, want))
+            is_empty = got < room + len(self._ahead_room) * between
+            self._ahead = self._ahead_room[: max(0, got - room)]
+            self._take(min(got, room))
         # What is left of this frame, or a piece of it, is worth a wakeup.
         self._wait_for(min(max(self._rest, 1), _PIECE) if self.receiving else 1)
+
+    def _move_ahead(self, want: Sequence[memoryview]) -> int:
+        """Fills `want` with bytes that were read ahead, as far as there are any. How many."""
+        before = len(self._ahead)
+        for view in want:
+            count = min(len(view), len(self._ahead))
+            view[:count] = self._ahead[:count]
+            self._ahead = self._ahead[count:]
+        return before - len(self._ahead)
 
     def _take(self, got: int) -> None:
         """So many bytes came: of a payload, of its trailer, of the next header."""

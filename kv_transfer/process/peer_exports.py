@@ -19,6 +19,7 @@ from kv_transfer.protocol.messages import Export, Reach, SliceAt
 class _Memory:
     session: Session
     export: Export
+    slots: int  # of all ranks
     reached: bool = False  # slices there are read
 
 
@@ -36,7 +37,7 @@ class PeerExports:
             raise ProtocolError("order", "a second EXPORT")
         if export.slot_bytes % PAGE or not PAGE <= export.slot_bytes <= MAX_SLOT_BYTES:
             raise ProtocolError("length", f"EXPORT of slots of {export.slot_bytes} bytes")
-        self._memories[number] = _Memory(session, export)
+        self._memories[number] = _Memory(session, export, count_slots(export))
         nixl = self._reader(export)
         if nixl is None:
             self._channel.post(ExportIn(number, export))
@@ -59,7 +60,7 @@ class PeerExports:
         most = export.slot_bytes
         if nixl:  # it reads into an arena slot
             most = min(session.slot_bytes, most)
-        if m.slot >= count_slots(export) or m.length > most:
+        if m.slot >= memory.slots or m.length > most:
             raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
         return nixl
 

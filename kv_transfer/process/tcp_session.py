@@ -94,7 +94,11 @@ class TcpSession(ABC):
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._connector.config.slot_bytes)
         lane.owner, lane.max_payload = self, self.slot_bytes
-        placed = lane if number == 0 else self._connector.place(lane, self)
+        if number == 0:  # with the messages of the session
+            lane.read_ahead()
+            placed = lane
+        else:
+            placed = self._connector.place(lane, self)
         self.lanes[number] = placed
         self._attach(placed)
         self._open += 1

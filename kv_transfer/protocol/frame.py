@@ -113,15 +113,14 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header:
         raise FrameError("type", f"unknown frame type {kind}, flags {flags:#x} or reserved {zeros.hex()}")
     header = Header(_TYPES[kind], *fields)
     if kind != FrameType.KV:
-        used = Header(
-            header.type,
-            header.transfer_id if header.type in _OF_TRANSFER else NO_TRANSFER,
-            length=header.length,
-            sender_rank=header.sender_rank if kind == FrameType.COMMIT else 0,
-        )
-        if header != used:
+        transfer_id, *of_kv, _, sender_rank, receiver_rank, state_type = fields
+        is_plain = of_kv == _NO_SLICE and (transfer_id == NO_TRANSFER or header.type in _OF_TRANSFER)
+        if not is_plain or receiver_rank or state_type or (sender_rank and kind != FrameType.COMMIT):
             raise FrameError("type", f"{header.type.name} with a field that this type does not use: {header}")
     return header
+
+
+_NO_SLICE = list(Header(FrameType.PING)[2:9])  # from layer to sequence number
 
 
 class FrameWriter(Protocol):
