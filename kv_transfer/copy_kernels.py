@@ -49,13 +49,22 @@ def line(
     size]; blocks [blocks of the request] int64: both must live until the launch is over, as must the dense
     [2, tokens, heads of the slice, head_dim] at that address. `checksum`: the address of an int64 that the
     sum is added to; `first_word`: the place of `dense` in the slice."""
-    words = _words(pool)
+    return line_at(
+        pool.data_ptr(), head_words(pool), blocks.data_ptr(), dense_address, piece, heads, first_head,
+        checksum, first_word,
+    )  # fmt: skip
+
+
+def line_at(
+    pool: int, words: int, blocks: int, dense: int, piece: Slice, heads: Range, first_head: int,
+    checksum: int, first_word: int,
+) -> list[int]:  # fmt: skip
+    """As `line`, with the addresses of tensors, and the words of a head. Torch takes long to tell them."""
     skipped = words * (heads[0] - piece.head_start)
-    dense = dense_address + 4 * skipped
+    tokens = piece.token_count
     return [
-        pool.data_ptr(), blocks.data_ptr(), dense, piece.token_start, piece.token_count,
-        (heads[0] - first_head) * words, (heads[1] - heads[0]) * words, piece.head_count * words,
-        checksum, first_word + skipped, piece.token_count,
+        pool, blocks, dense + 4 * skipped, piece.token_start, tokens, (heads[0] - first_head) * words,
+        (heads[1] - heads[0]) * words, piece.head_count * words, checksum, first_word + skipped, tokens,
     ]  # fmt: skip
 
 
@@ -69,10 +78,10 @@ def launch(
     block_size, all_heads = (pool.shape[3], pool.shape[2]) if scales else pool.shape[2:4]
     assert pool.is_contiguous(), "rows are runs of bytes"
     assert pool.shape[-1] * pool.itemsize % 4 == 0, "moved as 32-bit words"
-    words = _words(pool)
-    columns = triton.next_power_of_2(most_heads * words)
+    words = head_words(pool)
+    columns = _power_of_2(most_heads * words)
     per_program = max(1, WORDS // columns)
-    _copy[(triton.cdiv(most_tokens, per_program), 2, len(table))](
+    _copy[(_cdiv(most_tokens, per_program), 2, len(table))](
         table,
         all_heads * words,
         pool.stride(0) * pool.itemsize // 4,
@@ -107,9 +116,9 @@ def launch_states(
     """As `launch`, for slices of one state of any layers. `pool`: of any of the layers."""
     parts, words = _parts(pool)
     slot_words, row_words = (stride * pool.itemsize // 4 for stride in pool.stride()[:2])
-    columns = triton.next_power_of_2(words)
+    columns = _power_of_2(words)
     per_program = max(1, WORDS // columns)
-    _copy[(triton.cdiv(most_heads * parts, per_program), pool.shape[1], len(table))](
+    _copy[(_cdiv(most_heads * parts, per_program), pool.shape[1], len(table))](
         table,
         words,
         row_words,
@@ -139,7 +148,7 @@ def _parts(pool: Tensor) -> tuple[int, int]:
 def launch_sums(table: Tensor, most_words: int) -> None:
     """Adds up checksums only, for each line of `table` [lines, SUM_FIELDS] int64: (address of the slice, its
     32-bit words, address of the checksum). `most_words`: of any line."""
-    _sum[(triton.cdiv(most_words, WORDS), len(table))](table, LINE=SUM_FIELDS, COLUMNS=WORDS, num_warps=WARPS)
+    _sum[(_cdiv(most_words, WORDS), len(table))](table, LINE=SUM_FIELDS, COLUMNS=WORDS, num_warps=WARPS)
 
 
 def line_to_convert(
@@ -163,7 +172,7 @@ def launch_converting(table: Tensor, pool: Tensor, dtype: torch.dtype, most: int
     """Scatters every line of `table` [lines, CONVERTED_FIELDS] from dense memory of `dtype`. `most`: heads of
     all positions, of any line."""
     _, _, block_size, all_heads, head_dim = pool.shape
-    _convert[(triton.cdiv(most, CONVERTED_HEADS), 2, len(table))](
+    _convert[(_cdiv(most, CONVERTED_HEADS), 2, len(table))](
         table,
         pool.stride(0),
         LINE=CONVERTED_FIELDS,
@@ -185,7 +194,15 @@ _ELEMENTS = {
 }
 
 
-def _words(pool: Tensor) -> int:
+def _cdiv(count: int, each: int) -> int:
+    return -(-count // each)  # that of Triton takes 5 µs
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def head_words(pool: Tensor) -> int:
     """32-bit words of a head of one position."""
     return 1 if pool.dim() == 4 else pool.shape[4] * pool.itemsize // 4
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import torch
 
@@ -16,10 +17,11 @@ from kv_transfer.device import Event, Outcome, Staged, held_heads, of_each_dtype
 from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemories, Unreachable
 from kv_transfer.protocol.messages import Export
-from kv_transfer.staging import LANDINGS, coalesce, exported_slot_bytes, landing_bytes
+from kv_transfer.staging import LANDINGS, at_once, coalesce, exported_slot_bytes, landing_bytes
 from kv_transfer.tables import Tables
 from kv_transfer.transport import PagedKV
 
+_SLICES = 8  # that one kernel gathers at most
 _Summed = tuple[Staged, int, int]
 """With the address of its dense memory, and where its checksum is added."""
 _Launch = tuple[Callable[..., None], list[list[int]]]
@@ -42,22 +44,32 @@ class CudaPool:
     the next step to launch.
     """
 
-    gather_most = 8
-
     def __init__(self, kv: PagedKV, arena: Arena, *, exported: bool) -> None:
         """`exported` as in `pools.open_pool`."""
         layout = kv.layout
         kv_layers = layout.kv_layers
         self._layers = dict(zip(kv_layers, kv.layers, strict=True))
         self._scales = dict(zip(kv_layers, kv.scales, strict=False))  # none, or of all layers
+        # Of values and of scales, if there are any: their addresses by layer, any of them, words of a head.
+        self._rows = [
+            (
+                {layer: tensor.data_ptr() for layer, tensor in of.items()},
+                tensor,
+                copy_kernels.head_words(tensor),
+            )
+            for of in (self._layers, self._scales)
+            for tensor in list(of.values())[:1]
+        ]
         self._states = [dict(zip(layout.state_layers, layers, strict=True)) for layers in kv.states]
         self._device = kv.layers[0].device
         self._block_size = kv.block_size
         self._layout = layout
         self._layouts = of_each_dtype(layout)
+        self._head_bytes = {dtype: of.head_bytes for dtype, of in self._layouts.items()}
         self._heads = kv.heads
         self._state_heads = kv.state_heads
         self._slot_bytes = arena.slot_bytes
+        self.gather_most = at_once(_SLICES, arena.slot_bytes)
         self._num_slots = arena.num_slots
         self._token = arena.token
         self._exported: DeviceMemory | None = None  # slots that peers read, beside those of the arena
@@ -258,6 +270,7 @@ class CudaPool:
         unpin(self._arena)
         self._layers.clear()
         self._scales.clear()
+        self._rows.clear()
         self._states.clear()
         self._landings.clear()
         self._arena = torch.empty(0)
@@ -269,11 +282,15 @@ class CudaPool:
         self, batch: Sequence[Staged], address_of: Callable[[int], int], slot_bytes: int
     ) -> tuple[list[Staged], list[int], list[tuple[int, int, int]]]:
         """By address, the byte of each in dense memory, and the copies between slots and that memory."""
-        batch = sorted(batch, key=lambda x: address_of(x.slot))
-        copies, offsets = coalesce(
-            [(address_of(x.slot), slice_bytes(self._layouts[x.dtype], x.piece)) for x in batch], slot_bytes
-        )
-        return batch, offsets, copies
+        placed = sorted([(address_of(x.slot), x) for x in batch], key=itemgetter(0))
+        copies, offsets = coalesce([(at, self._bytes(x)) for at, x in placed], slot_bytes)
+        return [x for _, x in placed], offsets, copies
+
+    def _bytes(self, item: Staged) -> int:
+        piece = item.piece
+        if piece.state is None:
+            return piece.token_count * piece.head_count * self._head_bytes[item.dtype]
+        return slice_bytes(self._layout, piece)
 
     def _dense(self, copies: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         return torch.empty(sum(copies[-1][1:]), dtype=torch.uint8, device=self._device)
@@ -281,8 +298,9 @@ class CudaPool:
     def _into_pool(self, items: Sequence[tuple[Staged, int]], sums: Sequence[int] = ()) -> None:
         """As `_copy`, from memory in any dtype."""
         by_dtype: dict[str, list[tuple[tuple[Staged, int], int]]] = {}
+        own = self._layout.dtype
         for item, checksum in zip(items, sums or [0] * len(items), strict=True):
-            staged, own = item[0], self._layout.dtype
+            staged = item[0]
             dtype = staged.dtype if staged.piece.state is None else None  # states are never converted
             by_dtype.setdefault(dtype or own, []).append((item, checksum))
         for dtype, some in by_dtype.items():
@@ -290,7 +308,7 @@ class CudaPool:
             convert = dtype != self._layout.dtype
             copy_sums = not convert and all(self._holds_all_of(x.piece) for x, _ in of_dtype)
             if sums and not copy_sums:
-                words = [slice_bytes(self._layouts[dtype], x.piece) // 4 for x, _ in of_dtype]
+                words = [self._bytes(x) // 4 for x, _ in of_dtype]
                 lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
                 table = self._tables.send([field for line in lines for field in line]).view(len(words), -1)
                 copy_kernels.launch_sums(table, max(words))
@@ -300,6 +318,8 @@ class CudaPool:
                 self._copy(of_dtype, into_pool=True, sums=checksums if sums and copy_sums else ())
 
     def _holds_all_of(self, piece: Slice) -> bool:
+        if piece.state is None and self._heads == (0, self._layout.num_kv_heads):
+            return True
         heads = self._heads if piece.state is None else self._state_heads[piece.state]
         return held_heads(piece, heads) == (piece.head_start, piece.head_start + piece.head_count)
 
@@ -308,38 +328,42 @@ class CudaPool:
     ) -> None:
         """Each item with the address of its dense memory. `sums`: for each, where its checksum is added."""
         summed = [(*item, checksum) for item, checksum in zip(items, sums or [0] * len(items), strict=True)]
-        kv = [item for item in summed if item[0].piece.state is None]
+        kv = [item for item in summed if item[0].piece.state is None] if self._states else summed
         launches = self._kv_launches(kv) if kv else []
         for state in range(len(self._states)):
             if of_state := [item for item in summed if item[0].piece.state == state]:
                 launches.append(self._state_launch(state, of_state))
         table = self._tables.send([field for _, lines in launches for line in lines for field in line])
-        parts = table.view(-1, copy_kernels.FIELDS).split([len(lines) for _, lines in launches])
-        for (launch, _), part in zip(launches, parts, strict=True):
+        table, start = table.view(-1, copy_kernels.FIELDS), 0
+        for launch, lines in launches:
+            part = table[start : start + len(lines)] if len(launches) > 1 else table
             launch(part, into_pool=into_pool, sums=bool(sums))
+            start += len(lines)
 
     def _kv_launches(self, items: Sequence[_Summed]) -> list[_Launch]:
-        tokens = max(x.piece.token_count for x, *_ in items)
-        heads = max(x.piece.head_count for x, *_ in items)
-        values = 2 * self._layout.head_dim * ITEM_BYTES[self._layout.dtype]  # bytes of a head; scales follow
+        pieces = [x.piece for x, _, _ in items]
+        tokens = max([piece.token_count for piece in pieces])
+        heads = max([piece.head_count for piece in pieces])
+        held, first = self._heads, self._heads[0]
+        before = 0  # bytes of a head that stand before these in a slice: scales follow values
         launches: list[_Launch] = []
-        for pool in [self._layers, self._scales] if self._scales else [self._layers]:
+        for addresses, pool, words in self._rows:
             lines = [
-                copy_kernels.line(
-                    pool[x.piece.layer], x.table, address + (pool is self._scales) * values * _heads(x.piece),
-                    x.piece, held_heads(x.piece, self._heads), self._heads[0], checksum=checksum,
-                    first_word=(pool is self._scales) * values // 4 * _heads(x.piece),
+                copy_kernels.line_at(
+                    addresses[piece.layer], words, x.table.data_ptr(), address + before * _heads(piece),
+                    piece, held_heads(piece, held), first, checksum, before // 4 * _heads(piece),
                 )
-                for x, address, checksum in items
+                for (x, address, checksum), piece in zip(items, pieces, strict=True)
             ]  # fmt: skip
-            layer = next(iter(pool.values()))
-            launch = partial(copy_kernels.launch, pool=layer, most_tokens=tokens, most_heads=heads)
-            launches.append((launch, lines))
+            launches.append(
+                (partial(copy_kernels.launch, pool=pool, most_tokens=tokens, most_heads=heads), lines)
+            )
+            before = 2 * self._layout.head_dim * ITEM_BYTES[self._layout.dtype]
         return launches
 
     def _state_launch(self, state: int, items: Sequence[_Summed]) -> _Launch:
         pool, own = self._states[state], self._state_heads[state]
-        heads = max(x.piece.head_count for x, *_ in items)
+        heads = max(x.piece.head_count for x, _, _ in items)
         lines = [
             copy_kernels.state_line(
                 pool[x.piece.layer], x.table[-1:], address, x.piece, held_heads(x.piece, own), own[0],

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kv_transfer.arena import Arena
@@ -35,8 +35,7 @@ Outcome = Callable[[], list[bool]]
 """Of each slice that was pulled: whether its generation and its checksum were right."""
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(Struct, frozen=True):
     """A slice in an arena slot, on its way to or from the pool."""
 
     piece: Slice

@@ -11,7 +11,6 @@ head_dim]`` of one state of one layer, for one range of heads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -103,8 +102,7 @@ def convertible(sent: str, kept: str) -> bool:
     return sent == kept or (sent == FP8) != (kept == FP8)
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True):
     """One payload: `[2, token_count, head_count, head_dim]` of one layer, or heads of a state of it."""
 
     layer: int

@@ -31,9 +31,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from kv_transfer import pools
 from kv_transfer.arena import ArenaEnd
@@ -54,6 +56,7 @@ from kv_transfer.protocol.messages import Export
 from kv_transfer.pulls import exported as export_of
 from kv_transfer.receiver_pacing import EVENT_POLL, SLICES_AT_ONCE
 from kv_transfer.sender_pacing import LOOK_LAUNCHED, LOOK_OF_RANK
+from kv_transfer.staging import at_once
 from kv_transfer.transport import PagedKV
 from kv_transfer.wait import wait
 
@@ -309,8 +312,9 @@ class RankCopier:
         self._gathers = pools.open_pool(kv, sending.arena, exported=exports)
         scatters = pools.open_pool(kv, receiving.arena, exported=exports)
         self._memories: dict[int, PeerMemory] = {}  # of peers, by number; for the thread that scatters
+        most = at_once(SLICES_AT_ONCE, receiving.arena.slot_bytes)
         for end, pool, is_gather in ((sending, self._gathers, True), (receiving, scatters, False)):
-            args = (Channel(end.channel, Copy | ExportIn | ExportGone), pool, is_gather)
+            args = (Channel(end.channel, Copy | ExportIn | ExportGone), pool, is_gather, most)
             threading.Thread(target=self._serve, args=args, name="kv copies", daemon=True).start()
 
     def layer_done(self, layer: int) -> None:
@@ -323,14 +327,15 @@ class RankCopier:
         if self._orders_wait or self._launched:
             os.eventfd_write(self._wake, 1)
 
-    def _serve(self, channel: Channel, pool: Pool, is_gather: bool) -> None:
+    def _serve(self, channel: Channel, pool: Pool, is_gather: bool, most: int) -> None:
+        """`most`: slices that are scattered together."""
         orders: deque[Copy] = deque()
         under_way: deque[tuple[Event, Outcome]] = deque()
         watched = [channel.fileno(), self._wake] if is_gather else [channel.fileno()]
         with channel.sock, closing(pool):
             pool.enter_thread()
             table = lru_cache(TABLES)(pool.table)
-            most = pool.gather_most if is_gather else SLICES_AT_ONCE
+            most = pool.gather_most if is_gather else most
             if is_gather and self._exports:
                 channel.send(export_of(pool))
             while True:

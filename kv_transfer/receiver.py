@@ -39,6 +39,7 @@ from kv_transfer.channel import (
 from kv_transfer.layout import Slice
 from kv_transfer.pulls import Pulls
 from kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE, SLICES_AT_ONCE
+from kv_transfer.staging import at_once
 from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
@@ -108,6 +109,7 @@ class ArenaReceiver:
         self._arrivals: deque[Arrived | ArrivedAt] = deque()  # not yet looked at
         self._oldest = 0.0  # when the first of them came
         self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
+        self._at_once = at_once(SLICES_AT_ONCE, end.arena.slot_bytes)
         self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
         self._pulls = Pulls(self._pool, allowed=pulls)
 
@@ -131,7 +133,7 @@ class ArenaReceiver:
         request = FetchIn(
             os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads, num_tokens
         )
-        fetch = self._open(decode_id, request, self._pool.table(block_ids, num_tokens, state_slot))
+        fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot)
         if replaced is not None:  # it may still be written for that one, whatever becomes of this one
             fetch.last_scatter = replaced.last_scatter
 
@@ -150,12 +152,21 @@ class ArenaReceiver:
             os.urandom(16), b"", kv_address, incarnation, 0, ((start, stop),), 0, self._layout.num_kv_heads,
             chunks=tuple(chunks),
         )  # fmt: skip
-        self._open(fetch_id, request, self._pool.table(block_ids, stop))
+        self._open(fetch_id, request, block_ids, stop)
 
-    def _open(self, decode_id: bytes, request: FetchIn, table: Any) -> _Fetch:
-        fetch = _Fetch(decode_id, request, table, time.monotonic())
+    def _open(
+        self,
+        decode_id: bytes,
+        request: FetchIn,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        state_slot: int = 0,
+    ) -> _Fetch:
+        started = time.monotonic()
+        self._channel.send(request)  # first: while the table is made, the request is on its way
+        table = self._pool.table(block_ids, num_tokens, state_slot)
+        fetch = _Fetch(decode_id, request, table, started)
         self._fetches[decode_id] = self._by_transfer[request.transfer_id] = fetch
-        self._channel.send(request)
         return fetch
 
     def cancel(self, decode_id: bytes) -> None:
@@ -170,6 +181,7 @@ class ArenaReceiver:
 
     def poll(self, spare: float = math.inf) -> list[Injected | FetchFailed | Closed]:
         free: list[int] = []
+        self._pulled()  # first: the sender waits for these slots, and the next copies take long to launch
         while messages := self._channel.receive():
             for message in messages:
                 if isinstance(message, ExportIn | ExportGone):
@@ -245,7 +257,7 @@ class ArenaReceiver:
         while self._arrivals and (now := time.monotonic()) <= until:
             if not is_late and now - self._oldest < HOLD:
                 break
-            taken = [self._arrivals.popleft() for _ in range(min(len(self._arrivals), SLICES_AT_ONCE))]
+            taken = [self._arrivals.popleft() for _ in range(min(len(self._arrivals), self._at_once))]
             live = [m for m in taken if m.transfer_id in self._by_transfer]
             for m in taken:
                 if m.transfer_id not in self._by_transfer:  # cancelled, or fetched anew

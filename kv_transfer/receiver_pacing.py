@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Engine process. All but the last are seconds.
-EVENT_POLL = 0.0001  # between looks at CUDA events while some are awaited
+EVENT_POLL = 0.00005  # between looks at CUDA events while some are awaited
 INJECTING = 0.0005  # that one injection may take the host, rarely longer
 HOLD = 0.002  # that a slice waits for others
 PATIENCE = 0.02  # after which launches wait for a slice: on a busy host a launch is always due

@@ -6,7 +6,7 @@ from __future__ import annotations
 # thread that launches a forward pass, and until all is launched the pass hides the transfer.
 LOOK = 0.002
 LOOK_OF_RANK = 0.0005  # of other ranks: rank 0 learns of their gathers when it looks itself
-LOOK_LAUNCHED = 0.0001  # once all is launched
+LOOK_LAUNCHED = 0.00005  # once all is launched
 
 # Transfer process. Frames that a lane in a mover has: one that is written, and the next.
 FRAMES_AHEAD = 2

@@ -11,6 +11,9 @@ SLACK = 256 << 10
 """Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host)."""
 EXPORTED_SLOT_BYTES = 8 << 20
 """The least size of a slot that peers read on a GPU. A slice takes the host 60 µs, and so many bytes 20."""
+BATCH_BYTES = 128 << 20
+"""Of slices that are copied together. The next step begins when all of them are copied, so more bytes would
+wait for each other. A peer copies so many in 0.35 ms, about as long as the host needs for the next ones."""
 LANDINGS = 2
 """Of a receiver: while a kernel scatters slices of peers from one, the next are copied into the other."""
 
@@ -20,9 +23,14 @@ def exported_slot_bytes(slot_bytes: int) -> int:
     return max(slot_bytes, EXPORTED_SLOT_BYTES)
 
 
+def at_once(most: int, slot_bytes: int) -> int:
+    """How many slices are copied together: at most so many, and at most BATCH_BYTES in full slots."""
+    return max(1, min(most, BATCH_BYTES // exported_slot_bytes(slot_bytes)))
+
+
 def landing_bytes(slot_bytes: int) -> int:
     """The most that `coalesce` needs for the slices that are injected together."""
-    return SLICES_AT_ONCE * (exported_slot_bytes(slot_bytes) + SLACK)
+    return at_once(SLICES_AT_ONCE, slot_bytes) * (exported_slot_bytes(slot_bytes) + SLACK)
 
 
 def device_bytes(num_slots: int, slot_bytes: int) -> int:

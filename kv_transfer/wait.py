@@ -27,7 +27,7 @@ _ppoll.argtypes = (ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_vo
 
 def end_waits_on_time() -> None:
     """From now on waits of this thread, and of threads that it starts, end on time. By default the kernel
-    ends them 50 µs late, to wake less often. Looks at the events of a GPU are only 100 µs apart."""
+    ends them 50 µs late, to wake less often. Looks at the events of a GPU are only 50 µs apart."""
     _libc.prctl(_PR_SET_TIMERSLACK, 1)  # nanoseconds; a kernel without it only ends waits late
 
 

@@ -24,6 +24,7 @@ import torch
 import kv_transfer as kv
 from bench.kv.raw_sockets import MIB
 from kv_transfer import device as host_pool
+from kv_transfer.wait import end_waits_on_time, wait
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 BLOCK = 16
@@ -69,6 +70,7 @@ class Side:
 
     def __init__(self, role: str, settings: Settings) -> None:
         device = settings.device_of(role)
+        end_waits_on_time()  # as in engine processes
         if settings.device == "cuda":
             torch.cuda.set_device(device)
         self._undo = (lambda: None) if settings.checksums else _no_checksums()
@@ -181,11 +183,12 @@ class Pair:
         started = time.perf_counter()
         self._receiver.fetch(
             secrets.token_bytes(16), prefill_id=prefill_id, kv_address=self._address,
-            incarnation=_INCARNATIONS["prefill"], attempt=0, block_ids=self._side.blocks, num_tokens=tokens,
+            incarnation=_INCARNATIONS["prefill"], attempt=0,
+            block_ids=self._side.blocks[: -(-tokens // BLOCK)], num_tokens=tokens,
         )  # fmt: skip
         events: Sequence[object] = ()
         while not events:
-            select.select([self._receiver], [], [], self._receiver.poll_within)
+            wait([self._receiver.fileno()], self._receiver.poll_within)
             events = self._receiver.poll()
         assert isinstance(events[0], kv.Injected), events
         return time.perf_counter() - started

@@ -262,12 +262,14 @@ class PrefillSide:
 
     def _taken(self, there: int) -> SliceOut:
         _, taken = self._exported.pop(there)
-        self._give_back(taken.slot, unsent=False)
+        self._give_back(taken.slot, unsent=False, soon=True)  # TAKEN named all slots of a copy
         return taken
 
-    def _give_back(self, slot: int, *, unsent: bool) -> None:
+    def _give_back(self, slot: int, *, unsent: bool, soon: bool = False) -> None:
+        """`soon`: do not wait for other slots."""
         self.slots_out -= 1
-        self._channel.hold(SlotFree(slot, unsent))
+        tell = self._channel.post if soon else self._channel.hold
+        tell(SlotFree(slot, unsent))
 
     # ------------------------------------------------------------ time
 

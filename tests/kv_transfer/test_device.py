@@ -16,7 +16,7 @@ from kv_transfer.arena import Arena
 from kv_transfer.device import Pool, Staged
 from kv_transfer.layout import KVLayout, cut
 from kv_transfer.pools import open_pool
-from kv_transfer.staging import SLACK, coalesce
+from kv_transfer.staging import BATCH_BYTES, SLACK, at_once, coalesce, landing_bytes
 from kv_transfer.transport import PagedKV
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -110,3 +110,10 @@ def test_few_copies_cover_every_slot_and_no_other(used: dict[int, int]) -> None:
 
 def test_full_neighbours_are_one_copy() -> None:
     assert coalesce([(2000, 1000), (3000, 990), (5000, 10)], 1000)[0] == [(2000, 0, 1990), (5000, 2000, 10)]
+
+
+def test_slices_in_large_slots_are_copied_in_smaller_batches() -> None:
+    """So the next step of a transfer need not wait until hundreds of megabytes are copied."""
+    for slot_bytes, count in ((2 << 20, 16), (8 << 20, 16), (32 << 20, 4), (256 << 20, 1)):
+        assert at_once(16, slot_bytes) == count
+        assert landing_bytes(slot_bytes) <= max(BATCH_BYTES, slot_bytes) + count * SLACK
