@@ -335,7 +335,7 @@ class DecodeRole:
             if attempt.source is None and not attempt.tokens:
                 self._prefilled(attempt, output)
             if attempt.first_token_at is not None:
-                self._link.send(messages.SecondToken(time.monotonic() - attempt.first_token_at))
+                self._attempts.report(messages.SecondToken(time.monotonic() - attempt.first_token_at))
                 attempt.first_token_at = None
             attempt.tokens += 1
             self._counts.count(output)
@@ -361,7 +361,7 @@ class DecodeRole:
         tokens = attempt.prompt_tokens + attempt.output_tokens
         self._counts.count_prompt(tokens, output.cached_tokens, attempt.fetched)
         began = now - output.prefill_seconds
-        self._link.send(
+        self._attempts.report(
             messages.Prefilled(
                 output.id, began - output.queue_seconds, began, now, tokens, output.cached_tokens
             )
@@ -371,4 +371,6 @@ class DecodeRole:
         """Removes an attempt that got its last token. The engine has already freed its blocks."""
         self._attempts.end(decode_id)
         attempt = self._table.pop(decode_id)
-        self._link.send(messages.Decoded(decode_id, attempt.joined_at, time.monotonic(), attempt.tokens))
+        self._attempts.report(
+            messages.Decoded(decode_id, attempt.joined_at, time.monotonic(), attempt.tokens)
+        )

@@ -276,7 +276,7 @@ class PrefillRole:
         self._counts.count(output)
         now = time.monotonic()
         began = now - output.prefill_seconds
-        self._link.send(
+        self._attempts.report(
             messages.Prefilled(
                 output.id,
                 accepted_at=began - output.queue_seconds,

@@ -22,6 +22,7 @@ class Attempts:
         self._send = send
         self._streams: dict[bytes, int] = {}  # attempt id -> stream that owns it
         self._tokens: defaultdict[int, list[Output]] = defaultdict(list)  # by stream
+        self._reports: list[FromEngine] = []  # since the last flush
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -83,11 +84,18 @@ class Attempts:
             return
         self._tokens[stream].append(output)
 
+    def report(self, message: messages.Prefilled | messages.SecondToken | messages.Decoded) -> None:
+        """Sends what metrics and logs say of a token, after the token: a client waits for that."""
+        self._reports.append(message)
+
     def flush(self) -> None:
         """Sends each router one message with all its tokens since the last flush."""
         for stream, tokens in self._tokens.items():
             self._send(messages.Tokens(stream, tokens))
         self._tokens.clear()
+        for report in self._reports:
+            self._send(report)
+        self._reports.clear()
 
     def _fail(self, stream: int, attempt_id: bytes, code: Code, message: str) -> None:
         self.flush()  # the router must get earlier tokens before the failure

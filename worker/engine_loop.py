@@ -115,6 +115,11 @@ class Parts:
     links: PrefixLinks = field(default_factory=PrefixLinks)
     cached_chunks: CachedChunks = field(default_factory=CachedChunks)
 
+    def report_cache(self) -> None:
+        """Tells the service process what has entered and left the prefix cache."""
+        if (changed := self.cached_chunks.take()) is not None:
+            self.link.send(changed)
+
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
         """Builds the engine. Raises ValueError if the user's configuration is wrong."""
         config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
@@ -265,13 +270,14 @@ def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump
             roles.handle(message)
         roles.move_kv(engine.rest if engine.waits_for_device else math.inf)
         result = engine.step() if engine.has_work and not engine.rest else None
-        if (changed := parts.cached_chunks.take()) is not None:
-            link.send(changed)  # before the tokens: the router of a follow-up request must know the prefix
+        if result is not None and any(output.finish_reason for output in result.outputs):
+            parts.report_cache()  # before a last token: the router of the next turn must know the prefix
         if result is not None:
             if result.seconds and parts.trace.enabled:
                 _trace_step(parts.trace, result)
             roles.after_step(result)
         parts.attempts.flush()
+        parts.report_cache()
         for pump in pumps:
             pump.pump()
         if not engine.waits_for_device:

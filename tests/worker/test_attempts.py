@@ -90,3 +90,16 @@ def test_a_decode_may_not_have_the_id_of_a_prefill_that_the_engine_does_not_know
     assert sent == [messages.Failed(2, A, Code.INVALID, "this id is in use")]
     assert table.owned(1, A)
     assert not role.owns(A)
+
+
+def test_reports_of_a_step_follow_its_tokens() -> None:
+    table, sent = attempts()
+    report = messages.Decoded(A, 1.0, 2.0, 3)
+    table.report(report)
+    token = Output(A, 0, 7)
+    table.token(token)
+    assert not sent
+    table.flush()
+    assert sent == [messages.Tokens(1, [token]), report]
+    table.flush()
+    assert len(sent) == 2
