@@ -32,6 +32,10 @@ LEAD_SECONDS = 1.1e-3
 """Before the end of a step, the engine launches the next one. From traces of an H200."""
 OVERHEAD_SECONDS = 3e-3
 """Between the client and the engine, until the first token."""
+TOKENIZE_SECONDS = 1.4e-6
+"""Of a prompt token, before its request arrives at the router's queue."""
+FIRST_CONTEXT = 16
+"""Positions of the first request of each worker. No later step that only decodes is as fast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,7 @@ class Worker:
         self._colocated = colocated
         largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
         self._limit = ChunkLimit(None, BUDGET, target_steps, largest)
+        self._limit.record(True, 0, step_seconds(1, FIRST_CONTEXT, []))
         self._meters = Meters(*largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by number of the last step
@@ -209,9 +214,11 @@ class Worker:
     def status(self) -> pb.WorkerStatus:
         limit = self._limit
         short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
+        decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
         started = sum(request.left < request.prompt for request in self._prompts)
         return pb.WorkerStatus(
-            requests_running=len(self._decodes) + len(self._joining) + len(self._arrived) + started,
+            requests_running=decoding + started,
+            requests_decoding=decoding,
             reservations=self.reserved,
             tokens_waiting=sum(request.left for request in self._prompts),
             blocks_free=BLOCKS - self._positions // BLOCK,
@@ -328,6 +335,7 @@ class Worker:
             self._prompts.popleft()
             request.token_at = now
             if request.measured:
-                outcome.ttft.append(now - request.arrived + OVERHEAD_SECONDS)
+                seconds = OVERHEAD_SECONDS + request.prompt * TOKENIZE_SECONDS
+                outcome.ttft.append(now - request.arrived + seconds)
             request.first_token()
         self._step()

@@ -252,6 +252,7 @@ class Service:
             health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
             pool=self._pool,
             requests_running=stats.running,
+            requests_decoding=stats.decoding,
             requests_waiting=stats.waiting,
             tokens_waiting=stats.tokens_waiting,
             blocks_free=stats.blocks_free,

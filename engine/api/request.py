@@ -175,6 +175,8 @@ class EngineStats:
     """The state of an engine at one moment, and averages over its recent steps."""
 
     running: int
+    decoding: int
+    """The part of `running` whose prompts are computed."""
     waiting: int
     tokens_waiting: int
     """Prompt tokens of waiting and running requests that must still be computed: the prefix cache does not

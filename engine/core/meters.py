@@ -78,6 +78,7 @@ class Meters:
     ) -> EngineStats:
         return EngineStats(
             running=len(scheduler.running),
+            decoding=scheduler.decoding,
             waiting=len(scheduler.waiting) + len(scheduler.loading),
             tokens_waiting=scheduler.tokens_waiting,
             blocks_free=scheduler.pool.free,

@@ -327,6 +327,11 @@ class Scheduler:
         return any(live.num_left <= 1 for live in self.running)
 
     @property
+    def decoding(self) -> int:
+        """Number of requests that decode."""
+        return sum(live.num_left <= 1 for live in self.running)
+
+    @property
     def has_next(self) -> bool:
         """Whether there is anything to compute beyond the steps under way."""
         return self.can_admit or any(not live.ends_with_pending for live in self.running)

@@ -24,7 +24,7 @@ HANDOVER_STEPS = 2.0
 PATIENCE = 1.3
 """A prompt may take this many times as long beside decodes as alone, and `PATIENCE_SECONDS` more. Only if it
 would take longer, decode steps become longer for it."""
-PATIENCE_SECONDS = 0.08
+PATIENCE_SECONDS = 0.04
 SLOWER = 0.12
 """A worker that decodes takes this share longer for its prompts, on the whole."""
 LEAST_UTILISATION = 0.1

@@ -1,8 +1,9 @@
 """The prefill loads of the workers: waiting tokens, speed and cached chunks of each.
 
 Workers report once a second. Between reports the queue of a worker is estimated: the reported tokens, plus
-what this router sent since, less what the worker computes in that time at its reported speed. It is never
-less than this router's own waiting tokens, and at most these and what other routers had in the last report.
+what this router sent since, less what the worker computes in that time at its reported speed. It is at most
+this router's own waiting tokens and what other routers had in the last report. It is at least this router's
+own waiting tokens, less what the worker should have computed of the first prompt.
 Work that other routers sent since is unknown. So a policy must not simply send everything to the worker that
 seems idle: `sticky` spreads sessions by a ring, `two_choices` draws.
 """
@@ -22,6 +23,8 @@ UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""
 UTILISATION_SECONDS = 5.0
 """Time constant of the average."""
+FIRST_SHARE = 0.9
+"""The most that counts as computed of a prompt without a first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,13 @@ class PrefillLoads:
         self._tokens: list[float] = []  # waiting at time `_at`
         self._at: list[float] = []
         self._own: list[int] = []  # tokens of prefills that this router sent, without a first token
+        self._sent: list[list[int]] = []  # the same of each prefill, in order
         self._others: list[int] = []  # those of other routers in the last report
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
         self._own_seconds = np.zeros(0)  # time to compute `_own`; infinite if it does not serve
+        self._first_seconds = np.zeros(0)  # of these, what may be over
+        self._first_at = np.zeros(0)  # time at which the first of `_sent` began, or can begin
         self._measured = np.zeros(0, bool)
         self._load_speeds: list[Mapping[Tier, float]] = []
         self._computed: list[int] = []  # prompt tokens since its start, as last reported
@@ -71,6 +77,7 @@ class PrefillLoads:
         row = self._names.index("") if "" in self._names else self._new_row()
         self._names[row], self._serving[row], self._stale = name, True, True
         self._own[row] = self._others[row] = 0
+        self._sent[row], self._first_at[row] = [], now
         self._tokens[row], self._at[row] = 0.0, now
         self._load_speeds[row] = {}
         self._computed[row], self._utilisation[row] = 0, 0.0
@@ -104,8 +111,9 @@ class PrefillLoads:
         self._tokens.append(0.0)
         self._at.append(0.0)
         self._own.append(0)
+        self._sent.append([])
         self._others.append(0)
-        for array in ("_speed", "_clear_at", "_own_seconds", "_measured"):
+        for array in ("_speed", "_clear_at", "_own_seconds", "_first_seconds", "_first_at", "_measured"):
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
         self.index.grow(row + 1)
         return row
@@ -121,6 +129,8 @@ class PrefillLoads:
         speed = self._speed[row]
         self._clear_at[row] = self._at[row] + self._tokens[row] / speed
         self._own_seconds[row] = self._own[row] / speed if self._serving[row] else np.inf
+        first = self._sent[row][0] if self._sent[row] else 0
+        self._first_seconds[row] = FIRST_SHARE * first / speed
 
     # ------------------------------------------------------------ changes
 
@@ -165,7 +175,10 @@ class PrefillLoads:
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
         """This router sent a prefill."""
         self._tokens[row], self._at[row] = self.tokens_waiting(row, now) + work.tokens, now
+        if not self._sent[row]:
+            self._first_at[row] = now
         self._own[row] += work.tokens
+        self._sent[row].append(work.tokens)
         self._changed(row)
         self.index.expect(row, work.chunks)
 
@@ -173,16 +186,23 @@ class PrefillLoads:
         """The first token came (`computed`), or the prefill was cancelled."""
         waiting = self.tokens_waiting(row, now)
         self._own[row] -= work.tokens
+        self._sent[row].remove(work.tokens)
+        self._first_at[row] = now
         if not computed:
             waiting -= work.tokens
         self._tokens[row], self._at[row] = min(waiting, self._own[row] + self._others[row]), now
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 
+    def tokens_ahead(self, row: int, now: float) -> float:
+        """As `tokens_waiting`, but a prompt of this router counts as a whole until its first token."""
+        return max(self._own[row], self.tokens_waiting(row, now))
+
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
-        computed = self._speed[row] * (now - self._at[row])
-        return max(self._own[row], self._tokens[row] - computed)
+        speed = float(self._speed[row])
+        first = speed * min(self._first_seconds[row], max(0.0, now - self._first_at[row]))
+        return max(self._own[row] - first, self._tokens[row] - speed * (now - self._at[row]))
 
     # ------------------------------------------------------------ the current state
 
@@ -212,7 +232,8 @@ class PrefillLoads:
         rows, among = self._rows, self._among
         if not len(rows):
             return None
-        wait = np.maximum(self._own_seconds, self._clear_at - now)
+        first = np.minimum(self._first_seconds, now - self._first_at)
+        wait = np.maximum(self._own_seconds - first, self._clear_at - now)
         avoided = [row for row in rows.tolist() if row in avoid] if avoid else ()
         if 0 < len(avoided) < len(rows):
             rows = np.setdiff1d(rows, avoided, assume_unique=True)  # keeps the order of `rows`

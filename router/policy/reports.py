@@ -60,7 +60,7 @@ def prefill_offer(
 ) -> PrefillOffer:
     """The offer of a prefill worker. `load`: what it decodes."""
     first_token, mixed = snapshot.seconds(request, row), pace(status)
-    if load.running and mixed.known:  # it computes the prompt beside decodes
+    if (load.own or status.requests_decoding) and mixed.known:  # it computes the prompt beside decodes
         work = snapshot.tokens_ahead(row) + request.tokens - snapshot.cached.of(row)
         first_token = max(first_token, mixed.seconds(work))
     return PrefillOffer(first_token, decodes=load.fits(request.tokens + 1), utilisation=utilisation)

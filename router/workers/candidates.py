@@ -153,13 +153,14 @@ class Candidates:
         avoided = (
             [row for connection, row in self._rows.items() if connection.address in avoid] if avoid else ()
         )
-        snapshot = self._loads.snapshot(request, time.monotonic(), avoided)
+        now = time.monotonic()
+        snapshot = self._loads.snapshot(request, now, avoided)
         if snapshot is None:
             return None
         self._choices += 1
         row = self._policy(snapshot, request)
         worker, work = self._workers[row], PrefillWork(tokens - snapshot.cached.of(row), chunks)
-        queues = snapshot.tokens_ahead(row) > worker.description.max_num_batched_tokens
+        queues = self._loads.tokens_ahead(row, now) > worker.description.max_num_batched_tokens
         load, utilisation = self._decode_caches.loads[row], self._loads.utilisation(row)
         offer = prefill_offer(snapshot, request, row, worker.status, load, utilisation)
         return PrefillTarget(worker, work, offer, work.tokens / float(snapshot.speed[row]), queues)

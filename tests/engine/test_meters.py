@@ -36,6 +36,10 @@ def test_a_prompt_beside_decodes_is_as_fast_as_long_steps_allow() -> None:
     for _ in range(2):
         step(scheduler)
     assert live in scheduler.running
+    assert scheduler.decoding == 1
+    add(scheduler, 2, 8)
+    scheduler.schedule()
+    assert (len(scheduler.running), scheduler.decoding) == (2, 1), "the second one has no token yet"
     assert meters.prompt_tokens_per_s(scheduler, limit) == 40_000, "nothing is known yet"
     for _ in range(50):
         limit.record(True, 0, 0.010)

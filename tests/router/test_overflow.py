@@ -18,8 +18,10 @@ from router.policy import (
     MixedPace,
     PrefillLoads,
     PrefillOffer,
+    PrefillRequest,
     patience,
     place,
+    prefill_offer,
 )
 from router.policy.chunk_index import ChunkIndex
 from router.text.tokenizer import ModelTokenizer
@@ -100,7 +102,7 @@ LONG = MixedPace(0.010, 50, 0.015, 200, 0.030)
 def test_a_prompt_beside_decodes_takes_its_patience_between_short_and_long_steps() -> None:
     assert LONG.seconds(200) == pytest.approx(4 * 0.010 + 0.020), "short steps are fast enough"
     assert LONG.seconds(2000) == pytest.approx(patience(0.2))
-    assert LONG.seconds(2000) == pytest.approx(1.3 * 0.2 + 0.08)
+    assert LONG.seconds(2000) == pytest.approx(1.3 * 0.2 + 0.04)
     assert LONG.seconds(20_000) == pytest.approx(100 * 0.010 + 2.0), "long steps are the limit"
     assert replace(LONG, short_tokens=0).seconds(200) == pytest.approx(patience(0.02))
     assert MixedPace().seconds(1) == math.inf
@@ -127,6 +129,24 @@ def test_a_prefill_worker_decodes_an_answer_that_slows_down_few_prompts(
 ) -> None:
     prefill = PrefillOffer(0.008, decodes=decodes, utilisation=utilisation)
     assert place(200, answer, prefill, [DecodeOffer(LONG)]).place == expected
+
+
+@pytest.mark.parametrize(("decoding", "own", "seconds"), [(0, 0, 0.1), (1, 0, 0.3), (0, 1, 0.3)])
+def test_a_prefill_worker_is_slow_beside_decodes_only(decoding: int, own: int, seconds: float) -> None:
+    """A prompt under way counts as running, too."""
+    loads, request = PrefillLoads(), PrefillRequest(key=1, tokens=2000)
+    row = loads.join("a:1", block_size=16, now=0)
+    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)
+    snapshot = loads.snapshot(request, 0)
+    assert snapshot is not None
+    status = pb.WorkerStatus(
+        requests_running=1, requests_decoding=decoding, decode_seconds=0.010,
+        chunk_tokens=50, chunk_seconds=0.015, long_chunk_tokens=200, long_chunk_seconds=0.030,
+    )  # fmt: skip
+    load = DecodeLoad("a:1", 16, 100, 64)
+    load.reported(blocks_free=100, running=1)
+    load.own = own
+    assert prefill_offer(snapshot, request, row, status, load, 0.5).first_token == pytest.approx(seconds)
 
 
 def test_a_choice_explains_itself() -> None:

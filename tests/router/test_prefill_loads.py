@@ -29,10 +29,23 @@ def test_the_queue_is_the_report_plus_sent_minus_computed_tokens():
     loads.reported(row, tokens_waiting=5000, tokens_per_s=SPEED, now=10)
     loads.sent(row, PrefillWork(1000), 11)
     assert look(loads, 12).wait[row] == pytest.approx(4)
-    loads.reported(row, tokens_waiting=300, tokens_per_s=SPEED, now=13)
-    assert look(loads, 13).wait[row] == pytest.approx(1), "1000 tokens of this router are not computed"
+    loads.reported(row, tokens_waiting=50, tokens_per_s=SPEED, now=13)
+    assert look(loads, 13).wait[row] == pytest.approx(0.1), "its last token is not computed"
     loads.ended(row, PrefillWork(1000), computed=True, now=13)
-    assert look(loads, 13).wait[row] == 0, "the 300 tokens were of this prompt"
+    assert look(loads, 13).wait[row] == 0, "the 50 tokens were of this prompt"
+
+
+def test_a_worker_computes_the_first_of_the_prompts_that_wait():
+    loads, row = one()
+    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)
+    for _ in range(2):
+        loads.sent(row, PrefillWork(1000), 0)
+    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)  # it misses what is on its way
+    waits = [look(loads, now).wait[row] for now in (0, 0.5, 5)]
+    assert waits == pytest.approx([2, 1.5, 1.1]), "the second prompt waits for the first one"
+    assert loads.tokens_waiting(row, 0.5) == 1500
+    loads.ended(row, PrefillWork(1000), computed=True, now=6)
+    assert [look(loads, now).wait[row] for now in (6, 6.5)] == pytest.approx([1, 0.5])
 
 
 def test_first_tokens_show_what_is_left():

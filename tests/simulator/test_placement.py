@@ -32,10 +32,12 @@ def typical(load: Load, kind: Kind) -> Quantiles:
 
 
 def test_steps_cost_what_an_h200_measured():
-    assert step_seconds(1, 800, []) == pytest.approx(4.40e-3, rel=0.05)
-    assert step_seconds(128, 128 * 900, []) == pytest.approx(9.74e-3, rel=0.05)
+    assert step_seconds(1, 1064, []) == pytest.approx(4.40e-3, rel=0.05)
+    assert step_seconds(128, 128 * 1064, []) == pytest.approx(9.74e-3, rel=0.05)
+    assert step_seconds(1, 1064, [(256, 1872)]) == pytest.approx(9.8e-3, rel=0.05)
+    assert step_seconds(1, 1064, [(512, 1744)]) == pytest.approx(16.9e-3, rel=0.05)
     assert step_seconds(0, 0, [(2000, 0)]) == pytest.approx(48e-3, rel=0.05)
-    assert step_seconds(0, 0, [(8000, 0)]) == pytest.approx(210e-3, rel=0.05)
+    assert step_seconds(0, 0, [(8000, 0)]) == pytest.approx(205e-3, rel=0.05)
 
 
 def test_steps_with_chunks_are_padded_to_the_next_graph():

@@ -63,6 +63,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 9,
                 10,
                 11,
+                12,
                 0.5,
                 0.25,
                 0.125,
