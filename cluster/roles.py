@@ -106,6 +106,7 @@ def _path(path: Path | None) -> str | None:
 def run_router(given: options.RouterRole) -> int:
     def start() -> int:
         import router
+        from router.config import RouterConfig
         from rpc.auth import load_secret
 
         members = given.membership
@@ -121,7 +122,7 @@ def run_router(given: options.RouterRole) -> int:
         if found is not None:
             model.reach_hub(found.location)
         several = given.front.router_processes > 1
-        config = router.RouterConfig(
+        config = RouterConfig(
             index=given.process.index,
             title=given.process.title,
             secret=load_secret(given.secret.cluster_secret_file),

@@ -14,19 +14,21 @@
 a request may wait.
 """
 
-from router.admission.keys import api_keys
-from router.config import RouterConfig
+import gc
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from router.config import RouterConfig
 
 
-def main(config: RouterConfig) -> int:
+def main(config: "RouterConfig") -> int:
     """Runs the router until SIGTERM (drains) or SIGINT. Raises ValueError for a mistake of the user."""
-    # Imported here, so that `RouterConfig` alone loads no server.
+    # Imported here, so that neither the configuration nor a child process loads a server.
+    gc.disable()  # imports make no garbage, and collections would slow them by a sixth
     if config.admin_port is not None and not config.supervised:
         from router.processes.supervise import supervise as run
     else:
         from router.server import main as run
-
+    gc.freeze()
+    gc.enable()
     return run(config)
-
-
-__all__ = ["RouterConfig", "api_keys", "main"]

@@ -17,21 +17,52 @@ defines the log lines of every process, and `rpc.tracing` exports traces over OT
 """
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 # Both must be set before grpc is imported. By default gRPC logs every connection that ends. Its fork handlers
 # can crash a child process between fork and exec.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
-from grpc import RpcError
-from grpc.aio import Channel
+if TYPE_CHECKING:
+    from grpc import RpcError
+    from grpc.aio import Channel
 
-from rpc.auth import load_secret
-from rpc.channel import check_health, connect, create_public_server, create_server
-from rpc.health import HealthServicer
-from rpc.ports import cannot_listen, try_port, url_host
-from rpc.tls import TlsFiles, add_port
-from rpc.vocabulary import vocabulary_fingerprint
+    from rpc.auth import load_secret
+    from rpc.channel import check_health, connect, create_public_server, create_server
+    from rpc.health import HealthServicer
+    from rpc.ports import cannot_listen, try_port, url_host
+    from rpc.tls import TlsFiles, add_port
+    from rpc.vocabulary import vocabulary_fingerprint
+
+_MODULE_OF = {
+    "Channel": "grpc.aio",
+    "HealthServicer": "rpc.health",
+    "RpcError": "grpc",
+    "TlsFiles": "rpc.tls",
+    "add_port": "rpc.tls",
+    "cannot_listen": "rpc.ports",
+    "check_health": "rpc.channel",
+    "connect": "rpc.channel",
+    "create_public_server": "rpc.channel",
+    "create_server": "rpc.channel",
+    "load_secret": "rpc.auth",
+    "try_port": "rpc.ports",
+    "url_host": "rpc.ports",
+    "vocabulary_fingerprint": "rpc.vocabulary",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module of a name when the name is used.
+
+    Engine processes and the router's children need the fingerprint or the logs. gRPC would delay their start.
+    """
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'rpc' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
 
 __all__ = [
     "Channel",

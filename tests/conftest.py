@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from tests.shallow import shallow
 
 pytest_plugins = ["tests.leftovers"]
 
+_TRUSTED = pytest.StashKey[TemporaryDirectory[str]]()
+
 # A busy machine is no failure of what is tested.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
@@ -31,6 +34,23 @@ if DEVICE == "cpu":
     # Triton decides when a module is imported whether its functions are compiled or interpreted, and others
     # (transformers) import it too: so this is set before them, and for all tests.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes of tests trust no authority of the machine.
+
+    To read all of them takes a tenth of a second in each process that imports aiohttp, and for each client.
+    """
+    if "SSL_CERT_FILE" not in os.environ:
+        directory = config.stash[_TRUSTED] = TemporaryDirectory()
+        os.environ["SSL_CERT_FILE"] = f"{directory.name}/ca.pem"
+        trustme.CA().cert_pem.write_to_path(os.environ["SSL_CERT_FILE"])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _TRUSTED in config.stash:
+        config.stash[_TRUSTED].cleanup()
 
 
 gc.disable()  # until all modules are imported: imports make no garbage, and collections double their time

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rpc import logs
-from rpc.tls import TlsFiles
 
 if TYPE_CHECKING:
     from engine import EngineConfig
+    from rpc import TlsFiles
 
 Role = Literal["prefill", "decode"]
 

@@ -91,6 +91,6 @@ class FrontOptions(ServerTlsOptions):
 
     def keys(self) -> tuple[ApiKey, ...]:
         """The API keys of both options. Raises ValueError for an invalid key."""
-        from router import api_keys
+        from router.admission.keys import api_keys
 
         return api_keys(self.api_key, None if self.api_key_file is None else str(self.api_key_file))

@@ -26,7 +26,9 @@ from .conftest import TEXT
 
 LAUNCH = """
 import json, sys
-from router import RouterConfig, api_keys, main
+from router import main
+from router.admission.keys import api_keys
+from router.config import RouterConfig
 given = json.loads(sys.argv[1])
 if keys := given.pop("keys", None):
     given["read_api_keys"] = lambda: api_keys([], keys)

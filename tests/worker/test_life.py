@@ -70,6 +70,9 @@ async def test_a_worker_reports_its_start_and_describes_itself(prefill: WorkerPr
     titles = [title for title in titles if ", lanes " not in title]  # on many cores
     assert sorted(titles) == ["baton: prefill 3", "baton: prefill 3 engine", "baton: prefill 3 transfer"]
     assert list(worker.run_dir.iterdir()) == [], "the socket file is removed when the worker is ready"
+    for title, loaded in (("engine", ["libtorch."]), ("transfer", [])):
+        maps = Path(f"/proc/{worker.child(title).pid}/maps").read_text()
+        assert [library for library in ("cygrpc", "libtorch.") if library in maps] == loaded, title
     async with rpc.connect(worker.address, SECRET) as channel:
         described = await WorkerStub(channel).Describe(pb.DescribeRequest())
         assert await health(channel) == "SERVING"
