@@ -99,3 +99,23 @@ def _keep_types(patch: pytest.MonkeyPatch) -> None:
         return convert(self, lhs, rhs, *rules, **named)
 
     patch.setattr(semantic, "binary_op_type_checking_impl", convert_unless_alike)
+
+    broadcast: Callable[..., tuple[Any, Any]] = semantic.broadcast_impl_value
+
+    def broadcast_blocks(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if not (type(lhs.type) is type(rhs.type) is block_type and len(lhs.shape) == len(rhs.shape)):
+            return broadcast(self, lhs, rhs)
+        pairs = list(zip(lhs.type.shape.values, rhs.type.shape.values, strict=True))
+        if any(a != b and 1 not in (a, b) for a, b in pairs):
+            return broadcast(self, lhs, rhs)  # it raises the error
+        shape = [max(pair) for pair in pairs]
+
+        def widened(block: Any) -> Any:
+            if block.type.shape.values == shape:
+                return block
+            handle = self.builder.create_broadcast(block.handle, shape)
+            return self.tensor(handle, block_type(block.dtype, shape))
+
+        return widened(lhs), widened(rhs)
+
+    patch.setattr(semantic, "broadcast_impl_value", broadcast_blocks)
