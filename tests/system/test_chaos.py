@@ -28,7 +28,7 @@ LONG = "--kills 50 --stalls 3 --breaks 20 --flips 20 --routers 50 --clients 8"
 @pytest.mark.parametrize(
     "flags",
     [
-        "--short --kills 0 --breaks 1 --flips 1 --clients 4",
+        "--short --kills 0 --breaks 1 --flips 1 --clients 2",
         pytest.param(f"{LONG} --seed 1", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
         pytest.param(f"{LONG} --seed 2", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
