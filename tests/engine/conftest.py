@@ -250,7 +250,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
     def make(*, kv_sink: Any = None, tick: Callable[[], None] = lambda: None, **config: Any) -> Engine:
         settings: dict[str, Any] = {

@@ -46,6 +46,20 @@ def test_a_prompt_may_be_cut_anywhere(
         engine.assert_whole()
 
 
+@pytest.fixture(scope="module")
+def requests(request_of: Any) -> list[Any]:
+    return [
+        request_of(i, prompt, max_tokens=9 + i, ignore_eos=i % 2 > 0) for i, prompt in enumerate(PROMPTS * 2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(path: Path, tiny_engine: Callable[..., Engine], run: Any, requests: list[Any]) -> list[list[int]]:
+    """The tokens of each of `requests`, computed one after another."""
+    engine = tiny_engine(model=str(path))
+    return [tokens(run(engine, [request]))[0] for request in requests]
+
+
 @pytest.mark.parametrize(
     ("config", "overlap"),
     [
@@ -68,18 +82,14 @@ def test_tokens_do_not_depend_on_other_requests(
     tiny_engine: Callable[..., Engine],
     late_engine: Callable[..., Engine],
     run: Any,
-    request_of: Any,
+    requests: list[Any],
+    alone: list[list[int]],
     config: dict[str, Any],
     overlap: bool,
 ) -> None:
     """Also with steps that run ahead of the ends of requests, which leave their slots to later ones."""
-    requests = [
-        request_of(i, prompt, max_tokens=9 + i, ignore_eos=i % 2 > 0) for i, prompt in enumerate(PROMPTS * 2)
-    ]
-    alone = tiny_engine(model=str(path))
-    expected = [tokens(run(alone, [request]))[0] for request in requests]
     engine = (late_engine if overlap else tiny_engine)(model=str(path), **config)
-    assert tokens(run(engine, requests)) == expected
+    assert tokens(run(engine, requests)) == alone
     assert (engine.stats().preemptions > 0) == (engine.num_blocks == 24)
     engine.assert_whole()
 

@@ -447,10 +447,16 @@ def fill_up(store: DiskStore) -> None:
     store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
 
 
-@pytest.fixture
-def right(tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+@pytest.fixture(scope="module")
+def without_tiers(tiny_engine: Callable[..., Engine]) -> list[list[int]]:
     return answers(tiny_engine(num_blocks=200), TURNS)
+
+
+@pytest.fixture
+def right(without_tiers: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of `TURNS`. Copies to tiers always pay meanwhile."""
+    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+    return without_tiers
 
 
 def small(tiny_engine: Callable[..., Engine], directory: Path, **given: object) -> Engine:

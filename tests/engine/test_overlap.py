@@ -25,6 +25,21 @@ def land_one(engine: Engine) -> Any:
             return result
 
 
+@pytest.fixture(scope="module")
+def requests(request_of: Any) -> list[Any]:
+    found = crowd(request_of)
+    for number in range(100, 103):  # nothing comes twice
+        prompt = PROMPT[: number - 98]
+        found.append(request_of(number, prompt, max_tokens=30, ignore_eos=True, repetition_penalty=1e6))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_engine: Callable[..., Engine], run: Any, requests: list[Any]) -> dict[bytes, list[int]]:
+    """The tokens of `requests` without overlap."""
+    return {key: result.tokens for key, result in run(tiny_engine(overlap=False), requests).items()}
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -37,23 +52,16 @@ def land_one(engine: Engine) -> Any:
     ],
 )
 def test_overlap_does_not_change_the_tokens(
-    tiny_engine: Callable[..., Engine],
     late_engine: Callable[..., Engine],
     run: Any,
-    request_of: Any,
+    requests: list[Any],
+    expected: dict[bytes, list[int]],
     config: dict[str, Any],
 ) -> None:
-    requests = crowd(request_of)
-    for number in range(100, 103):  # nothing comes twice
-        prompt = PROMPT[: number - 98]
-        requests.append(request_of(number, prompt, max_tokens=30, ignore_eos=True, repetition_penalty=1e6))
-    expected = run(tiny_engine(overlap=False), requests)
     engine = late_engine(**config)
     for _ in range(2):
         results = run(engine, requests)
-        assert {key: result.tokens for key, result in results.items()} == {
-            key: result.tokens for key, result in expected.items()
-        }
+        assert {key: result.tokens for key, result in results.items()} == expected
         engine.assert_whole()
 
 

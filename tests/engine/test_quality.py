@@ -79,8 +79,8 @@ def output_in_fp8(
 
 
 def test_packed_weights(engine_of: Callable[..., Engine], reference: Tensor) -> None:
-    """The default on a CPU. The last tenth of the text is decoded, which has kernels of its own."""
-    found = quality(logits(engine_of(dtype="auto", device="cpu"), decoded=64), reference)
+    """The default on a CPU. The end of the text is decoded, which has kernels of its own."""
+    found = quality(logits(engine_of(dtype="auto", device="cpu"), decoded=24), reference)
     assert found.perplexity <= 1.01 * quality(reference, reference).perplexity
     assert found.equal >= 0.94
 
