@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from engine import Engine, EngineConfig, build_engine
 from engine.kernels import FP8
@@ -110,6 +109,8 @@ def save_quantized(directory: Path, save_tiny: Any, kind: str, model: str = "Lla
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     save_file(exact, directory / "exact" / "model.safetensors", {"format": "pt"})
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(directory / "exact", dtype="float32").eval()
 
 
