@@ -11,15 +11,16 @@ whole GPU reads it, also if contexts are few or of unequal length (Flash-Decodin
    It takes the shortest length that allows this. A long context gets many pieces, a short one only one.
 2. `_split`, one program per (piece, KV head): attention over the keys of the piece alone, and the logarithm
    to base 2 of its softmax sum, lse(i). The first piece of a request has the sink in its sum.
-3. `_combine`, one program per request and one or several query heads:
-   out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max). A request of one piece has its result already.
+3. The pieces of a request are combined, in their order:
+   out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max). A request of one piece has its result already. Few
+   requests have many pieces each, so `_combine` has a program for each of their query heads. With more
+   requests, the program of `_split` that finishes last for a KV head combines, which saves a launch.
 
 The number of pieces depends on batch size and device alone, and programs read their work on the device. So a
-captured graph serves contexts of any length. A padding request, of context 0, has no piece and gets 0.
+captured graph serves contexts of any length. A padding request, of context 0, has an empty piece and gets 0.
 """
 
 from dataclasses import dataclass
-from math import gcd
 
 import torch
 import triton
@@ -50,8 +51,10 @@ STAGES = 7
 ROWS = 8  # least size of a side of a tensor core product; a group of query heads is padded to it
 
 PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
-COMBINED = 32  # results of `_split` that `_combine` takes at once
-FEW_REQUESTS = 32  # up to these, each head of a request has a program of `_combine`
+COMBINED = 32  # results of `_split` that a program of `_combine` takes at once
+COMBINED_LAST = 16  # that the last program of `_split` takes at once, of all query heads of a group
+FEW_REQUESTS = 32  # up to these, `_combine` runs
+LEAST = tl.constexpr(-1e30)  # of m: −∞ would give NaN where a head is not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +63,23 @@ class Pieces:
 
     work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; request −1: no work
     first: Tensor  # [requests + 1] int32: request i has the pieces [first[i], first[i + 1])
+    finished: Tensor  # [requests, KV heads] int32: pieces that are finished; 0 between layers
 
 
 def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int, span: Span | None = None) -> Pieces:
     """Cuts contexts [requests] int32 into pieces, from the first position in the span on."""
     requests = len(contexts)
     pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
-    result = Pieces(contexts.new_empty(pieces, 3), contexts.new_empty(requests + 1))
+    new = contexts.new_empty
+    result = Pieces(new(pieces, 3), new(requests + 1), new(requests, num_kv_heads))
     _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
         contexts,
         result.work,
         result.first,
+        result.finished,
         requests,
         pieces,
+        KV_HEADS=num_kv_heads,
         BLOCK_N=BLOCK_N,
         REQUESTS=max(16, triton.next_power_of_2(requests)),
         PIECES=PARTITION_PIECES,
@@ -101,6 +108,7 @@ def decode_attention(
     partial = torch.empty((count, num_heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
     values = values_of(cache, fp8=scales is not None)
+    few = requests <= FEW_REQUESTS
     _split[(num_kv_heads, count)](
         q,
         cache,
@@ -113,6 +121,7 @@ def decode_attention(
         pieces.first,
         partial,
         lse,
+        pieces.finished,
         out,
         q if sinks is None else sinks,
         head_dim**-0.5 * LOG2_E.value,
@@ -125,6 +134,7 @@ def decode_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         ROWS=max(ROWS, triton.next_power_of_2(group)),
+        COMBINED=0 if few else max(1, COMBINED_LAST // triton.next_power_of_2(group)),
         BLOCK_N=BLOCK_N,
         FP8=scales is not None,
         SPAN=span is not None,
@@ -133,20 +143,19 @@ def decode_attention(
         num_stages=STAGES,
         **overlap.options(),
     )
-    together = 1 if requests <= FEW_REQUESTS else gcd(num_heads, 4)
-    _combine[(requests, num_heads // together)](
-        partial,
-        lse,
-        pieces.first,
-        out,
-        out.stride(0),
-        HEADS=num_heads,
-        TOGETHER=together,
-        HEAD_DIM=head_dim,
-        PIECES=COMBINED // together,
-        num_warps=1,
-        **overlap.options(),
-    )
+    if few:
+        _combine[(requests, num_heads)](
+            partial,
+            lse,
+            pieces.first,
+            out,
+            out.stride(0),
+            HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            COMBINED=COMBINED,
+            num_warps=1,
+            **overlap.options(),
+        )
 
 
 @triton.jit(do_not_specialize=["requests", "pieces"])
@@ -154,8 +163,10 @@ def _partition(
     contexts,
     work,
     first,
+    finished,
     requests,
     pieces,
+    KV_HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REQUESTS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -165,6 +176,7 @@ def _partition(
     requests_of = tl.arange(0, REQUESTS)
     context = tl.load(contexts + requests_of, mask=requests_of < requests, other=0)
     tiles = (context + BLOCK_N - 1) // BLOCK_N - first_seen(context - 1, SPAN, CHUNKED) // BLOCK_N
+    tiles = tl.where(requests_of < requests, tl.maximum(tiles, 1), 0)
     # Bisection for the shortest length, in tiles, that gives at most `pieces` pieces.
     low = 1
     high = tl.maximum(tl.max(tiles, axis=0), 1)
@@ -194,6 +206,8 @@ def _partition(
     if tl.program_id(0) == 0:
         tl.store(first + requests_of, ends - count, mask=requests_of < requests)
         tl.store(first + requests, tl.sum(count, axis=0))
+        for head in tl.static_range(KV_HEADS):
+            tl.store(finished + requests_of * KV_HEADS + head, 0, mask=requests_of < requests)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -209,6 +223,7 @@ def _split(
     first,
     partial,
     lse,
+    finished,
     out,
     sinks,
     scale,
@@ -221,6 +236,7 @@ def _split(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
+    COMBINED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FP8: tl.constexpr,
     SPAN: tl.constexpr,
@@ -241,7 +257,7 @@ def _split(
     in_row = heads[:, None] * HEAD_DIM + dims[None, :]
     queries = tl.load(q + request * q_stride + in_row, mask=used[:, None], other=0.0)
     first_piece = tl.load(first + request)
-    alone = tl.load(first + request + 1) - first_piece == 1
+    pieces = tl.load(first + request + 1) - first_piece
 
     table = block_tables + request * table_stride
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
@@ -284,14 +300,41 @@ def _split(
             queries, k, v, k_scale, v_scale, inside, m, total, acc, upper_acc, scale, True, FP8
         )
     result = tl.interleave(tl.trans(acc), tl.trans(upper_acc)) if FP8 else tl.trans(acc)
-    result /= total[:, None]
-    if alone:
-        to_out = out + request * out_stride + in_row
-        tl.store(to_out, result.to(out.dtype.element_ty), mask=used[:, None])
+    result /= tl.where(total == 0.0, 1.0, total)[:, None]  # 0: the piece of a padding request
+    to_row, count = out + request * out_stride, finished + request * KV_HEADS + kv_head
+    if pieces == 1:
+        tl.store(to_row + in_row, result.to(out.dtype.element_ty), mask=used[:, None])
     else:
         to = piece.to(tl.int64) * KV_HEADS * GROUP
         tl.store(partial + to * HEAD_DIM + in_row, result, mask=used[:, None])
         tl.store(lse + to + heads, m + tl.log2(total), mask=used)
+        if COMBINED:
+            _combine_last(
+                partial, lse, count, to_row, first_piece, pieces, kv_head, KV_HEADS, GROUP, HEAD_DIM, COMBINED
+            )
+
+
+@triton.jit
+def _combine_last(
+    partial,
+    lse,
+    count,
+    to_row,
+    first,
+    pieces,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
+    """Counts a piece. The program that finishes last combines all of them."""
+    tl.debug_barrier()  # all threads have stored before the program counts as finished
+    if tl.atomic_add(count, 1, sem="acq_rel") == pieces - 1:
+        tl.store(count, 0)
+        own = tl.arange(0, triton.next_power_of_2(GROUP))
+        heads, used = kv_head * GROUP + own, own < GROUP
+        _add_up(partial, lse, to_row, first, pieces, heads, used, KV_HEADS * GROUP, HEAD_DIM, COMBINED)
 
 
 @triton.jit
@@ -345,35 +388,50 @@ def _combine(
     out,
     out_stride,
     HEADS: tl.constexpr,
-    TOGETHER: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    PIECES: tl.constexpr,
+    COMBINED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
     request = tl.program_id(0)
     begin = tl.load(first + request)
-    end = tl.load(first + request + 1)
-    if end - begin == 1:
-        return
-    heads = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
+    pieces = tl.load(first + request + 1) - begin
+    if pieces > 1:
+        head = tl.program_id(1) + tl.arange(0, 1)
+        to_row = out + request.to(tl.int64) * out_stride
+        _add_up(partial, lse, to_row, begin, pieces, head, head < HEADS, HEADS, HEAD_DIM, COMBINED)
+
+
+@triton.jit
+def _add_up(
+    partial,
+    lse,
+    to_row,
+    first,
+    pieces,
+    heads,
+    used,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
+    """Writes the `heads` of a request that are `used`, from its pieces, COMBINED of them at a time."""
     dims = tl.arange(0, HEAD_DIM)
-    m = tl.full([TOGETHER], -1e30, tl.float32)  # not −inf, which would give NaN without pieces
-    total = tl.zeros([TOGETHER], tl.float32)
-    acc = tl.zeros([TOGETHER, HEAD_DIM], tl.float32)
-    for start in tl.range(begin, end, PIECES):
-        own = start + tl.arange(0, PIECES)
-        there = (own < end)[:, None]
+    m = tl.full(heads.shape, float("-inf"), tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    acc = tl.zeros([heads.shape[0], HEAD_DIM], tl.float32)
+    for start in tl.range(first, first + pieces, COMBINED):
+        own = start + tl.arange(0, COMBINED)
+        there = (own < first + pieces)[:, None] & used[None, :]
         at = own.to(tl.int64)[:, None] * HEADS + heads[None, :]
-        weight = tl.load(lse + at, mask=there, other=float("-inf"))
+        weight = tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         of_heads = partial + at[:, :, None] * HEAD_DIM + dims[None, None, :]
-        values = tl.load(of_heads, mask=there[:, :, None], other=0.0)
-        new_m = tl.maximum(m, tl.max(weight, axis=0))
+        values = tl.load(of_heads, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        new_m = tl.maximum(tl.maximum(m, tl.max(weight, axis=0)), LEAST)
         weight = tl.exp2(weight - new_m[None, :])
         shrink = tl.exp2(m - new_m)
         total = total * shrink + tl.sum(weight, axis=0)
         acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * values, axis=0)
         m = new_m
-    result = acc / tl.maximum(total, 1e-30)[:, None]
-    to = out + request.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(to, result.to(out.dtype.element_ty))
+    to = to_row + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(to, (acc / total[:, None]).to(to_row.dtype.element_ty), mask=used[:, None])
