@@ -14,7 +14,8 @@ from functools import partial
 from bench.kernels.cases import Case, Make, nbytes
 from bench.kernels.layer import EPS, LayerCases
 from engine.kernels import Quantized
-from engine.kernels.fp8_linear import MAX_FEW_ROWS, Fp8Linear
+from engine.kernels.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
+from engine.kernels.split_k import multiprocessors
 from engine.kernels.torch_kernels import TorchKernels
 
 
@@ -47,7 +48,7 @@ class Fp8Cases(LayerCases):
         )
         moved = rows * columns + columns * out + rows * out * self.shape.dtype.itemsize
         flops = rows * columns * out  # half of them: a GPU multiplies twice as much in FP8
-        if rows > MAX_FEW_ROWS:
+        if rows > MAX_FEW_ROWS and not runs_at_once(rows, out, multiprocessors(self.device)):
             return Case(f"fp8_cublas.{name}.t{rows}", moved, flops, lambda: linear(x))
         return Case(
             f"fp8_linear.{name}.t{rows}", moved, flops, lambda: linear(x), lambda: linear.cublas(x), "cuBLAS"

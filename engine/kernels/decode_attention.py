@@ -434,4 +434,5 @@ def _add_up(
         acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * values, axis=0)
         m = new_m
     to = to_row + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(to, (acc / total[:, None]).to(to_row.dtype.element_ty), mask=used[:, None])
+    result = acc / tl.maximum(total, 1e-30)[:, None]  # 0: a head that is not used
+    tl.store(to, result.to(to_row.dtype.element_ty), mask=used[:, None])

@@ -1,9 +1,10 @@
 """y = x Wᵀ + b with x and W in FP8: y[m, n] = b[n] + Σ x[m, k] W[n, k], times the scales of x and W.
 
-With one scale for each row of x and of W, the scales apply to the sum: few rows of x take the kernel below,
-as in decode steps, and many rows take cuBLAS. With a scale for each group of 128 columns, the kernel
-multiplies the product of each group, in float32, for any number of rows. Both multiply the same FP8 numbers,
-so the number of rows changes only the order of the sum.
+With one scale for each row of x and of W, the scales apply to the sum. Few rows of x take the kernel below,
+as in decode steps, and many rows take cuBLAS. In between, the kernel takes the products whose tiles all run
+at once: tiles of 64 rows of W then occupy nearly all multiprocessors. With a scale for each group of 128
+columns, the kernel multiplies the product of each group, in float32, for any number of rows. Both multiply
+the same FP8 numbers, so the number of rows changes only the order of the sum.
 
 A program handles a tile of y, and one of SPLITS parts of the columns. As in `skinny_linear`, the rows of W
 are the large side of the tensor core product (yᵀ = W xᵀ).
@@ -37,14 +38,16 @@ class Tiling(NamedTuple):
     stages: int  # tiles loaded ahead
 
 
+AT_ONCE = Tiling(128, BLOCK_N, FP8_GROUP, 1, 4, 6)
+"""For more than MAX_FEW_ROWS, with scales of rows."""
 MANY = Tiling(128, 128, FP8_GROUP, 1, 8, 4)
-"""For more than MAX_FEW_ROWS."""
+"""The same with scales of groups."""
 
 
 def tiling(rows: int, inner: int, size: int, multiprocessors: int, *, grouped: bool) -> Tiling:
     """The tiling for x [rows, inner] and W [size, inner]."""
     if rows > MAX_FEW_ROWS:
-        return MANY
+        return MANY if grouped else AT_ONCE
     padded = max(16, triton.next_power_of_2(rows))
     tiles = triton.cdiv(size, BLOCK_N)
     shared = tiles > multiprocessors  # by two programs
@@ -55,6 +58,12 @@ def tiling(rows: int, inner: int, size: int, multiprocessors: int, *, grouped: b
     spread = tiles if padded < MAX_FEW_ROWS else triton.cdiv(tiles, 2)
     parts = splits(spread, triton.cdiv(inner, columns), multiprocessors)
     return Tiling(padded, BLOCK_N, columns, parts, 4, stages)
+
+
+def runs_at_once(rows: int, size: int, multiprocessors: int) -> bool:
+    """Whether the tiles of AT_ONCE occupy most of the multiprocessors, and each has one at most."""
+    tiles = triton.cdiv(rows, AT_ONCE.block_m) * triton.cdiv(size, AT_ONCE.block_n)
+    return multiprocessors // 2 < tiles <= multiprocessors
 
 
 class Fp8Linear:
@@ -71,7 +80,8 @@ class Fp8Linear:
 
     def __call__(self, x: Quantized) -> Tensor:
         """x [rows, in]. Returns [rows, out]."""
-        if len(x.values) <= MAX_FEW_ROWS or len(self._scales) > 1:
+        rows, size = len(x.values), len(self._weight)
+        if rows <= MAX_FEW_ROWS or len(self._scales) > 1 or runs_at_once(rows, size, self._multiprocessors):
             return self.triton(x)
         return self.cublas(x)
 
