@@ -7,8 +7,9 @@ keeps runs short.
 
 Decode: 16 workers behind 4 routers that hear of each other's reservations once a second.
 
-Placement: five kinds of load on 2 workers, some on 4 to 1,000. The policy is compared with colocated engines
-that take requests in turn and compute them in steps of 512 tokens, and with a fixed split.
+Placement: five kinds of load on 2, 4 and 64 workers, and one on 1,000. The policy is compared with colocated
+engines that take requests in turn and compute them in steps of 512 tokens, and with a fixed split. `--only
+placement` takes some minutes and prints a table of it.
 
 Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
@@ -33,6 +34,7 @@ from cluster.optimize import PROFILES
 from router.policy import two_choices
 from simulator import decode, placement
 from simulator.prefill import Outcome, Setting, Simulation
+from simulator.step_worker import Quantiles
 from simulator.trace import Trace
 
 MAIN = 64
@@ -52,11 +54,17 @@ LOADS = {
     (30_000, 100): (0.5, 0.8),
 }
 """(prompt, answer) → requests per second for each two workers."""
-PLACED = {2: 600, 4: 1_200, MAIN: 26_000, 1_000: 60_000}
-"""Workers → requests of a placement: some seconds of load, since workers report once a second."""
-PLACED_SHORT = {2: 200, MAIN: 3_000}
-PLACED_AT_SCALE = ((2000, 150, 12), (200, 20, 80))
-"""Loads with more than 2 workers. 1,000 get the first."""
+PLACED = {2: 1, 4: 1, MAIN: 4, 1_000: 16}
+"""Workers of a placement → routers."""
+PLACED_SHORT = (2, MAIN)
+PLACED_SECONDS = 10.0
+"""Of a placement, at least: workers report once a second."""
+PLACED_REQUESTS, PLACED_REQUESTS_SHORT = 600, 200
+"""Of a placement, at least."""
+LARGEST_LOADS = ((2000, 150, 12),)
+"""Loads of 1,000 workers."""
+KINDS: tuple[placement.Kind, ...] = ("policy", "split", "colocated")
+PARTS = ("prefill", "decode", "placement", "profiles")
 OPTIMIZED = {(2000, 150): (22, 80), (500, 500): (24, 80)}
 """As `LOADS`, for profiles. Two workers cannot serve 80 of these requests per second."""
 
@@ -117,36 +125,63 @@ def add_decode(report: Report, short: bool) -> None:
         report.add(Row(f"{name}.refused", found.refused, "reservations"))
 
 
-def add_placement(report: Report, short: bool) -> None:
-    for workers, requests in (PLACED_SHORT if short else PLACED).items():
-        all_loads = ((*tokens, rate) for tokens, rates in LOADS.items() for rate in rates)
-        at_scale = PLACED_AT_SCALE[: 1 if workers == 1_000 else None]
-        for prompt, answer, rate in all_loads if workers == 2 else at_scale:
+def placed_loads(workers: int, short: bool) -> Iterator[placement.Load]:
+    """All rates of each load for 2 workers, the highest for more. Short runs have one load for those."""
+    if workers == max(PLACED) or (short and workers > 2):
+        yield from (placement.Load(*load) for load in LARGEST_LOADS)
+        return
+    for (prompt, answer), rates in LOADS.items():
+        yield from (placement.Load(prompt, answer, rate) for rate in (rates if workers == 2 else rates[-1:]))
+
+
+def add_placement(report: Report, short: bool) -> list[str]:
+    """Returns a table with TTFT p50/p99 · gap p99 in ms."""
+    lines = ["workers, routers | input/output, rate /s | " + " | ".join(KINDS)]
+    for workers in PLACED_SHORT if short else PLACED:
+        for load in placed_loads(workers, short):
+            least = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
+            seconds = PLACED_SECONDS / (5 if short else 1)
+            requests = max(least, round(load.rate * workers / 2 * seconds))
             serve = partial(
                 placement.simulate,
-                placement.Load(prompt, answer, rate),
+                load,
                 requests=requests,
                 workers=workers,
-                routers=1 if workers == 2 else 4,
+                routers=PLACED[workers],
                 seed=SEED,
             )
-            ours, theirs, split = (serve(kind).quantiles() for kind in ("policy", "colocated", "split"))
-            name, to = f"routing_sim.placement.{prompt}_{answer}.{rate:g}.w{workers}", "colocated"
-            for what, goal in (("ttft_p99", 1.1), ("gap_p99", 1.0)):
-                value, other = 1e3 * getattr(ours, what), 1e3 * getattr(theirs, what)
-                name_of = f"{name}.{what}"
-                report.add(
-                    Row(name_of, value, "ms", ratio=value / other, ratio_to=to, goal=goal, better="lower")
-                )
-            ratio = ours.ttft_p99 / split.ttft_p99
-            report.add(
-                Row(f"{name}.ttft", 1e3 * ours.ttft, "ms", ratio=ratio, ratio_to="p99 of a fixed split")
+            found = {kind: serve(kind).quantiles() for kind in KINDS}
+            name = f"routing_sim.placement.{load.prompt}_{load.answer}.{load.rate:g}.w{workers}"
+            add_placed(report, name, found)
+            cells = (
+                f"{1e3 * q.ttft:.0f}/{1e3 * q.ttft_p99:.0f} · {1e3 * q.gap_p99:.1f}" for q in found.values()
             )
-            report.add(Row(f"{name}.first_gap_p99", 1e3 * ours.first_gap_p99, "ms"))
+            about = f"{workers:,}, {PLACED[workers]} | {load.prompt}/{load.answer}, {load.rate:g}"
+            lines.append(f"{about} | " + " | ".join(cells))
+    return lines
+
+
+def add_placed(report: Report, name: str, found: dict[placement.Kind, Quantiles]) -> None:
+    ours, theirs = found["policy"], found["colocated"]
+    for what, goal in (("ttft_p99", 1.1), ("gap_p99", 1.0)):
+        value, other = 1e3 * getattr(ours, what), 1e3 * getattr(theirs, what)
+        row = Row(
+            f"{name}.{what}",
+            value,
+            "ms",
+            ratio=value / other,
+            ratio_to="colocated",
+            goal=goal,
+            better="lower",
+        )
+        report.add(row)
+    ratio = ours.ttft_p99 / found["split"].ttft_p99
+    report.add(Row(f"{name}.ttft", 1e3 * ours.ttft, "ms", ratio=ratio, ratio_to="p99 of a fixed split"))
+    report.add(Row(f"{name}.first_gap_p99", 1e3 * ours.first_gap_p99, "ms"))
 
 
 def add_profiles(report: Report, short: bool) -> None:
-    requests = 2 * PLACED_SHORT[2] if short else 4 * PLACED[2]
+    requests = 2 * PLACED_REQUESTS_SHORT if short else 4 * PLACED_REQUESTS
     for (prompt, answer), rates in OPTIMIZED.items():
         for rate, (name, profile) in itertools.product(rates, PROFILES.items()):
             found = placement.simulate(
@@ -163,22 +198,34 @@ def add_profiles(report: Report, short: bool) -> None:
             report.add(Row(f"{case}.output", requests * answer / found.seconds, "tokens/s"))
 
 
-def main() -> int:
-    p = contract.parser(__doc__ or "", devices=("cpu",))
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
-    args = p.parse_args()
-    report = Report("routing_sim", {"short": args.short, "seed": SEED}, args.json)
-    for case, trace, setting, names in cases(args.short):
+def add_prefill(report: Report, short: bool) -> None:
+    for case, trace, setting, names in cases(short):
         outcomes = {name: Simulation(trace, POLICIES[name], setting).run() for name in names}
         report.add(Row(f"routing_sim.{case}.bound", bound(outcomes["sticky"]), "of prompt tokens"))
         for name, outcome in outcomes.items():
             add_rows(report, case, name, outcome)
         if case == f"multi_turn.w{MAIN}":
             add_bounds(report, outcomes["sticky"], outcomes["least_loaded"])
-    add_decode(report, args.short)
-    add_placement(report, args.short)
-    add_profiles(report, args.short)
+
+
+def main() -> int:
+    p = contract.parser(__doc__ or "", devices=("cpu",))
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--only", choices=PARTS, help="simulate this part")
+    args = p.parse_args()
+    report = Report("routing_sim", {"short": args.short, "seed": SEED}, args.json)
+    parts = [args.only] if args.only else PARTS
+    table: list[str] = []
+    if "prefill" in parts:
+        add_prefill(report, args.short)
+    if "decode" in parts:
+        add_decode(report, args.short)
+    if "placement" in parts:
+        table = add_placement(report, args.short)
+    if "profiles" in parts:
+        add_profiles(report, args.short)
     report.finish()
+    print("\n".join(table))
     return 0
 
 

@@ -243,7 +243,8 @@ def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytes
     from bench.routing_sim import __main__ as sim
 
     monkeypatch.setattr(sim, "SHORT", {4: 0.05, 64: 0.05, 1_000: 0.001})
-    monkeypatch.setattr(sim, "PLACED_SHORT", {2: 20})
+    monkeypatch.setattr(sim, "PLACED_SHORT", (2,))
+    monkeypatch.setattr(sim, "PLACED_REQUESTS_SHORT", 20)
     rows = run("routing_sim", "--short")
     assert {"routing_sim.multi_turn.w64.changes.sticky.hits", "routing_sim.mooncake.w4.bound"} <= {*rows}
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
