@@ -111,7 +111,7 @@ class ChatResponse(ResponseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class FunctionDelta(ResponseModel):
@@ -170,7 +170,7 @@ class CompletionChunkChoice(ResponseModel):
 
 
 class CompletionChoice(CompletionChunkChoice):
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None
     finish_reason: FinishReason  # pyrefly: ignore[bad-override]  (fields are never assigned)
 
 

@@ -21,8 +21,8 @@ class ChatBuilder(ChoicesBuilder):
 
     def _extra(self) -> dict[str, Any]:
         extra: dict[str, Any] = {"prompt_token_ids": self._request.prompts[0]} if self._token_ids else {}
-        if self._prompt_top is not None:
-            extra["prompt_logprobs"] = self._prompt_logprobs[0]
+        if not self._request.body.stream:
+            extra["prompt_logprobs"] = None if self._prompt_top is None else self._prompt_logprobs[0]
         return extra
 
     def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:

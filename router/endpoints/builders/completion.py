@@ -40,7 +40,9 @@ class CompletionBuilder(ChoicesBuilder):
             self._echo_logprobs[index].append((*entry, self._offset(index, token_id)))
 
     def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        return self._any_choice(index, part, first=True)
+        asked = self._prompt_top is not None
+        prompt_logprobs = self._prompt_logprobs[index] if asked else None
+        return {**self._any_choice(index, part, first=True), "prompt_logprobs": prompt_logprobs}
 
     def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         return self._any_choice(index, part, first=part.last.first)
@@ -63,8 +65,6 @@ class CompletionBuilder(ChoicesBuilder):
         }
         if last.finish_reason:
             choice["stop_reason"] = last.stop_reason
-        if self._prompt_top is not None:
-            choice["prompt_logprobs"] = self._prompt_logprobs[index]
         if self._token_ids:
             choice["token_ids"] = part.token_ids
             if first:
