@@ -9,6 +9,11 @@ A block is always in exactly one of four states:
 A cached block is full and immutable. It is found by the name of all tokens up to its end (`content`), so
 requests share a prefix block by block. "Free" includes the unreferenced cached blocks, since `allocate`
 can evict them at once.
+
+A *remnant* is a free block that still has the KV of a request's last tokens, which do not fill it. One
+request may adopt it: then it is private, and the request goes on after these tokens. So the next turn of a
+chat does not compute the end of the turn before again. `allocate` gives out remnants before it evicts cached
+blocks.
 """
 
 from collections import Counter, OrderedDict
@@ -33,13 +38,14 @@ class BlockPool:
         self._private: set[int] = set()
         self._references: dict[int, int] = {}  # cached block → number of requests that hold it
         self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached, held by no request; LRU first
+        self._remnants: OrderedDict[bytes, int] = OrderedDict()  # by the name of their tokens; oldest first
         self._block_of: dict[bytes, int] = {}  # name → cached block
         self._name_of: dict[int, bytes] = {}  # cached block → name
 
     @property
     def free(self) -> int:
         """Number of blocks that `allocate` can give out now."""
-        return len(self._free) + len(self._unreferenced)
+        return len(self._free) + len(self._remnants) + len(self._unreferenced)
 
     @property
     def cached(self) -> int:
@@ -49,6 +55,8 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Returns `count` private blocks with undefined content. Evicts cached blocks where needed."""
         assert count <= self.free, f"{count} blocks wanted, {self.free} free"
+        while len(self._free) < count and self._remnants:
+            self._free.append(self._remnants.popitem(last=False)[1])
         while len(self._free) < count:
             evicted, _ = self._unreferenced.popitem(last=False)
             evicted_name = self._name_of.pop(evicted)
@@ -59,6 +67,15 @@ class BlockPool:
         self._private.update(blocks)
         self.moves += count
         return blocks
+
+    def adopt(self, name: bytes) -> int | None:
+        """Takes a remnant as a private block. It has the KV of its tokens up to the end of those with this
+        name. None: there is none."""
+        block = self._remnants.pop(name, None)
+        if block is not None:
+            self._private.add(block)
+            self.moves += 1
+        return block
 
     def lookup(self, names: Sequence[bytes]) -> list[int]:
         """The cached blocks of the longest known prefix among these. Takes no reference."""
@@ -72,7 +89,7 @@ class BlockPool:
 
     def next_evicted(self, most: int) -> Iterator[tuple[int, bytes]]:
         """The cached blocks that the next `most` blocks of `allocate` would evict, in order, with names."""
-        count = max(0, most - len(self._free))
+        count = max(0, most - len(self._free) - len(self._remnants))
         return ((block, self._name_of[block]) for block in islice(self._unreferenced, count))
 
     def unreferenced(self, blocks: Iterable[int]) -> int:
@@ -111,14 +128,19 @@ class BlockPool:
         self._name_of[block] = name
         return True
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Takes back all blocks of a request: private ones become free, cached ones lose a reference."""
+    def release(self, blocks: Sequence[int], remnant: tuple[int, bytes] | None = None) -> None:
+        """Takes back all blocks of a request: private ones become free, cached ones lose a reference.
+
+        `remnant`: one of these blocks, and the name of the tokens whose KV ends in it."""
         self.moves += len(blocks)
         # Reversed, so that the end of a prefix is evicted first: more requests share its beginning.
         for block in reversed(blocks):
             if block in self._private:
                 self._private.remove(block)
-                self._free.append(block)
+                if remnant is not None and block == remnant[0] and remnant[1] not in self._remnants:
+                    self._remnants[remnant[1]] = block
+                else:
+                    self._free.append(block)
                 continue
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -127,7 +149,8 @@ class BlockPool:
 
     def assert_consistent(self) -> None:
         """Asserts that every block is in exactly one state, and that the name maps mirror each other."""
-        states = [*self._free, *self._private, *self._references, *self._unreferenced]
+        free = [*self._free, *self._remnants.values()]
+        states = [*free, *self._private, *self._references, *self._unreferenced]
         assert sorted(states) == list(range(self.num_blocks)), "a block was lost or has two owners"
         assert all(count > 0 for count in self._references.values())
         assert self._name_of == {block: name for name, block in self._block_of.items()}

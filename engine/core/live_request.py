@@ -110,6 +110,8 @@ class LiveRequest:
     """Positions [0, scores_to) predict a token of the prompt whose log probability is asked for."""
     num_scored: int = 0
     """How many of these positions have given it."""
+    num_verified: int = 0
+    """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
     arrived: float = field(default_factory=time.monotonic)

@@ -36,6 +36,12 @@ class PrefixNames:
             end = index * self._block_size
             self.blocks.append(name_of_prefix(self.chunks, tokens, end, self._root))
 
+    def of_chunk(self, token_ids: Sequence[int], end: int) -> bytes:
+        """The name of the first `end` tokens, which are full chunks."""
+        self._token_ids.extend(packed(token_ids[len(self._token_ids) : end]))
+        extend_names(self.chunks, self._token_ids, end, self._root)
+        return self.chunks[end // CHUNK_TOKENS - 1]
+
     def token_ids(self, index: int) -> "array[int]":
         """The tokens of a block."""
         return self._token_ids[index * self._block_size : (index + 1) * self._block_size]

@@ -4,6 +4,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
+from content import CHUNK_TOKENS
 from engine.core.block_pool import BlockPool
 from engine.core.live_request import LiveRequest, Phase
 from engine.core.offload_tier import OffloadTier
@@ -71,19 +72,47 @@ class RequestMemory:
         """Gives the request blocks for the tokens, and a state slot. The first blocks are `hits`, those of
         the method of this name."""
         self._pool.share(hits)
-        own = self._pool.allocate(self.blocks_for(num_tokens) - len(hits))
-        live.blocks = array("i", [*hits, *own])
+        known, remnant = self._adopt(live, hits)
+        own = self._pool.allocate(self.blocks_for(num_tokens) - len(hits) - len(remnant))
+        live.blocks = array("i", [*hits, *remnant, *own])
         if self._states is not None:
             live.state_slot = self._states.allocate()
         if self._copies is not None and hits and live.phase is not Phase.RESERVED:
             assert live.names is not None, "hits are found by names"
             self._restores[live.state_slot] = self._copies.use(live.names.blocks[len(hits) - 1])
-        live.num_cached = len(hits) * self._block_size
+        live.num_cached = known
+        live.num_verified = 0
         live.num_published = len(hits)
         if self._cache is not None:
             self._cache.used(self._names(live, self._cache).blocks[: len(hits)])
             self._cache.queries += len(live.token_ids)
             self._cache.hits += live.num_cached
+
+    def _adopt(self, live: LiveRequest, hits: Sequence[int]) -> tuple[int, list[int]]:
+        """The positions that are cached, and a remnant with the last ones of them, if there is one behind the
+        cached blocks. A reservation needs none: its KV comes from another worker."""
+        start = len(hits) * self._block_size
+        if self._cache is None or self._states is not None or live.phase is Phase.RESERVED:
+            return start, []
+        names = self._names(live, self._cache)
+        limit = min(start + self._block_size - 1, self._usable_tokens(live))
+        if self._cache.known(names.blocks[len(hits) : len(hits) + 1]):
+            return start, []  # a tier below has the whole block
+        for end in range(limit // CHUNK_TOKENS * CHUNK_TOKENS, start, -CHUNK_TOKENS):
+            remnant = self._pool.adopt(names.of_chunk(live.token_ids, end))
+            if remnant is not None:
+                return end, [remnant]
+        return start, []
+
+    def _remnant(self, live: LiveRequest) -> tuple[int, bytes] | None:
+        """The block of a request that full chunks end in, if it is not full, and the name of these chunks."""
+        end = live.num_verified // CHUNK_TOKENS * CHUNK_TOKENS
+        if self._cache is None or self._states is not None or not end % self._block_size:
+            return None
+        index = end // self._block_size
+        if index != live.num_verified // self._block_size:
+            return None  # no chunk ends in the last block
+        return live.blocks[index], self._names(live, self._cache).of_chunk(live.token_ids, end)
 
     def load(self, live: LiveRequest, ended: Callable[[bool], None]) -> bool:
         """Loads what the tiers below have of a request, behind the blocks that it took from the cache. False:
@@ -128,6 +157,7 @@ class RequestMemory:
 
     def publish(self, live: LiveRequest, computed: int) -> None:
         """Offers full blocks among the first `computed` positions to the prefix cache."""
+        live.num_verified = computed
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:
             self._cache.publish(self._names(live, self._cache), live.blocks, live.num_published, full)
@@ -146,7 +176,8 @@ class RequestMemory:
             assert self._copies is not None
             self._copies.release(slot)
         live.state_copies.clear()
-        self._pool.release(live.blocks)
+        self._pool.release(live.blocks, self._remnant(live))
+        live.num_verified = 0
         del live.blocks[:]
 
     # Copies of states
@@ -187,12 +218,15 @@ class RequestMemory:
         return saves
 
     def _usable(self, live: LiveRequest) -> int:
-        """How many blocks of a request may come from the prefix cache. A prefill always computes the
+        """How many blocks of a request may come from the prefix cache."""
+        return self._usable_tokens(live) // self._block_size
+
+    def _usable_tokens(self, live: LiveRequest) -> int:
+        """How many positions of a request may come from the prefix cache. A prefill always computes the
         positions whose logits it needs: the last one, and those for log probabilities of the prompt."""
-        usable = len(live.token_ids)
-        if live.phase is not Phase.RESERVED:
-            usable = live.num_scored if live.num_scored < live.scores_to else usable - 1
-        return usable // self._block_size
+        if live.phase is Phase.RESERVED:
+            return len(live.token_ids)
+        return live.num_scored if live.num_scored < live.scores_to else len(live.token_ids) - 1
 
     def _names(self, live: LiveRequest, cache: PrefixCache) -> PrefixNames:
         """The names of all full blocks with known tokens."""

@@ -18,6 +18,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.holders: dict[int, list[int]] = {}  # request → blocks
         self.content: dict[int, bytes] = {}  # block → name of its latest content
+        self.remnants: dict[bytes, int] = {}  # by name, the blocks that nothing got since
         self.requests = 0
 
     tables = Bundle("tables")
@@ -40,6 +41,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert not set(fresh) & (self.held() | set(cached)), "a block got a second owner"
             for block in fresh:
                 self.content.pop(block, None)
+            self.remnants = {name: block for name, block in self.remnants.items() if block not in fresh}
             self.holders[self.requests] = cached + fresh
         return self.requests
 
@@ -52,9 +54,24 @@ class PoolMachine(RuleBasedStateMachine):
             if not known:
                 self.content[blocks[depth]] = bytes([family, depth])
 
-    @rule(table=consumes(tables))
-    def release(self, table: int) -> None:
-        self.pool.release(self.holders.pop(table))
+    @rule(table=consumes(tables), remnant=st.sampled_from([None, b"a", b"b"]))
+    def release(self, table: int, remnant: bytes | None) -> None:
+        blocks = self.holders.pop(table)
+        private = [block for block in blocks if block not in self.content]
+        if remnant is None or not private:
+            self.pool.release(blocks)
+        else:
+            self.pool.release(blocks, (private[-1], remnant))
+            self.remnants.setdefault(remnant, private[-1])
+
+    @rule(target=tables, name=st.sampled_from([b"a", b"b"]))
+    def adopt(self, name: bytes) -> int:
+        block = self.pool.adopt(name)
+        assert block == self.remnants.pop(name, None)
+        assert block not in self.held()
+        self.requests += 1
+        self.holders[self.requests] = [] if block is None else [block]
+        return self.requests
 
     @precondition(lambda self: self.pool.free < NUM_BLOCKS)
     @rule()
@@ -91,3 +108,17 @@ def test_evicts_the_least_recently_used_and_the_end_of_a_prefix_before_its_begin
     pool.allocate(2)
     assert pool.lookup(old) == []
     assert len(pool.lookup(new)) == 1
+
+
+def test_remnants_are_given_out_before_cached_blocks_the_oldest_first() -> None:
+    pool = BlockPool(3)
+    [cached, old, new] = pool.allocate(3)
+    pool.publish(cached, b"cached")
+    pool.release([cached])
+    pool.release([old], (old, b"old"))
+    pool.release([new], (new, b"new"))
+    assert pool.free == 3
+    assert pool.allocate(1) == [old]
+    assert pool.adopt(b"old") is None
+    assert pool.adopt(b"new") == new
+    assert pool.lookup([b"cached"]) == [cached]

@@ -255,3 +255,19 @@ def test_pace_of_slow_launches() -> None:
     pace.landed(0.05, 0.1)
     pace.launched(8, 0.1, 0.1)
     assert not pace.fits_slow_launch(0.1), "how long it takes is not known"
+
+
+def test_a_chat_goes_on_in_its_last_block(
+    tiny_engine: Callable[..., Engine], late_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> None:
+    """A step that was launched for the turn before, after its last token, writes behind what is kept."""
+    engine = late_engine(enable_prefix_caching=True, block_size=128, num_blocks=4)
+    chat, cached = [(7 * i) % 190 for i in range(70)], []
+    for turn in range(3):
+        request = request_of(turn, chat, max_tokens=6)
+        result = run(engine, [request])[request.id]
+        assert result.tokens == run(tiny_engine(overlap=False), [request])[request.id].tokens
+        cached.append(result.outputs[0].cached_tokens)
+        chat = [*chat, *result.tokens, *range(20 + turn, 40 + turn)]
+        engine.assert_whole()
+    assert cached == [0, 64, 64]

@@ -252,6 +252,27 @@ def test_the_hottest_prefixes_are_those_used_last() -> None:
     assert newest.token_ids == text(320, 4)
 
 
+def test_the_next_turn_goes_on_in_the_last_block_of_the_turn_before() -> None:
+    """Its 64 tokens there are not computed again."""
+    worker = Worker(128)
+    history = text(200)
+    assert worker.compute(history, salt=b"tenant") == 0
+    assert worker.compute(history) == 0
+    assert worker.compute([*history, *text(50, 1)]) == 192
+    assert worker.compute([*history, *text(100, 2)]) == 192
+    assert worker.compute([*history, *text(60, 3)]) == 128, "the turn before has filled the block"
+    assert worker.compute([*history, *text(60, 4)], salt=b"tenant") == 192
+    worker.scheduler.assert_whole()
+
+
+def test_a_request_that_failed_leaves_no_remnant() -> None:
+    worker = Worker(128)
+    live = worker.scheduler.start(EngineRequest(b"r", text(200)))
+    assert live is not None
+    worker.scheduler.drop(live)
+    assert worker.compute([*text(200), 1]) == 0
+
+
 def test_a_prompt_is_hashed_once_for_its_fetch_and_its_prefill() -> None:
     worker = Worker(16)
     request = EngineRequest(b"r", list(range(200)))
