@@ -89,7 +89,7 @@ def scan(
         DIMS=dims,
         **shape,
         num_warps=WARPS,
-        num_stages=STAGES,
+        num_stages=1 if rows.dtype is torch.float32 else STAGES,  # shared memory
         **overlap.options(),
     )
 
