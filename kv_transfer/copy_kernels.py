@@ -31,6 +31,9 @@ from kv_transfer.layout import Range, Slice
 
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread
 WARPS = 4
+PROGRAMS = 132
+"""That write into the pool at the same time: one for each multiprocessor of an H200. So many keep a link to
+another GPU busy. More read no faster, but hold the multiprocessors: a decode step took four times as long."""
 FIELDS = 11  # of a line: see `line`
 SUM_FIELDS = 3
 CONVERTED_FIELDS = 10
@@ -81,10 +84,15 @@ def launch(
     words = head_words(pool)
     columns = _power_of_2(most_heads * words)
     per_program = max(1, WORDS // columns)
-    _copy[(_cdiv(most_tokens, per_program), 2, len(table))](
+    tiles = _cdiv(most_tokens, per_program)
+    items = 2 * tiles * len(table)
+    _copy[(min(PROGRAMS, items) if into_pool else items,)](
         table,
+        items,
+        tiles,
         all_heads * words,
         pool.stride(0) * pool.itemsize // 4,
+        HALVES=2,
         LINE=FIELDS,
         BLOCK=block_size,
         TOKENS=per_program,
@@ -118,10 +126,15 @@ def launch_states(
     slot_words, row_words = (stride * pool.itemsize // 4 for stride in pool.stride()[:2])
     columns = _power_of_2(words)
     per_program = max(1, WORDS // columns)
-    _copy[(_cdiv(most_heads * parts, per_program), pool.shape[1], len(table))](
+    tiles, rows = _cdiv(most_heads * parts, per_program), pool.shape[1]
+    items = rows * tiles * len(table)
+    _copy[(min(PROGRAMS, items) if into_pool else items,)](
         table,
+        items,
+        tiles,
         words,
         row_words,
+        HALVES=rows,
         LINE=FIELDS,
         BLOCK=slot_words // words,
         TOKENS=per_program,
@@ -228,11 +241,14 @@ def _sum(table, LINE: tl.constexpr, COLUMNS: tl.constexpr):
     tl.atomic_add(checksum, _mixed(tl.load(dense + place, mask=inside, other=0), place, inside))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table", "items", "tiles"])  # compiled once, for any batch
 def _copy(
     table,
+    items,  # tiles of all halves of all lines
+    tiles,  # of a half of a line
     pool_width,  # words of a row of the pool
     pool_half,  # words of the pool's keys
+    HALVES: tl.constexpr,
     LINE: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -241,39 +257,40 @@ def _copy(
     SCALES: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    half = tl.program_id(1).to(tl.int64)
-    entry = table + tl.program_id(2) * LINE
-    pool = tl.load(entry).to(tl.pointer_type(tl.int32))
-    blocks = tl.load(entry + 1).to(tl.pointer_type(tl.int64))
-    dense = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
-    start = tl.load(entry + 3)
-    tokens = tl.load(entry + 4)
-    first = tl.load(entry + 5)  # word in a row of the pool
-    width = tl.load(entry + 6)  # words to move of each row
-    dense_width = tl.load(entry + 7)  # words of a row of dense
-    dense_tokens = tl.load(entry + 10)  # rows of dense, of each half
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, COLUMNS)
-    inside = (token < tokens)[:, None] & (column < width)[None, :]
-    position = start + token
-    block = tl.load(blocks + position // BLOCK, mask=token < tokens, other=0)
-    if SCALES:
-        in_block = (first + column) * BLOCK
-        paged = block[:, None] * (pool_width * BLOCK) + in_block[None, :] + (position % BLOCK)[:, None]
-        paged = pool + half * pool_half + paged
-    else:
-        row = block * BLOCK + position % BLOCK
-        paged = pool + half * pool_half + row[:, None] * pool_width + first + column[None, :]
-    place = (half * dense_tokens + token.to(tl.int64)[:, None]) * dense_width + column[None, :]
-    if INTO_POOL:
-        words = tl.load(dense + place, mask=inside, other=0)
-        tl.store(paged, words, mask=inside)
-    else:
-        words = tl.load(paged, mask=inside, other=0)
-        tl.store(dense + place, words, mask=inside)
-    if SUMS:
-        checksum = tl.load(entry + 8).to(tl.pointer_type(tl.int64))
-        tl.atomic_add(checksum, _mixed(words, tl.load(entry + 9) + place, inside))
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        half = (item // tiles % HALVES).to(tl.int64)
+        entry = table + item // (HALVES * tiles) * LINE
+        pool = tl.load(entry).to(tl.pointer_type(tl.int32))
+        blocks = tl.load(entry + 1).to(tl.pointer_type(tl.int64))
+        dense = tl.load(entry + 2).to(tl.pointer_type(tl.int32))
+        start = tl.load(entry + 3)
+        tokens = tl.load(entry + 4)
+        first = tl.load(entry + 5)  # word in a row of the pool
+        width = tl.load(entry + 6)  # words to move of each row
+        dense_width = tl.load(entry + 7)  # words of a row of dense
+        dense_tokens = tl.load(entry + 10)  # rows of dense, of each half
+        token = item % tiles * TOKENS + tl.arange(0, TOKENS)
+        column = tl.arange(0, COLUMNS)
+        inside = (token < tokens)[:, None] & (column < width)[None, :]
+        position = start + token
+        block = tl.load(blocks + position // BLOCK, mask=token < tokens, other=0)
+        if SCALES:
+            in_block = (first + column) * BLOCK
+            paged = block[:, None] * (pool_width * BLOCK) + in_block[None, :] + (position % BLOCK)[:, None]
+            paged = pool + half * pool_half + paged
+        else:
+            row = block * BLOCK + position % BLOCK
+            paged = pool + half * pool_half + row[:, None] * pool_width + first + column[None, :]
+        place = (half * dense_tokens + token.to(tl.int64)[:, None]) * dense_width + column[None, :]
+        if INTO_POOL:
+            words = tl.load(dense + place, mask=inside, other=0)
+            tl.store(paged, words, mask=inside)
+        else:
+            words = tl.load(paged, mask=inside, other=0)
+            tl.store(dense + place, words, mask=inside)
+        if SUMS:
+            checksum = tl.load(entry + 8).to(tl.pointer_type(tl.int64))
+            tl.atomic_add(checksum, _mixed(words, tl.load(entry + 9) + place, inside))
 
 
 @triton.jit

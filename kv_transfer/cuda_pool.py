@@ -214,41 +214,38 @@ class CudaPool:
         return True
 
     def pull(self, memory: PeerMemories[PeerDeviceMemory], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        """The marks are copied after the slots. The kernel that scatters the slices sums them.
-
-        Copies have a stream of their own: the next ones run while a kernel scatters those before."""
-        asked, stream = batch, self._pulls.cuda_stream
+        """The kernel that scatters the slices reads them in the memory of the peer, and sums them. The marks
+        are copied after that. Each byte is read once, since a second look may find other bytes: slices that
+        two kernels read are copied here first."""
+        asked = batch
         places = {item.slot: memory.place(item.slot) for item in batch}
         sources = list({source.address: source for source, _ in places.values()}.values())
-        landing = self._landings.popleft()
-        self._landings.append(landing)
 
         def address_of(slot: int) -> int:
             source, number = places[slot]
             return source.slot(number)
 
-        batch, offsets, copies = self._stage(batch, address_of, memory.slot_bytes)
+        landing = None
+        if all(self._is_scattered_as_it_is(item) for item in batch):
+            items = [(item, address_of(item.slot)) for item in batch]
+        else:
+            landing, items = self._land(batch, address_of, memory.slot_bytes)
+            batch = [item for item, _ in items]
         each = sources[0].marks_bytes // 8
         count = len(batch) + len(sources) * each
         table = self._tables.take(count)  # a checksum for each slice, then the marks
         table.words[: len(batch)] = 0
         sum_at = [table.there.data_ptr() + 8 * i for i in range(len(batch))]
-        self._pulls.wait_event(landing.free)
-        try:
-            for there, at, size in copies:
-                copy(landing.memory.data_ptr() + at, there, size, stream)
+        with torch.cuda.stream(self._stream):
+            table.send(len(batch), self._stream)
+            self._into_pool(items, sum_at)
             for i, source in enumerate(sources):
                 marks = table.there.data_ptr() + 8 * (len(batch) + i * each)
-                copy(marks, source.marks, source.marks_bytes, stream)
-        except CudaError as e:
-            raise Unreachable(str(e)) from None
-        copied = _event(self._pulls)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(copied)
-            table.send(len(batch), self._stream)
-            self._into_pool(_at(batch, landing.memory, offsets), sum_at)
+                copy(marks, source.marks, source.marks_bytes, self._stream.cuda_stream)
             table.fetch(count, self._stream)
-            landing.free = event = self._record()
+            event = self._record()
+        if landing is not None:
+            landing.free = event
 
         def outcome() -> list[bool]:
             words = table.words[:count].tolist()
@@ -263,6 +260,28 @@ class CudaPool:
             return whole
 
         return event, outcome
+
+    def _land(
+        self, batch: Sequence[Staged], address_of: Callable[[int], int], slot_bytes: int
+    ) -> tuple[_Landing, list[tuple[Staged, int]]]:
+        """Copies slices of a peer to memory here. Copies have a stream of their own: the next ones run while
+        a kernel scatters the slices before. Raises Unreachable."""
+        landing = self._landings.popleft()
+        self._landings.append(landing)
+        batch, offsets, copies = self._stage(batch, address_of, slot_bytes)
+        self._pulls.wait_event(landing.free)
+        try:
+            for there, at, size in copies:
+                copy(landing.memory.data_ptr() + at, there, size, self._pulls.cuda_stream)
+        except CudaError as e:
+            raise Unreachable(str(e)) from None
+        self._stream.wait_event(_event(self._pulls))
+        return landing, _at(batch, landing.memory, offsets)
+
+    def _is_scattered_as_it_is(self, item: Staged) -> bool:
+        """By one kernel, which sums it."""
+        is_converted = item.piece.state is None and item.dtype not in (None, self._layout.dtype)
+        return not is_converted and self._holds_all_of(item.piece)
 
     def close(self) -> None:
         self._pulls.synchronize()

@@ -15,7 +15,8 @@ BATCH_BYTES = 128 << 20
 """Of slices that are copied together. The next step begins when all of them are copied, so more bytes would
 wait for each other. A peer copies so many in 0.35 ms, about as long as the host needs for the next ones."""
 LANDINGS = 2
-"""Of a receiver: while a kernel scatters slices of peers from one, the next are copied into the other."""
+"""Of a receiver, for slices that its kernels cannot read in the memory of the peer: while a kernel scatters
+slices from one, the next are copied into the other."""
 
 
 def exported_slot_bytes(slot_bytes: int) -> int:

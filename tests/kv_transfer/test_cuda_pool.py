@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from kv_transfer import staging
+from kv_transfer import copy_kernels, staging
 from kv_transfer.arena import Arena
 from kv_transfer.cuda_memory import DeviceMemory
 from kv_transfer.cuda_pool import CudaPool
@@ -32,6 +32,7 @@ def emulated(kernel_device: str, exact_casts: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         cuda_on_cpu.use(patch)
         patch.setattr(staging, "EXPORTED_SLOT_BYTES", 2 * SLOT_BYTES)
+        patch.setattr(copy_kernels, "PROGRAMS", 3)  # each moves several tiles
         yield
 
 
