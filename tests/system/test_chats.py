@@ -68,16 +68,16 @@ async def total(cluster: LocalCluster, metric: str) -> float:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("router_flags", "tiers"),
-    [(HANDED_OVER, HOST), (HANDED_OVER, BOTH), (ANYWHERE, BOTH)],
-    ids=["handed over, host", "handed over, disk", "anywhere, disk"],
+    ("router_flags", "tiers", "blocks"),
+    [(HANDED_OVER, HOST, 80), (HANDED_OVER, (*BOTH, "--block-size", "128"), 12), (ANYWHERE, BOTH, 80)],
+    ids=["handed over, host", "handed over, disk, large blocks", "anywhere, disk"],
 )
 async def test_chats_say_the_same_with_every_cache_on_through_evictions_kills_and_drains(
-    reusing: Make, broken: Broken, router_flags: tuple[str, ...], tiers: tuple[str, ...]
+    reusing: Make, broken: Broken, router_flags: tuple[str, ...], tiers: tuple[str, ...], blocks: int
 ) -> None:
     await asyncio.to_thread(broken.all_back)
-    # Blocks of 16 positions; four chats grow to 800 tokens each.
-    cluster = await asyncio.to_thread(reusing, 80, router_flags, tiers)
+    # Blocks of 16 positions, or of 128; four chats grow to 800 tokens each.
+    cluster = await asyncio.to_thread(reusing, blocks, router_flags, tiers)
     prefills, decodes = cluster.of("prefill"), cluster.of("decode")
     events: dict[int, Callable[[], None]] = {
         3: lambda: decodes[0].kill("engine"),
