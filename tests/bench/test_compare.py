@@ -58,8 +58,9 @@ def test_conditions_take_row_names_of_sweeps() -> None:
 
 def test_a_comparison_says_what_changed() -> None:
     """The setup, and the rows that changed by more than their intervals."""
-    old, new = (_report(ttft_p50=10, ttit_p50=10, throughput=99, client_cpu=1) for _ in range(2))
+    old, new = (_report(ttft_p50=10, ttit_p50=10, throughput=99, client_cpu=1, sent=51234) for _ in range(2))
     values = {"ttft.p50": (13, 12, 14), "ttit.p50": (11, 9, 12), "throughput": (100, None, None)}
+    values["sent"] = (51234, None, None)
     for row in new["results"]:
         value, low, high = values.get(row["name"], (2, None, None))
         row |= {"value": value} | ({} if low is None else {"low": low, "high": high})
@@ -74,6 +75,7 @@ def test_a_comparison_says_what_changed() -> None:
     assert "b: url: – → http://other" in text
     assert "b: torch: " in text
     assert "seed" not in text
+    assert "51,234" in text
     assert "b is worse: ttft.p50 +30.0%, client.cpu +100.0%\n" in text
     assert "better" not in text, "1 % without an interval is not named"
 

@@ -94,7 +94,9 @@ def judge(old: Mapping[str, Any], new: Mapping[str, Any], conditions: Sequence[C
             _value(rows, condition.row, which) for rows, which in ((before, "first"), (after, "second"))
         ]
         if condition.holds(*values):
-            failed.append(f"{condition.text}: {values[0]:.4g} → {values[1]:.4g} ({change_text(*values)})")
+            failed.append(
+                f"{condition.text}: {_number(values[0])} → {_number(values[1])} ({change_text(*values)})"
+            )
     for which, report in (("first", old), ("second", new)):
         detail = report.get("detail", {})
         if conditions and not detail.get("valid", True):
@@ -207,7 +209,12 @@ def _warnings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:
-    return "–" if row is None else f"{row['value']:.4g} {row['unit']}"
+    return "–" if row is None else f"{_number(row['value'])} {row['unit']}"
+
+
+def _number(value: float) -> str:
+    """At least four digits, and never an exponent for a large number."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _change_cell(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> Text:
