@@ -30,11 +30,17 @@ class PromptTokensDetails(ResponseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(ResponseModel):
+    reasoning_tokens: int
+
+
 class Usage(ResponseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Only of chats with a model that reasons."""
 
 
 FinishReason = Literal["stop", "length"]

@@ -80,9 +80,13 @@ async def test_reasoning_of_responses_and_streams(thinking: Cluster):
         message = result["choices"][0]["message"]
         assert {name: message[name] for name in expected} == expected, more
         assert ("tool_calls" in message) == ("tools" in more)
-        deltas = [
-            event["choices"][0]["delta"] for event in await thinking.events("/v1/chat/completions", **body)
-        ]
+        counted = result["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        off = "chat_template_kwargs" in more
+        thought = thinking.tokenizer.encode(THOUGHT, add_special_tokens=False)
+        assert counted == (0 if off else 4 if "max_tokens" in more else len(thought)), more
+        events = await thinking.events("/v1/chat/completions", **body, stream_options={"include_usage": True})
+        assert events.pop()["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
+        deltas = [event["choices"][0]["delta"] for event in events]
         joined = {name: "".join(d.get(name) or "" for d in deltas) or None for name in expected}
         assert joined == expected, more
 

@@ -38,7 +38,7 @@ class ChatBuilder(ChoicesBuilder):
         return {"index": index, "delta": message, **self._rest(index, part)}
 
     def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        reasoning, content, calls = self._parsed(index, "".join(part.texts), last=True)
+        reasoning, content, calls = self._parsed(index, *part.texts, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._parsers[index].reasons:
             message |= {"content": content or None, "reasoning": reasoning or None}
@@ -47,9 +47,16 @@ class ChatBuilder(ChoicesBuilder):
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
         return {"index": index, "message": message, **self._rest(index, part)}
 
-    def _parsed(self, index: int, text: str, *, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
-        """Returns reasoning, content and tool calls of the next piece of a choice's text."""
-        parts = self._parsers[index].push(text, last=last)
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._parsers[0].reasons:
+            counted = sum(parser.reasoning_tokens for parser in self._parsers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": counted}
+        return usage
+
+    def _parsed(self, index: int, *texts: str, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        """Returns reasoning, content and tool calls of the next texts of a choice."""
+        parts = self._parsers[index].push(*texts, last=last)
         calls = [_tool_call(part) for part in parts if part.kind == "call"]
         return _text(parts, "reasoning"), _text(parts, "content"), calls
 

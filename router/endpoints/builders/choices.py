@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from router import prompt_logprobs
-from router.active_request import ActiveRequest, TokenCounts
+from router.active_request import ActiveRequest
 from router.endpoints.builders.base import ResponseBuilder, event
 from router.endpoints.builders.logprobs import LogprobEntries
 from router.errors import ApiError
@@ -79,7 +79,7 @@ class ChoicesBuilder(ResponseBuilder):
             **self._frame,
             "object": self.kind,
             "choices": choices,
-            "usage": _usage(self._request.usage()),
+            "usage": self._usage(),
             **self._extra(),
         }
 
@@ -88,14 +88,14 @@ class ChoicesBuilder(ResponseBuilder):
         if delta.first:
             chunk |= self._extra()
         if self._usage_in_each_chunk:
-            chunk["usage"] = _usage(self._request.usage())
+            chunk["usage"] = self._usage()
         return event(chunk)
 
     def end(self) -> bytes:
         """With the usage, if the client asked for it, as a chunk without a choice."""
         if not self._usage_at_the_end:
             return _DONE
-        return event({**self._chunk([]), "usage": _usage(self._request.usage())}) + _DONE
+        return event({**self._chunk([]), "usage": self._usage()}) + _DONE
 
     def failed(self, error: ApiError) -> bytes:
         return event(error.body) + _DONE
@@ -113,6 +113,15 @@ class ChoicesBuilder(ResponseBuilder):
         """Returns further fields of a whole response, and of the first chunk of each choice."""
         return {}
 
+    def _usage(self) -> dict[str, Any]:
+        used = self._request.usage()
+        return {
+            "prompt_tokens": used.prompt_tokens,
+            "completion_tokens": used.completion_tokens,
+            "total_tokens": used.prompt_tokens + used.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        }
+
     def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         """Returns a choice of a whole response."""
         raise NotImplementedError
@@ -123,12 +132,3 @@ class ChoicesBuilder(ResponseBuilder):
 
     def _logprob(self, index: int, delta: Delta) -> Any:
         raise NotImplementedError
-
-
-def _usage(used: TokenCounts) -> dict[str, Any]:
-    return {
-        "prompt_tokens": used.prompt_tokens,
-        "completion_tokens": used.completion_tokens,
-        "total_tokens": used.prompt_tokens + used.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
-    }

@@ -33,7 +33,7 @@ class OutputParser:
 
     Attributes:
         reasons: the model is known to reason.
-        reasoning_tokens: calls of `push` that added to the reasoning.
+        reasoning_tokens: texts that added to the reasoning.
     """
 
     def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
@@ -54,16 +54,19 @@ class OutputParser:
         """True if there was a tool call."""
         return self._tools is not None and self._tools.num_calls > 0
 
-    def push(self, text: str, *, last: bool) -> list[Part]:
-        """Takes the next text. Returns the parts that are certain now. `last`: no text follows."""
+    def push(self, *texts: str, last: bool) -> list[Part]:
+        """Takes the texts of the next tokens. Returns the parts that are certain. `last`: none follows."""
         parts: list[Part] = []
+        text = "".join(texts)
         if self._reasoning is not None:
-            texts = [self._reasoning.push(text), *([self._reasoning.finish()] if last else [])]
-            reasoning = "".join(each.reasoning for each in texts)
-            self.reasoning_tokens += bool(reasoning)
+            pushed = [self._reasoning.push(each) for each in texts]
+            self.reasoning_tokens += sum(bool(each.reasoning) for each in pushed)
+            if last:
+                pushed.append(self._reasoning.finish())
+            reasoning = "".join(each.reasoning for each in pushed)
             if reasoning and self._with_reasoning:
                 parts.append(Part("reasoning", reasoning))
-            text = "".join(each.content for each in texts)
+            text = "".join(each.content for each in pushed)
         if self._tools is not None:
             parts += map(
                 _part, self._kept([*self._tools.push(text), *(self._tools.finish() if last else ())])
