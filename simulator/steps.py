@@ -1,8 +1,8 @@
 """What a step of an engine costs: Llama-3.1-8B in bfloat16 on one H200.
 
-Fitted to measurements. 1, 32 and 128 decodes take 4.4, 5.5 and 9.7 ms, prompts of 2,000 and 8,000 tokens 48
-and 203 to 210 ms. Chunks of 256 and 512 tokens of a prompt of 4,000, beside one decode, take 9.8 and 16.9 ms.
-A prompt of 8,000 tokens, in chunks of about 300 beside decodes, adds 158 ms to their steps.
+Fitted to measurements. 1, 32, 128 and 256 decodes take 4.4, 5.5, 9.7 and 15.9 ms. Prompts of 2,000 and 8,000
+tokens take 48 and 203 to 210 ms. Chunks of 256 and 512 tokens of a prompt of 4,000 take 9.8 and 16.9 ms beside
+one decode. A prompt of 8,000 tokens, in chunks of about 300 beside decodes, adds 158 ms to their steps.
 """
 
 from bisect import bisect_left
@@ -43,9 +43,8 @@ def step_seconds(decodes: int, context: int, chunks: Iterable[tuple[int, int]]) 
         tokens += count
         seconds += count * (start + count / 2) * (SMALL_PAIR_SECONDS if count < SMALL else PAIR_SECONDS)
     rows = tokens + decodes
-    if not tokens:
-        return seconds + READ_SECONDS + rows * DECODE_ROW_SECONDS
-    if rows <= GRAPH_ROWS[-1]:
+    if tokens and rows <= GRAPH_ROWS[-1]:
         rows = GRAPH_ROWS[bisect_left(GRAPH_ROWS, rows)]
-    seconds += MIXED_SECONDS if decodes else 0.0
-    return seconds + max(READ_SECONDS + CHUNK_ROW_SECONDS * rows, PRODUCTS_SECONDS + ROW_SECONDS * rows)
+    seconds += MIXED_SECONDS if tokens and decodes else 0.0
+    reading = READ_SECONDS + rows * (CHUNK_ROW_SECONDS if tokens else DECODE_ROW_SECONDS)
+    return seconds + max(reading, PRODUCTS_SECONDS + ROW_SECONDS * rows)

@@ -100,12 +100,15 @@ class DecodeOffer:
     """Cached tokens of this prompt."""
     idle: bool = False
     """It decodes nothing, so nothing bounds its steps."""
+    alone: float = 0.0
+    """Measured time of a prompt token without decodes. 0: unknown."""
 
     def second_token(self, tokens: int) -> float:
         """Seconds until the second token of a prompt of `tokens` tokens; infinite without an offer."""
         work = self.waiting + tokens - self.cached
         if self.idle and self.pace.known:
-            return work * self.pace.token_seconds + 2 * self.pace.decode_seconds
+            # The weights are read for the prompt now, so a token costs no less than without decodes.
+            return work * max(self.pace.token_seconds, self.alone) + 2 * self.pace.decode_seconds
         return self.pace.seconds(work) + self.pace.decode_seconds
 
 

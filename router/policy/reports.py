@@ -68,7 +68,8 @@ def prefill_offer(
 
 def decode_offer(status: pb.WorkerStatus, load: DecodeLoad, waiting: float, cached: int) -> DecodeOffer:
     """The offer of a decode worker with `waiting` prompt tokens ahead, and `cached` tokens of the prompt."""
-    return DecodeOffer(pace(status), waiting, cached, idle=not load.running)
+    speed = status.prefill_tokens_per_s
+    return DecodeOffer(pace(status), waiting, cached, not load.running, 1 / speed if speed > 0 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

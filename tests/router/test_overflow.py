@@ -110,6 +110,7 @@ def test_a_prompt_beside_decodes_takes_its_patience_between_short_and_long_steps
 
 def test_an_idle_decode_worker_computes_a_prompt_at_full_speed() -> None:
     assert DecodeOffer(LONG, idle=True).second_token(2000) == pytest.approx(0.2 + 2 * 0.010)
+    assert DecodeOffer(LONG, idle=True, alone=0.0002).second_token(2000) == pytest.approx(0.4 + 2 * 0.010)
     assert DecodeOffer(MixedPace(), idle=True).second_token(2000) == math.inf
 
 
@@ -241,13 +242,18 @@ def test_a_longer_prefill_queue_favours_overflow_and_more_work_at_decode_disfavo
 async def offering(cluster: Cluster, tokens: int = 64) -> None:
     """Decode workers report spare speed, and prefill workers report a low speed."""
     for worker in cluster.workers:
-        worker.status.prefill_tokens_per_s = 1.0
         if worker.first_pool == pb.POOL_DECODE:
             worker.status.chunk_tokens, worker.status.chunk_seconds = tokens, 0.015
             worker.status.step_seconds = 0.010
+        else:
+            worker.status.prefill_tokens_per_s = 1.0
         worker.report()
     connections = cluster.router.services.pool.connections
-    await cluster.until(lambda: all(c.status.prefill_tokens_per_s == 1.0 for c in connections))
+    await cluster.until(
+        lambda: all(
+            c.status.prefill_tokens_per_s == 1.0 or c.status.chunk_tokens == tokens for c in connections
+        )
+    )
 
 
 async def counted(cluster: Cluster, reason: str) -> float:

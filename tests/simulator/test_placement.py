@@ -34,6 +34,7 @@ def typical(load: Load, kind: Kind) -> Quantiles:
 def test_steps_cost_what_an_h200_measured():
     assert step_seconds(1, 1064, []) == pytest.approx(4.40e-3, rel=0.05)
     assert step_seconds(128, 128 * 1064, []) == pytest.approx(9.74e-3, rel=0.05)
+    assert step_seconds(256, 256 * 1064, []) == pytest.approx(15.9e-3, rel=0.05)
     assert step_seconds(1, 1064, [(256, 1872)]) == pytest.approx(9.8e-3, rel=0.05)
     assert step_seconds(1, 1064, [(512, 1744)]) == pytest.approx(16.9e-3, rel=0.05)
     assert step_seconds(0, 0, [(2000, 0)]) == pytest.approx(48e-3, rel=0.05)
