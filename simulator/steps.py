@@ -1,7 +1,7 @@
 """What a step of an engine costs: Llama-3.1-8B in bfloat16 on one H200.
 
 Fitted to measurements. 1, 32, 128 and 256 decodes take 4.4, 5.5, 9.7 and 15.9 ms. Prompts of 2,000 and 8,000
-tokens take 48 and 203 to 210 ms. Chunks of 256 and 512 tokens of a prompt of 4,000 take 9.8 and 16.9 ms beside
+tokens take 48 and 203 to 210 ms. Chunks of 256 and 512 tokens of a prompt of 4,000 take 9.8 and 16.9 ms, with
 one decode. A prompt of 8,000 tokens, in chunks of about 300 beside decodes, adds 158 ms to their steps.
 """
 
