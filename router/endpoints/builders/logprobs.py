@@ -51,8 +51,9 @@ class LogprobEntries:
     ) -> tuple[str, float, msgspec.Raw]:
         names = {self.name(i): max(other, LOWEST_LOGPROB) for i, other in top}
         name, logprob = self.name(token_id), max(logprob, LOWEST_LOGPROB)
-        # As in OpenAI's API, the token itself is always among them.
-        return name, logprob, msgspec.Raw(encode({**names, name: logprob}))
+        # As in OpenAI's API, the token itself is always among them. As in vLLM, it is the first one.
+        names.pop(name, None)
+        return name, logprob, msgspec.Raw(encode({name: logprob, **names}))
 
     def of_prompt(self, token_id: int, logprob: PromptLogprob, top: int) -> msgspec.Raw:
         """Returns vLLM's entry for a token of the prompt: the token and `top` alternatives by their ids."""
