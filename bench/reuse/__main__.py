@@ -169,10 +169,12 @@ async def measure(args: argparse.Namespace, turns: Turns, directory: Path) -> Ru
     with Roles() as roles:
         common, environments = workers.flags(args, directory, gpus=2)
         common += ["--trace-dir", str(directory), "--kv-connector", args.kv_connector]
-        started = []
-        for role, environment in zip(("prefill", "decode"), environments, strict=True):
-            told = roles.start(role, *common, environment=environment)
-            started.append(Worker(Driver(told["address"], roles.secret), told))
+        starts = [
+            asyncio.to_thread(roles.start, role, *common, environment=environment)
+            for role, environment in zip(("prefill", "decode"), environments, strict=True)
+        ]
+        reports = await asyncio.gather(*starts)
+        started = [Worker(Driver(told["address"], roles.secret), told) for told in reports]
         for worker in started:
             await worker.driver.attach()
         pair = Pair(*started)
