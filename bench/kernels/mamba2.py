@@ -18,6 +18,7 @@ from torch import Tensor
 from bench.kernels import ssd_chain
 from bench.kernels.cases import Case, Make, nbytes
 from engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2, ssd
+from engine.kernels.split_k import multiprocessors
 from engine.kernels.tiles import scan_work
 
 CHAIN_TOKENS = 128
@@ -96,8 +97,8 @@ class Mamba2Cases:
         def chunks(length: int) -> Tensor:
             return torch.from_numpy(scan_work([(0, tokens)] * requests, 0, length)).to(self.device)
 
+        units = multiprocessors(self.device)
         scans, of_chain = chunks(ssd.chunk_tokens(shape.dtype)), chunks(CHAIN_TOKENS)
-        progress = ssd.progress_of(requests, shape.heads, self.device)
 
         def chain() -> None:
             ssd_chain.scan(rows, dt, layer, state, slots, of_chain, y, CHAIN_TOKENS)
@@ -113,7 +114,7 @@ class Mamba2Cases:
             name,
             nbytes(rows) + nbytes(dt) + nbytes(y) + 2 * nbytes(state),
             len(rows) * shape.heads * each,
-            lambda: ssd.scan(rows, dt, layer, state, slots, scans, progress, y),
+            lambda: ssd.scan(rows, dt, layer, state, slots, scans, requests, units, y),
             theirs,
             theirs_is,
         )
@@ -147,7 +148,7 @@ class Mamba2Cases:
         state = self.state(len(metadata.contexts))
         tokens = decodes + sum(stop - start for start, stop in prefills)
         projected = self.normal(tokens, shape.channels + shape.heads)
-        plan = self.kernels.plan_states(metadata, shape.heads, shape.dtype)
+        plan = self.kernels.plan_states(metadata, shape.dtype)
         y = tokens * shape.heads * shape.head_dim * projected.itemsize
         return Case(
             name,

@@ -184,7 +184,7 @@ def mamba2_choices(cases: Mamba2Cases) -> Choices:
     batch, (requests, tokens) = cases.shape.batches[-1], cases.shape.prompts[len(cases.shape.prompts) // 2]
     return [
         *(
-            (ssd, {"TOKENS": [32, 64, 128], "WARPS": [4, 8]}, partial(cases.scan, *prompt))
+            (ssd, {name: [(4, 2), (8, 2), (8, 3)] for name in ("FEW", "MANY")}, partial(cases.scan, *prompt))
             for prompt in cases.shape.prompts[1:4]
         ),
         (causal_conv, {"STEPS": [8, 16, 32]}, partial(cases.prompts, requests, tokens)),

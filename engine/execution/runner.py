@@ -272,7 +272,7 @@ class ModelRunner:
             self.model.expert_load.begin_step(attention.slots)
         if not self._state:
             return self.model(known, positions, attend)
-        states = kernels.plan_states(attention, self._state[0].num_heads, self._dtype)
+        states = kernels.plan_states(attention, self._dtype)
 
         def mix(layer: int, projected: Tensor, parameters: Mamba2 | GatedDelta) -> Tensor:
             state = self.states[self._index[layer]]

@@ -178,9 +178,8 @@ class Kernels(Protocol):
         num_heads, head_dim]."""
         ...
 
-    def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> Any:
-        """The plan that `mamba2` and `gated_delta` need, the same for all layers of a step with so many
-        heads."""
+    def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:
+        """The plan that `mamba2` and `gated_delta` need, the same for all layers of a step."""
         ...
 
     def tile_programs(self, num_kv_heads: int) -> int:

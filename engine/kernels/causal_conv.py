@@ -16,7 +16,7 @@ from engine.kernels.mamba2 import Convolution
 from engine.kernels.overlap import inputs_ready
 
 BLOCK_DECODE = 512  # channels of a program
-BLOCK_CHUNK, WARPS_CHUNK = 512, 2
+BLOCK_CHUNK, WARPS_CHUNK = 512, 4
 STEPS = 16  # tokens of a program
 
 

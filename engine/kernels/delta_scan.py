@@ -23,7 +23,9 @@ from engine.kernels.overlap import inputs_ready
 from engine.kernels.state_update import time_step
 
 SOLVE_WARPS = 4
-DIMS, WARPS, STAGES = 32, 4, 2
+DIMS, WARPS = 32, 4
+FEW, MANY = 3, 2
+"""Stages. With few programs, one has a multiprocessor for itself."""
 LEAST = 16  # of a dimension of a product in Triton
 BLOCK = tl.constexpr(16)
 """Rows of the system that are solved one after another."""
@@ -38,11 +40,14 @@ def scan(
     state: Tensor,
     slots: Tensor,
     scans: Tensor,
+    prompts: int,
+    multiprocessors: int,
     tokens: int,
     y: Tensor,
 ) -> None:
     """rows [rows, channels] after the convolution, beside [rows, 2 · heads], y [rows, heads · head_dim]:
-    dense rows at any stride. scans from `scan_work` with this number of `tokens`, a power of 2."""
+    dense rows at any stride. scans from `scan_work` with this number of `tokens`, a power of 2, for at most
+    so many prompts."""
     _, heads, head_dim, size = state.shape
     count, columns = len(rows), max(LEAST, triton.next_power_of_2(size))
     dims = max(LEAST, min(DIMS, triton.next_power_of_2(head_dim)))
@@ -73,9 +78,10 @@ def scan(
         num_warps=SOLVE_WARPS,
         **overlap.options(),
     )
-    # The first chunks of all requests come first in `scans`.
-    requests = min(len(slots), len(scans))
-    _scan[(requests, heads, triton.cdiv(head_dim, dims))](
+    # The first chunks of all prompts come first in `scans`.
+    parts = triton.cdiv(head_dim, dims)
+    few = parts * heads * prompts <= multiprocessors and rows.dtype is not torch.float32  # shared memory
+    _scan[(prompts, heads, parts)](
         rows,
         state,
         slots,
@@ -89,7 +95,7 @@ def scan(
         DIMS=dims,
         **shape,
         num_warps=WARPS,
-        num_stages=1 if rows.dtype is torch.float32 else STAGES,  # shared memory
+        num_stages=FEW if few else MANY,
         **overlap.options(),
     )
 

@@ -1,13 +1,10 @@
-"""The scan of Mamba-2 over the chunks of prompts in one kernel. `mamba2` defines it.
+"""The scan of Mamba-2 over the chunks of prompts. `mamba2` defines it.
 
-A program computes one chunk of one head. It takes all five steps of the chain of kernels in `mamba_ssm` (Dao
-& Gu 2024): the sums of Δ A, the chunk's own state, the state after the chunk, C Bᵀ, and y. Only the state
-passes from chunk to chunk. A program waits until the one before it has written the state to the slot of the
-request. This is the idea of PyTorch's fused kernel (*Accelerating Mamba2 with Kernel Fusion*, 2026).
-
-Programs take their chunks in order: an atomic counter on the device gives each a ticket. So all programs of
-earlier chunks run already when a program begins to wait, in any order in which the GPU starts them. Between
-the wait and the signal of a program is one multiplication of the state. The rest overlaps with other chunks.
+What does not depend on the state is computed for all chunks at once (`_prepare`): Δ and its sums, and C Bᵀ of
+each group, which all heads of the group share. Then a program takes some dims of a head through the chunks of
+a request, with the state in registers (`_scan`). So a state is read and written once. The chain of kernels in
+`mamba_ssm` (Dao & Gu 2024) and PyTorch's fused kernel (*Accelerating Mamba2 with Kernel Fusion*, 2026)
+compute chunks in parallel, and pass states through memory. But the heads of one request fill a GPU already.
 """
 
 import torch
@@ -20,20 +17,17 @@ from engine.kernels.mamba2 import Mamba2
 from engine.kernels.overlap import inputs_ready
 from engine.kernels.state_update import time_step
 
-TOKENS, WARPS = 64, 4
-TOKENS_FLOAT32 = 32  # larger chunks do not fit into registers
+TOKENS, DIMS = 64, 64  # of a program
+TOKENS_FLOAT32, DIMS_FLOAT32 = 32, 32  # more do not fit into registers and shared memory
+PREPARED_HEADS, PREPARE_WARPS = 16, 4
+FEW, MANY = (8, 3), (4, 2)
+"""Warps and stages. With few programs, one has a multiprocessor for itself; else two share one."""
 LEAST = 16  # of a dimension of a product in Triton
 
 
 def chunk_tokens(dtype: torch.dtype) -> int:
     """Tokens of a chunk."""
     return TOKENS_FLOAT32 if dtype is torch.float32 else TOKENS
-
-
-def progress_of(requests: int, heads: int, device: torch.device) -> Tensor:
-    """Counters for `scan`: a ticket, and the finished chunks of each request and head. All are 0 between two
-    calls, which may be for different layers."""
-    return torch.zeros(1 + requests * heads, dtype=torch.int32, device=device)
 
 
 def scan(
@@ -43,56 +37,132 @@ def scan(
     state: Tensor,
     slots: Tensor,
     scans: Tensor,
-    progress: Tensor,
+    prompts: int,
+    multiprocessors: int,
     y: Tensor,
 ) -> None:
     """rows [rows, channels] after the convolution, dt [rows, heads], y [rows, heads · head_dim]: dense
-    rows at any stride. scans from `scan_work` with `chunk_tokens`."""
+    rows at any stride. scans from `scan_work` with `chunk_tokens`, for at most so many prompts."""
     _, heads, head_dim, size = state.shape
-    _scan[(len(scans) * heads,)](
+    count, tokens = len(rows), chunk_tokens(rows.dtype)
+    steps = torch.empty(2, heads, count, device=rows.device)  # Δ, and the sums s of a chunk
+    products = torch.empty(count, layer.groups, tokens, dtype=rows.dtype, device=rows.device)
+    shape = {
+        "HEADS": heads,
+        "GROUP": heads // layer.groups,
+        "HEAD_DIM": head_dim,
+        "SIZE": size,
+        "COLUMNS": max(LEAST, triton.next_power_of_2(size)),
+        "TOKENS": tokens,
+    }
+    _prepare[(len(scans), layer.groups + triton.cdiv(heads, PREPARED_HEADS))](
         rows,
         dt,
         layer.dt_bias,
         layer.a,
+        scans,
+        steps,
+        products,
+        rows.stride(0),
+        dt.stride(0),
+        count,
+        *layer.dt_limits,
+        BLOCK=PREPARED_HEADS,
+        **shape,
+        num_warps=PREPARE_WARPS,
+        **overlap.options(),
+    )
+    exact = rows.dtype is torch.float32
+    dims = max(LEAST, min(DIMS_FLOAT32 if exact else DIMS, triton.next_power_of_2(head_dim)))
+    parts = triton.cdiv(head_dim, dims)
+    warps, stages = FEW if parts * heads * prompts <= multiprocessors else MANY
+    # The first chunks of all prompts come first in `scans`.
+    _scan[(parts, heads, prompts)](
+        rows,
         layer.d,
         state,
         slots,
         scans,
-        progress,
+        steps,
+        products,
         y,
         rows.stride(0),
-        dt.stride(0),
         y.stride(0),
-        *layer.dt_limits,
-        HEADS=heads,
-        GROUP=heads // layer.groups,
-        HEAD_DIM=head_dim,
-        SIZE=size,
-        DIMS=max(LEAST, triton.next_power_of_2(head_dim)),
-        COLUMNS=max(LEAST, triton.next_power_of_2(size)),
-        TOKENS=chunk_tokens(rows.dtype),
-        num_warps=WARPS,
+        count,
+        DIMS=dims,
+        **shape,
+        num_warps=warps,
+        num_stages=2 if exact else stages,  # shared memory
         **overlap.options(),
     )
 
 
-@triton.jit
-def _scan(
+@triton.jit(do_not_specialize=["count"])
+def _prepare(
     rows,
     dt,
     dt_bias,
     a,
+    scans,
+    steps,
+    products,
+    row_stride,
+    dt_stride,
+    count,
+    dt_min,
+    dt_max,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The first programs of a chunk are for groups, the others for BLOCK heads each."""
+    inputs_ready(OVERLAP)
+    chunk, part = scans + tl.program_id(0) * 6, tl.program_id(1)
+    tokens = tl.load(chunk + 2)
+    if tokens == 0:
+        return
+    GROUPS: tl.constexpr = HEADS // GROUP
+    token = tl.arange(0, TOKENS)
+    used = (token < tokens)[:, None]
+    row = (tl.load(chunk + 1).to(tl.int64) + token)[:, None]
+    if part < GROUPS:
+        columns = tl.arange(0, COLUMNS)[None, :]
+        of_group = rows + row * row_stride + HEADS * HEAD_DIM + part * SIZE + columns
+        in_state = used & (columns < SIZE)
+        b = tl.load(of_group, mask=in_state, other=0.0)
+        c = tl.load(of_group + GROUPS * SIZE, mask=in_state, other=0.0)
+        product = tl.dot(c, tl.trans(b), input_precision="tf32x3").to(products.dtype.element_ty)
+        tl.store(products + (row * GROUPS + part) * TOKENS + token[None, :], product, mask=used)
+    else:
+        head = (part - GROUPS) * BLOCK + tl.arange(0, BLOCK)
+        inside = used & (head < HEADS)[None, :]
+        bias = tl.load(dt_bias + head, mask=head < HEADS, other=0.0)[None, :]
+        slope = tl.load(a + head, mask=head < HEADS, other=0.0)[None, :]
+        step = tl.load(dt + row * dt_stride + head[None, :], mask=inside, other=0.0).to(tl.float32)
+        step = tl.where(used, time_step(step + bias, dt_min, dt_max), 0.0)
+        to = steps + head[None, :] * count.to(tl.int64) + row
+        tl.store(to, step, mask=inside)
+        tl.store(to + HEADS * count.to(tl.int64), tl.cumsum(step * slope, 0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scan(
+    rows,
     d,
     state,
     slots,
     scans,
-    progress,
+    steps,
+    products,
     y,
     row_stride,
-    dt_stride,
     y_stride,
-    dt_min,
-    dt_max,
+    count,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -103,55 +173,49 @@ def _scan(
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    ticket = tl.atomic_add(progress, 1)
-    if ticket == tl.num_programs(0) - 1:
-        tl.store(progress, 0)
-    head = ticket % HEADS
-    chunk = scans + ticket // HEADS * 6
-    tokens = tl.load(chunk + 2)
+    part, head, chunk = tl.program_id(0), tl.program_id(1), scans + tl.program_id(2) * 6
+    # The first chunk of a request stands for all of them.
+    tokens = tl.where(tl.load(chunk + 3) == 0, tl.load(chunk + 4), 0)
     if tokens == 0:
         return
-    request = tl.load(chunk)
-    row = tl.load(chunk + 1).to(tl.int64)
-    number = tl.load(chunk + 3)
-    is_last = tl.load(chunk + 4) == tokens
-    has_state = tl.load(chunk + 5) > 0  # at its first position a request has none
-
-    token, dims, columns = tl.arange(0, TOKENS), tl.arange(0, DIMS), tl.arange(0, COLUMNS)
-    used = token < tokens
-    of_head = used[:, None] & (dims < HEAD_DIM)[None, :]
-    in_state = used[:, None] & (columns < SIZE)[None, :]
-    inside = (dims < HEAD_DIM)[:, None] & (columns < SIZE)[None, :]
-    step = tl.load(dt + (row + token) * dt_stride + head, mask=used, other=0.0).to(tl.float32)
-    step = tl.where(used, time_step(step + tl.load(dt_bias + head), dt_min, dt_max), 0.0)
-    decay = step * tl.load(a + head)
-    total = tl.cumsum(decay, 0)
-    whole = tl.sum(decay, 0)
-
-    channels = rows + (row + token)[:, None] * row_stride
-    x = tl.load(channels + (head * HEAD_DIM + dims)[None, :], mask=of_head, other=0.0)
-    of_group = channels + (HEADS * HEAD_DIM + head // GROUP * SIZE + columns)[None, :]
-    b = tl.load(of_group, mask=in_state, other=0.0)
-    moved = (x.to(tl.float32) * (tl.exp(whole - total) * step)[:, None]).to(x.dtype)
-    own = tl.dot(tl.trans(moved), b, input_precision="tf32x3")  # [DIMS, COLUMNS]
-
+    request, has_state = tl.load(chunk), tl.load(chunk + 5) > 0
+    token, columns = tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
+    dims = part * DIMS + tl.arange(0, DIMS)
+    in_head, in_state = (dims < HEAD_DIM)[None, :], columns < SIZE
+    inside = in_state[:, None] & in_head
     slot = tl.load(slots + request).to(tl.int64)
-    kept = state + ((slot * HEADS + head) * HEAD_DIM + dims)[:, None] * SIZE + columns[None, :]
-    finished = progress + 1 + request * HEADS + head
-    while tl.atomic_add(finished, 0, sem="acquire") < number:
-        pass
-    tl.debug_barrier()  # one thread has seen the count before all of them read
-    before = tl.load(kept, mask=inside & has_state, other=0.0, cache_modifier=".cg")
-    tl.store(kept, before * tl.exp(whole) + own, mask=inside)
-    tl.debug_barrier()  # all threads have written before the chunk counts as finished
-    tl.atomic_xchg(finished, tl.where(is_last, 0, number + 1), sem="release")
-
-    c = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0)
-    out = tl.dot(c, tl.trans(before.to(c.dtype)), input_precision="tf32x3") * tl.exp(total)[:, None]
-    scores = tl.dot(c, tl.trans(b), input_precision="tf32x3")
+    kept = state + ((slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
+    # At its first position a request has no state.
+    now = tl.load(kept, mask=inside & has_state, other=0.0)  # [COLUMNS, DIMS]
+    first = tl.load(chunk + 1).to(tl.int64)
+    skip = tl.load(d + head)
     seen = token[:, None] >= token[None, :]
-    between = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
-    out += tl.dot((scores * between * step[None, :]).to(x.dtype), x, input_precision="tf32x3")
-    out += x.to(tl.float32) * tl.load(d + head)
-    to = y + (row + token)[:, None] * y_stride + (head * HEAD_DIM + dims)[None, :]
-    tl.store(to, out.to(y.dtype.element_ty), mask=of_head)
+    sums = HEADS * count.to(tl.int64)
+    of_steps = steps + head * count.to(tl.int64) + first
+    next_step = tl.load(of_steps + token, mask=token < tokens, other=0.0)
+    next_total = tl.load(of_steps + sums + token, mask=token < tokens, other=0.0)
+    next_whole = tl.load(of_steps + sums + tl.minimum(tokens, TOKENS) - 1)
+    for start in range(0, tokens, TOKENS):
+        row, used = first + start + token, (start + token < tokens)[:, None]
+        channels = rows + row[:, None] * row_stride
+        x = tl.load(channels + (head * HEAD_DIM + dims)[None, :], mask=used & in_head, other=0.0)
+        of_group = channels + (HEADS * HEAD_DIM + head // GROUP * SIZE + columns)[None, :]
+        b = tl.load(of_group, mask=used & in_state[None, :], other=0.0)
+        c = tl.load(of_group + HEADS // GROUP * SIZE, mask=used & in_state[None, :], other=0.0)
+        product = (row[:, None] * (HEADS // GROUP) + head // GROUP) * TOKENS + token[None, :]
+        scores = tl.load(products + product, mask=used, other=0.0).to(tl.float32)
+        step, total, whole = next_step, next_total, next_whole
+        later = start + TOKENS + token  # of the next chunk, which are loaded ahead
+        next_step = tl.load(of_steps + later, mask=later < tokens, other=0.0)
+        next_total = tl.load(of_steps + sums + later, mask=later < tokens, other=0.0)
+        next_whole = tl.load(of_steps + sums + tl.minimum(tokens, start + 2 * TOKENS) - 1)
+
+        out = tl.dot(c, now.to(c.dtype), input_precision="tf32x3") * tl.exp(total)[:, None]
+        between = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+        weights = (scores * between * step[None, :]).to(x.dtype)
+        out = tl.dot(weights, x, out, input_precision="tf32x3") + x.to(tl.float32) * skip
+        to = y + row[:, None] * y_stride + (head * HEAD_DIM + dims)[None, :]
+        tl.store(to, out.to(y.dtype.element_ty), mask=used & in_head)
+        moved = (x.to(tl.float32) * (tl.exp(whole - total) * step)[:, None]).to(x.dtype)
+        now = tl.dot(tl.trans(b), moved, now * tl.exp(whole), input_precision="tf32x3")
+    tl.store(kept, now, mask=inside)

@@ -87,7 +87,8 @@ def scan_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int
     tokens (at most `tokens`), number among the chunks of its request, tokens of the request from this chunk
     on, first position. `prefills` (start, stop) follow `num_decodes` requests of one row each.
 
-    A chunk needs the state after the one before it. So the first chunks of all requests come first."""
+    The first chunks of all requests come first. A program of a scan begins there and takes all chunks of its
+    request."""
     chunks, row = [], num_decodes
     for request, (start, stop) in enumerate(prefills, num_decodes):
         chunks += [

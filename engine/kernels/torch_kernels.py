@@ -144,7 +144,7 @@ class TorchKernels:
     ) -> Tensor:
         return paged_attention(q, kv, plan, sinks)
 
-    def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> TorchStatePlan:
+    def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> TorchStatePlan:
         return mamba2.plan_states(metadata)
 
     def tile_programs(self, num_kv_heads: int) -> int:

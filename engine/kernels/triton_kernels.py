@@ -69,7 +69,7 @@ class TritonStatePlan:
     slots: Tensor  # [requests] int32
     contexts: Tensor  # [decodes] int32
     scans: Tensor | None  # [chunks, 6] int32; None: no chunks
-    progress: Tensor
+    prompts: int  # at most so many have chunks
 
 
 class TritonKernels:
@@ -194,15 +194,17 @@ class TritonKernels:
             prefill_attention(q, kv, tables, plan.tiles, out, plan.span, sinks)
         return out
 
-    def plan_states(self, metadata: AttentionMetadata, heads: int, dtype: torch.dtype) -> TritonStatePlan:
+    def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> TritonStatePlan:
         decodes, device, slots = metadata.num_decodes, metadata.contexts.device, metadata.state_slots
         assert slots is not None, "each request of a model with states has a slot"
         scans = metadata.scans
         if metadata.prefills:
             work = scan_work(metadata.prefills, decodes, ssd.chunk_tokens(dtype))
             scans = torch.from_numpy(work).to(device, non_blocking=True)
-        progress = ssd.progress_of(len(slots), heads, device)
-        return TritonStatePlan(slots, metadata.contexts[:decodes], scans, progress)
+        prompts = len(metadata.prefills)
+        if metadata.scans is not None:
+            prompts = min(len(slots), len(metadata.scans))
+        return TritonStatePlan(slots, metadata.contexts[:decodes], scans, prompts)
 
     def chunk_tokens(self, dtype: torch.dtype) -> int:
         return ssd.chunk_tokens(dtype)
@@ -215,7 +217,8 @@ class TritonKernels:
         if len(plan.contexts):
             state_update.update(rows, dt, layer, state.ssm, slots, plan.contexts, y)
         if plan.scans is not None:
-            ssd.scan(rows, dt, layer, state.ssm, slots, plan.scans, plan.progress, y)
+            units = self._multiprocessors
+            ssd.scan(rows, dt, layer, state.ssm, slots, plan.scans, plan.prompts, units, y)
         return y
 
     def gated_delta(
@@ -229,7 +232,9 @@ class TritonKernels:
             delta_rule(rows, beside, layer, state.ssm, plan.slots, plan.contexts, y)
         if plan.scans is not None:
             tokens = ssd.chunk_tokens(x.dtype)
-            delta_scan.scan(rows, beside, layer, state.ssm, plan.slots, plan.scans, tokens, y)
+            prompts, units = plan.prompts, self._multiprocessors
+            scans, slots = plan.scans, plan.slots
+            delta_scan.scan(rows, beside, layer, state.ssm, slots, scans, prompts, units, tokens, y)
         return y
 
     def _convolve(

@@ -81,7 +81,7 @@ class Step:
     def run(self, kernels: Kernels, device: str = "cpu") -> tuple[Tensor, LayerState]:
         """y, and the states after the step."""
         state = LayerState(*(part.to(device, copy=True) for part in self.state))
-        plan = kernels.plan_states(self.metadata(device), HEADS, self.dtype)
+        plan = kernels.plan_states(self.metadata(device), self.dtype)
         y = kernels.mamba2(self.projected.to(device), on(self.layer, device), state, plan)
         return y, LayerState(*(part.cpu() for part in state))
 
@@ -187,7 +187,7 @@ class DeltaStep(Step):
 
     def run(self, kernels: Kernels, device: str = "cpu") -> tuple[Tensor, LayerState]:
         state = LayerState(*(part.to(device, copy=True) for part in self.state))
-        plan = kernels.plan_states(self.metadata(device), HEADS, self.dtype)
+        plan = kernels.plan_states(self.metadata(device), self.dtype)
         y = kernels.gated_delta(self.inputs().to(device), self.delta(device), state, plan)
         return y, LayerState(*(part.cpu() for part in state))
 
