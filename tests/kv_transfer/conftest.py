@@ -169,7 +169,7 @@ class Decode(Worker):
         self.events: dict[bytes, Any] = {}  # decode id → the one event that ended it
 
     def fetch(
-        self, source: Prefill, prefill_id: bytes, num_tokens: int, start: int = 0, **other: Any
+        self, source: TransferProcess, prefill_id: bytes, num_tokens: int, start: int = 0, **other: Any
     ) -> bytes:
         decode_id = os.urandom(16)
         self.reserved[decode_id] = self.allocate(num_tokens)
