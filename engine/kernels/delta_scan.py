@@ -26,6 +26,7 @@ SOLVE_WARPS = 4
 DIMS, WARPS = 32, 4
 FEW, MANY = 3, 2
 """Stages. With few programs, one has a multiprocessor for itself."""
+LARGEST_FEW = 128  # columns of a state: more do not fit into shared memory with so many stages
 LEAST = 16  # of a dimension of a product in Triton
 BLOCK = tl.constexpr(16)
 """Rows of the system that are solved one after another."""
@@ -80,7 +81,8 @@ def scan(
     )
     # The first chunks of all prompts come first in `scans`.
     parts = triton.cdiv(head_dim, dims)
-    few = parts * heads * prompts <= multiprocessors and rows.dtype is not torch.float32  # shared memory
+    fits = size <= LARGEST_FEW and rows.dtype is not torch.float32
+    few = fits and parts * heads * prompts <= multiprocessors
     _scan[(prompts, heads, parts)](
         rows,
         state,

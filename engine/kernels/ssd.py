@@ -22,6 +22,7 @@ TOKENS_FLOAT32, DIMS_FLOAT32 = 32, 32  # more do not fit into registers and shar
 PREPARED_HEADS, PREPARE_WARPS = 16, 4
 FEW, MANY = (8, 3), (4, 2)
 """Warps and stages. With few programs, one has a multiprocessor for itself; else two share one."""
+LARGEST_FEW = 128  # columns of a state: more do not fit into shared memory with so many stages
 LEAST = 16  # of a dimension of a product in Triton
 
 
@@ -75,7 +76,8 @@ def scan(
     exact = rows.dtype is torch.float32
     dims = max(LEAST, min(DIMS_FLOAT32 if exact else DIMS, triton.next_power_of_2(head_dim)))
     parts = triton.cdiv(head_dim, dims)
-    warps, stages = FEW if parts * heads * prompts <= multiprocessors else MANY
+    few = parts * heads * prompts <= multiprocessors and size <= LARGEST_FEW
+    warps, stages = FEW if few else MANY
     # The first chunks of all prompts come first in `scans`.
     _scan[(parts, heads, prompts)](
         rows,
