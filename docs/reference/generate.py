@@ -97,9 +97,9 @@ What failed are answers of this model that no schema holds: `json_mode` and tool
 161 tests of vLLM 0.33.0's server ran against `baton serve` with the same model, on two busy cores. They are
 those that send requests, from the folders openai, anthropic and serve of its tests of entrypoints. Left out
 were LoRA adapters, images, metrics, gpt-oss, and most of the tests of tools. Only the fixture that starts the
-server was replaced; the command is `pytest` with the files. 92 passed. The others failed for these reasons:
+server was replaced; the command is `pytest` with the files. 93 passed. The others failed for these reasons:
 
-- 42: answers of this model. They were wrong, too short, or too long for the limit of 40 to 120 s, or they
+- 41: answers of this model. They were wrong, too short, or too long for the limit of 40 to 120 s, or they
   had no reasoning or the tokens of another tokenizer.
 - 8: refused by name. These are beam search, `echo` of a chat, `kv_transfer_params`, a role that OpenAI does
   not have, `enable_response_messages`, and -1 for the log probabilities of all tokens.
