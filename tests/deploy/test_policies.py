@@ -238,3 +238,5 @@ def test_a_worker_has_a_gpu_for_each_rank(overlays: dict[str, list[Object]]) -> 
     for pod in pods:
         [container] = pod.containers
         assert container["resources"]["limits"]["nvidia.com/gpu"] == settings["BATON_TENSOR_PARALLEL_SIZE"]
+        [shm] = [volume["emptyDir"] for volume in pod.spec["volumes"] if volume["name"] == "shm"]
+        assert shm == {"medium": "Memory", "sizeLimit": "4Gi"}, "NCCL's, between GPUs without peer access"

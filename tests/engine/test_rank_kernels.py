@@ -6,13 +6,16 @@ process, so that one device is enough.
 
 import mmap
 import multiprocessing
+import os
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from engine.execution.cuda_ranks import CudaRanks
 from tests.device import DEVICE
 
 SIZE = 96
@@ -159,3 +162,19 @@ def test_all_ranks_get_what_rank_0_has(kernel_device: str, ranks: int) -> None:
     for words in run_ranks(broadcast, ranks, counts_bytes(ranks) + NBYTES):
         for found, count in zip(words, WORDS, strict=True):
             assert torch.equal(found, torch.arange(count) + count)
+
+
+def test_nvlink_multicast_is_off_when_nccl_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment of the process says."""
+    off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    for name in (*off, "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "another")
+
+    def start(*_: object, **__: object) -> None:
+        assert off.items() <= os.environ.items()
+        raise RuntimeError("NCCL starts")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    with pytest.raises(RuntimeError, match="NCCL starts"):
+        CudaRanks(0, 2, dist.HashStore(), torch.device("cuda", 0))
