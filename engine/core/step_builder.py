@@ -16,6 +16,8 @@ from engine.step import Adjustments, Bias, Draws, Penalties, Scored, Step, Token
 
 NO_TOP_P = np.float32(2)
 """Rounded sums of probabilities may pass 1, so "no limit" must be above it."""
+DRAW_TYPES = np.float32, np.int32, np.int32, np.float32, np.float32
+"""Of the fields of `Draws`."""
 
 
 def build_step(
@@ -83,11 +85,13 @@ def _scored(chunks: Sequence[Chunk]) -> tuple[Scored | None, list[Chunk]]:
 def draws_of(requests: Sequence[LiveRequest], vocabulary: int) -> tuple[Variant, Draws[np.ndarray]]:
     """How each request's next token is drawn."""
     wanted = np.frombuffer(b"".join([live.draw for live in requests]), DRAW)
-    positions = np.array([len(live.token_ids) for live in requests], dtype=np.uint64)
     drawn = wanted["temperature"] > 0
+    if not drawn.any():  # then the sampler reads no draws: to make them took longer than all else here
+        return Variant.GREEDY, Draws(*(np.zeros(len(requests), dtype) for dtype in DRAW_TYPES))
+    positions = np.array([len(live.token_ids) for live in requests], dtype=np.uint64)
     some_top_k, some_top_p = wanted["top_k"] > 0, wanted["top_p"] < 1
     filtered = drawn & (some_top_k | some_top_p | (wanted["min_p"] > 0))
-    variant = Variant.FILTERED if filtered.any() else Variant.DRAWN if drawn.any() else Variant.GREEDY
+    variant = Variant.FILTERED if filtered.any() else Variant.DRAWN
     return variant, Draws(
         wanted["temperature"].copy(),
         draw_keys(wanted["seed"], positions),
