@@ -74,14 +74,16 @@ def test_every_case_of_a_mixture_runs(kernel_device: str, monkeypatch: pytest.Mo
     assert {name for name in rows if name.endswith(".time")} == {
         f"kernels.{name}.time"
         for name in (
-            "shuffle.t5.e4.top1", "shuffle.t1.e6.top2", "shuffle.t9.e6.top2", "grouped.g3x2",
-            "grouped.g3x2.loop", *(f"moe_{part}.t{tokens}{loop}" for part in ("gate_up", "down")
-                                   for tokens in (1, 9) for loop in ("", ".loop")),
+            "shuffle.t5.e4.top1", "shuffle.t1.e6.top2", "shuffle.t9.e6.top2",
+            "grouped.g3x2", "grouped.g3x2.loop", "grouped_fp8.g3x2",
+            *(f"moe_{part}.t{tokens}{loop}" for part in ("gate_up", "down")
+              for tokens in (1, 9) for loop in ("", ".loop")),
         )
     }  # fmt: skip
     assert rows["kernels.shuffle.t5.e4.top1.time"].value == 0.5e6, "of one of two layers"
     read = 2 * (6 * 16 + 3 * 24 * 16 + 6 * 24)
     assert rows["kernels.grouped.g3x2"].value == pytest.approx(read / 1e9)
+    assert rows["kernels.grouped_fp8.g3x2"].value == pytest.approx((6 * 16 + 3 * 24 * 16 + 2 * 6 * 24) / 1e9)
     one_token = 2 * (32 + 2 * 32 * 32 + 2 * 16)  # in, the weights of two experts, out
     assert rows["kernels.moe_gate_up.t1"].value == pytest.approx(one_token / 1e9)
     tried = [(module, name) for module, values, _ in bench.moe_choices(cases) for name in values]
