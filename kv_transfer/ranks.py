@@ -54,9 +54,9 @@ from kv_transfer.layout import Slice, heads_of, rank_of
 from kv_transfer.peer_memory import PeerMemory, Unreachable, join
 from kv_transfer.protocol.messages import Export
 from kv_transfer.pulls import exported as export_of
-from kv_transfer.receiver_pacing import EVENT_POLL, SLICES_AT_ONCE
+from kv_transfer.receiver_pacing import EVENT_POLL
 from kv_transfer.sender_pacing import LOOK_LAUNCHED, LOOK_OF_RANK
-from kv_transfer.staging import at_once
+from kv_transfer.staging import scattered_at_once
 from kv_transfer.transport import PagedKV
 from kv_transfer.wait import wait
 
@@ -312,8 +312,10 @@ class RankCopier:
         self._gathers = pools.open_pool(kv, sending.arena, exported=exports)
         scatters = pools.open_pool(kv, receiving.arena, exported=exports)
         self._memories: dict[int, PeerMemory] = {}  # of peers, by number; for the thread that scatters
-        most = at_once(SLICES_AT_ONCE, receiving.arena.slot_bytes)
-        for end, pool, is_gather in ((sending, self._gathers, True), (receiving, scatters, False)):
+        for end, pool, is_gather, most in (
+            (sending, self._gathers, True, self._gathers.gather_most),
+            (receiving, scatters, False, scattered_at_once(receiving.arena.slot_bytes)),
+        ):
             args = (Channel(end.channel, Copy | ExportIn | ExportGone), pool, is_gather, most)
             threading.Thread(target=self._serve, args=args, name="kv copies", daemon=True).start()
 
@@ -328,14 +330,13 @@ class RankCopier:
             os.eventfd_write(self._wake, 1)
 
     def _serve(self, channel: Channel, pool: Pool, is_gather: bool, most: int) -> None:
-        """`most`: slices that are scattered together."""
+        """`most`: slices that are gathered or scattered together."""
         orders: deque[Copy] = deque()
         under_way: deque[tuple[Event, Outcome]] = deque()
         watched = [channel.fileno(), self._wake] if is_gather else [channel.fileno()]
         with channel.sock, closing(pool):
             pool.enter_thread()
             table = lru_cache(TABLES)(pool.table)
-            most = pool.gather_most if is_gather else most
             if is_gather and self._exports:
                 channel.send(export_of(pool))
             while True:

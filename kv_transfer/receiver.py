@@ -38,8 +38,8 @@ from kv_transfer.channel import (
 )
 from kv_transfer.layout import Slice
 from kv_transfer.pulls import Pulls
-from kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE, SLICES_AT_ONCE
-from kv_transfer.staging import at_once
+from kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
+from kv_transfer.staging import scattered_at_once
 from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
@@ -109,7 +109,7 @@ class ArenaReceiver:
         self._arrivals: deque[Arrived | ArrivedAt] = deque()  # not yet looked at
         self._oldest = 0.0  # when the first of them came
         self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
-        self._at_once = at_once(SLICES_AT_ONCE, end.arena.slot_bytes)
+        self._at_once = scattered_at_once(end.arena.slot_bytes)
         self._copies: deque[tuple[Any, list[int]]] = deque()  # in stream order: event → slots it frees
         self._pulls = Pulls(self._pool, allowed=pulls)
 

@@ -29,9 +29,14 @@ def at_once(most: int, slot_bytes: int) -> int:
     return max(1, min(most, BATCH_BYTES // exported_slot_bytes(slot_bytes)))
 
 
+def scattered_at_once(slot_bytes: int) -> int:
+    """How many slices a receiver scatters together, on each of its ranks."""
+    return at_once(SLICES_AT_ONCE, slot_bytes)
+
+
 def landing_bytes(slot_bytes: int) -> int:
     """The most that `coalesce` needs for the slices that are injected together."""
-    return at_once(SLICES_AT_ONCE, slot_bytes) * (exported_slot_bytes(slot_bytes) + SLACK)
+    return scattered_at_once(slot_bytes) * (exported_slot_bytes(slot_bytes) + SLACK)
 
 
 def device_bytes(num_slots: int, slot_bytes: int) -> int:
