@@ -149,7 +149,7 @@ class Router:
         elif found.place == "prefill":
             self._submit(request, prefill, prefill)
         else:
-            self._submit(request, prefill, decode, queued=self._loads.tokens_ahead(prefill, now) > BUDGET)
+            self._submit(request, prefill, decode, queued=self._loads.tokens_queued(prefill, now) > BUDGET)
 
     def _place(
         self,

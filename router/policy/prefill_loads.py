@@ -194,7 +194,7 @@ class PrefillLoads:
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 
-    def tokens_ahead(self, row: int, now: float) -> float:
+    def tokens_queued(self, row: int, now: float) -> float:
         """As `tokens_waiting`, but a prompt of this router counts as a whole until its first token."""
         return max(self._own[row], self.tokens_waiting(row, now))
 

@@ -160,7 +160,7 @@ class Candidates:
         self._choices += 1
         row = self._policy(snapshot, request)
         worker, work = self._workers[row], PrefillWork(tokens - snapshot.cached.of(row), chunks)
-        queues = self._loads.tokens_ahead(row, now) > worker.description.max_num_batched_tokens
+        queues = self._loads.tokens_queued(row, now) > worker.description.max_num_batched_tokens
         load, utilisation = self._decode_caches.loads[row], self._loads.utilisation(row)
         offer = prefill_offer(snapshot, request, row, worker.status, load, utilisation)
         return PrefillTarget(worker, work, offer, work.tokens / float(snapshot.speed[row]), queues)
