@@ -20,14 +20,13 @@ from torch import Tensor
 from engine.kernels import overlap
 from engine.kernels.gated_delta import EPS, GatedDelta
 from engine.kernels.overlap import inputs_ready
+from engine.kernels.ssd import LARGEST_FEW, LEAST, prompt_of
 from engine.kernels.state_update import time_step
 
 SOLVE_WARPS = 4
 DIMS, WARPS = 32, 4
 FEW, MANY = 3, 2
 """Stages. With few programs, one has a multiprocessor for itself."""
-LARGEST_FEW = 128  # columns of a state: more do not fit into shared memory with so many stages
-LEAST = 16  # of a dimension of a product in Triton
 BLOCK = tl.constexpr(16)
 """Rows of the system that are solved one after another."""
 FACTORS = 4
@@ -160,7 +159,7 @@ def _solve(
     tl.store(to, grown * k_scale, mask=used)
     tl.store(to + factor, grown * q_scale, mask=used)
     tl.store(to + 2 * factor, tl.exp(whole - total) * k_scale, mask=used)
-    tl.store(to + 3 * factor, tl.exp(whole + 0.0 * total), mask=used)
+    tl.store(to + 3 * factor, tl.exp(whole), mask=used)
 
 
 @triton.jit
@@ -212,12 +211,10 @@ def _scan(
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    chunk, head = scans + tl.program_id(0) * 6, tl.program_id(1)
-    # The first chunk of a request stands for all of them.
-    tokens = tl.where(tl.load(chunk + 3) == 0, tl.load(chunk + 4), 0)
+    request, first, tokens, has_state = prompt_of(scans, tl.program_id(0))
     if tokens == 0:
         return
-    request, has_state = tl.load(chunk), tl.load(chunk + 5) > 0
+    head = tl.program_id(1)
     token, columns = tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
     dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     in_head, in_state = (dims < HEAD_DIM)[None, :], columns < SIZE
@@ -225,7 +222,6 @@ def _scan(
     slot = tl.load(slots + request).to(tl.int64)
     kept = state + ((slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
     now = tl.load(kept, mask=inside & has_state, other=0.0)
-    first = tl.load(chunk + 1).to(tl.int64)
     factor = HEADS * count.to(tl.int64)
     for start in range(0, tokens, TOKENS):
         row, used = first + start + token, start + token < tokens

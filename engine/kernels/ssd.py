@@ -152,6 +152,16 @@ def _prepare(
         tl.store(to + HEADS * count.to(tl.int64), tl.cumsum(step * slope, 0), mask=inside)
 
 
+@triton.jit
+def prompt_of(scans, number):
+    """The request of chunk `number` of `scans`, its first row and its tokens, and whether it has a state.
+
+    The first chunk of a request stands for all of them: the others have 0 tokens here."""
+    chunk = scans + number * 6
+    tokens = tl.where(tl.load(chunk + 3) == 0, tl.load(chunk + 4), 0)
+    return tl.load(chunk), tl.load(chunk + 1).to(tl.int64), tokens, tl.load(chunk + 5) > 0
+
+
 @triton.jit(do_not_specialize=["count"])
 def _scan(
     rows,
@@ -175,12 +185,10 @@ def _scan(
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
-    part, head, chunk = tl.program_id(0), tl.program_id(1), scans + tl.program_id(2) * 6
-    # The first chunk of a request stands for all of them.
-    tokens = tl.where(tl.load(chunk + 3) == 0, tl.load(chunk + 4), 0)
+    request, first, tokens, has_state = prompt_of(scans, tl.program_id(2))
     if tokens == 0:
         return
-    request, has_state = tl.load(chunk), tl.load(chunk + 5) > 0
+    part, head = tl.program_id(0), tl.program_id(1)
     token, columns = tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
     dims = part * DIMS + tl.arange(0, DIMS)
     in_head, in_state = (dims < HEAD_DIM)[None, :], columns < SIZE
@@ -189,7 +197,6 @@ def _scan(
     kept = state + ((slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
     # At its first position a request has no state.
     now = tl.load(kept, mask=inside & has_state, other=0.0)  # [COLUMNS, DIMS]
-    first = tl.load(chunk + 1).to(tl.int64)
     skip = tl.load(d + head)
     seen = token[:, None] >= token[None, :]
     sums = HEADS * count.to(tl.int64)
