@@ -4,7 +4,7 @@ bfloat16.
 A decode step is bound by the bytes that it reads and writes: weights, KV, and the states of each request,
 both ways. `.floor` is their time at the bandwidth of the datasheet. Of experts it counts as many as random
 routes are expected to choose. A prefill row is the time from arrival to the first token, in chunks of 16,384
-tokens, compared with the 8B Llama shape in the same run.
+tokens, compared with the 8B Llama shape in the same run. A profile says how long each kernel takes in a step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import bench.contract as contract
 from bench.contract import Report, Row
 from bench.engine.drive import decode_step_seconds, median_ms, prefill_seconds, prompt
 from bench.engine.on_cuda import CONTEXT, HBM_BYTES_PER_S, dummy_engine
+from bench.engine.profile import STEPS, add_profile, profiled_decodes
 from bench.shapes import DENSE
 from engine.models import cache_bytes_per_token, state_bytes_per_request
 
 BATCHES = (1, 8, 32, 64, 128, 256)
+PROFILED_BATCHES = (1, 32, 256)
 PREFILLS = (2000, 8000, 32000, 128000)
 OVER_FLOOR = 1.15
 """Goal of a decode step, in times of its floor."""
@@ -49,6 +51,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             report.add(Row(f"{name}.dense", of_dense, "ms"))
         for batch in BATCHES:
             _decode(engine, report, batch, 32 if args.short else 128)
+        for batch in PROFILED_BATCHES:
+            found = profiled_decodes(engine, batch, CONTEXT)
+            add_profile(report, f"engine.hybrid.decode.b{batch}", found, STEPS)
 
 
 def _prefill(engine: Any, tokens: int, rounds: int) -> float:

@@ -10,7 +10,6 @@ while the requests decode. A profile says how long each kernel takes in a step.
 from __future__ import annotations
 
 import argparse
-import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from bench.contract import Report, Row
 from bench.engine.bounded import add_bounded
 from bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
 from bench.engine.on_cuda import CONTEXT, GEMM_FLOPS, HBM_BYTES_PER_S, dummy_engine
-from bench.engine.profile import STEPS, Profile, profiled, profiled_decodes
+from bench.engine.profile import STEPS, add_profile, profiled, profiled_decodes
 from bench.shapes import MOE
 from engine import Engine
 from engine.models import cache_bytes_per_token
@@ -45,7 +44,7 @@ FP8_DECODE_MS = {
 }
 FP8_PREFILL_MS = {(1, 2000): (40.0, 30.0), (1, 8000): (120.0, 100.0), (4, 2000): (92.0, 80.0)}
 """With FP8 weights."""
-PROFILED_BATCHES, PROFILED_PROMPT, PROFILED_KERNELS = (1, 64, 256), 8000, 12
+PROFILED_BATCHES, PROFILED_PROMPT = (1, 64, 256), 8000
 COUNTED = 32
 """Decode steps that `.experts` is the mean of."""
 
@@ -110,7 +109,7 @@ def _profiles(engine: Any, report: Report, prefix: str) -> None:
     """Adds the time of a step, or of a prefill, by kernel."""
     for batch in PROFILED_BATCHES:
         found = profiled_decodes(engine, batch, CONTEXT)
-        _add_profile(report, f"{prefix}.decode.b{batch}", found, STEPS)
+        add_profile(report, f"{prefix}.decode.b{batch}", found, STEPS)
     warm_up, measured = ([prompt(PROFILED_PROMPT, seed)] for seed in (1, 2))
     prefill_seconds(engine, warm_up)
 
@@ -118,14 +117,7 @@ def _profiles(engine: Any, report: Report, prefix: str) -> None:
         prefill_seconds(engine, measured)
 
     found = profiled(prefill)
-    _add_profile(report, f"{prefix}.prefill.1x{PROFILED_PROMPT}", found, 1)
-
-
-def _add_profile(report: Report, name: str, found: Profile, steps: int) -> None:
-    report.add(Row(f"{name}.idle", found.idle / steps, "µs"))
-    for kernel, took in itertools.islice(found.kernels.items(), PROFILED_KERNELS):
-        report.add(Row(f"{name}.kernel.{kernel[:48]}", took / steps, "µs", ratio=took / found.microseconds,
-                       ratio_to="all"))  # fmt: skip
+    add_profile(report, f"{prefix}.prefill.1x{PROFILED_PROMPT}", found, 1)
 
 
 def experts_read(engine: Engine, batch: int, context: int) -> float:

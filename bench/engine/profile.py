@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from bench.contract import Report, Row
 from bench.engine.drive import drain, fill, run_steps
 
 STEPS = 64
 """Decode steps of a profile."""
+MOST_KERNELS = 14
+"""Kernels of a profile that get a row."""
 
 
 class Profile(NamedTuple):
@@ -48,3 +52,11 @@ def profiled_decodes(engine: Any, batch: int, context: int) -> Profile:
     found = profiled(lambda: run_steps(engine, STEPS))
     drain(engine)
     return found
+
+
+def add_profile(report: Report, name: str, found: Profile, steps: int) -> None:
+    """Adds rows of the time of a step by kernel, the longest first."""
+    report.add(Row(f"{name}.idle", found.idle / steps, "µs"))
+    for kernel, took in itertools.islice(found.kernels.items(), MOST_KERNELS):
+        report.add(Row(f"{name}.kernel.{kernel[:48]}", took / steps, "µs", ratio=took / found.microseconds,
+                       ratio_to="all"))  # fmt: skip
