@@ -90,8 +90,9 @@ class PrefixFetches:
         if missing is None or missing.chunks[0] == fetched:
             return False
         key, tokens = missing.chunks[0], len(missing.chunks) * CHUNK_TOKENS
-        rest = len(request.prompt_ids) + len(request.output_ids) - missing.first_chunk * CHUNK_TOKENS - tokens
-        seconds = self._engine.prompt_seconds(tokens, rest)
+        stop = missing.first_chunk * CHUNK_TOKENS + tokens
+        rest = len(request.prompt_ids) + len(request.output_ids) - stop
+        seconds = self._engine.prompt_seconds(stop - missing.computed_from, rest)
         same, now = self._open.get(key), time.monotonic()
         link = same.link if same is not None else self._links.to(source)
         if not link.pays(same.tokens if same is not None else tokens, seconds, now):

@@ -9,6 +9,8 @@ all             the router may also let one worker compute and decode a request:
 With `--working-set X` the pool of each worker is so small that the trace has X times as many distinct tokens.
 All mechanisms are on then, first without a host tier, then with one.
 
+All clusters of a run start together, on the same GPUs. One of them has requests, and the others are idle.
+
 `hits` is the share of the prompt tokens that were cached, as the API reports it, and its ratio to a cache
 that keeps everything. `ttft` counts from the time of the trace, or from the end of the answer before, if that
 is later. `goodput` counts the requests that meet the objective, and `moved` the KV that went from one worker
@@ -19,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +46,8 @@ WARM_UP, WARM_UP_TOKENS = 3, 1000  # turns of one chat, and by how much each is 
 REPORT_S = 1.5  # after that workers have reported what they did
 SLOS = {"cpu": Slo.parse("ttft=1000,ttit=100"), "cuda": Slo.parse("ttft=200,ttit=12")}
 CONTEXT = {"cpu": 8192, "cuda": 32768}
+MEMORY_SHARE = "0.45"
+"""Of a GPU, for a worker of each of two clusters."""
 
 
 class Size(NamedTuple):
@@ -62,6 +68,11 @@ class Mechanism(NamedTuple):
     router_flags: tuple[str, ...]
     known: bool = True  # prompts have beginnings that came before
     worker_flags: tuple[str, ...] = ()
+
+    @property
+    def workers(self) -> tuple[bool, tuple[str, ...]]:
+        """What its workers have in common with those of other mechanisms, which share a cluster."""
+        return self.decode_cache, self.worker_flags
 
 
 _ALONE = ("--no-overflow", "--no-prefix-fetches")
@@ -191,7 +202,8 @@ def cluster_of(args: argparse.Namespace, directory: Path, mechanism: Mechanism) 
     else:
         model = ["--model", args.model or str(write_shape(DENSE, directory, tokenizer=True))]
         worker = ["--load-format", "dummy", "--max-model-len", str(CONTEXT["cuda"])]
-        worker, devices = [*worker, "--kv-lanes", "8", "--kv-slots", "256"], ["cuda:0", "cuda:1"]
+        worker += ["--gpu-memory-utilization", MEMORY_SHARE, "--kv-lanes", "8", "--kv-slots", "256"]
+        devices = ["cuda:0", "cuda:1"]
     return LocalCluster(
         directory,
         prefill=1,
@@ -201,6 +213,15 @@ def cluster_of(args: argparse.Namespace, directory: Path, mechanism: Mechanism) 
         decode_flags=() if mechanism.decode_cache else ("--no-enable-prefix-caching",),
         router_flags=model,
     )
+
+
+@contextlib.contextmanager
+def started(clusters: Iterable[LocalCluster]) -> Iterator[list[LocalCluster]]:
+    """Starts them together, and ends them."""
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor() as starts:
+            up = list(starts.map(stack.enter_context, clusters))
+        yield up
 
 
 def moved(cluster: LocalCluster) -> float:
@@ -231,13 +252,17 @@ def measure(args: argparse.Namespace) -> Report:
     tried: Sequence[Mechanism] = MECHANISMS
     if args.working_set is not None:
         tried = with_small_pools(args.device, asked, args.working_set, scale)
-    for _, alike in itertools.groupby(tried, key=lambda one: (one.decode_cache, one.worker_flags)):
-        mechanisms = list(alike)
-        with (
-            tempfile.TemporaryDirectory(prefix="baton-reuse-") as directory,
-            cluster_of(args, Path(directory), mechanisms[0]) as cluster,
-        ):
-            for mechanism in mechanisms:
+    with tempfile.TemporaryDirectory(prefix="baton-reuse-") as name:
+        made: dict[tuple[bool, tuple[str, ...]], LocalCluster] = {}
+        for mechanism in tried:
+            if mechanism.workers not in made:
+                directory = Path(name, str(len(made)))
+                directory.mkdir()
+                made[mechanism.workers] = cluster_of(args, directory, mechanism)
+        with started(made.values()) as up:
+            clusters = dict(zip(made, up, strict=True))
+            for mechanism in tried:
+                cluster = clusters[mechanism.workers]
                 cluster.restart_router(*mechanism.router_flags)
                 run(cluster.url, chain(round(WARM_UP_TOKENS * scale)), known=True)
                 before = moved(cluster)

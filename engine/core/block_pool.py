@@ -68,13 +68,15 @@ class BlockPool:
         self.moves += count
         return blocks
 
-    def adopt(self, name: bytes) -> int | None:
+    def has_remnant(self, name: bytes) -> bool:
+        return name in self._remnants
+
+    def adopt(self, name: bytes) -> int:
         """Takes a remnant as a private block. It has the KV of its tokens up to the end of those with this
-        name. None: there is none."""
-        block = self._remnants.pop(name, None)
-        if block is not None:
-            self._private.add(block)
-            self.moves += 1
+        name."""
+        block = self._remnants.pop(name)
+        self._private.add(block)
+        self.moves += 1
         return block
 
     def lookup(self, names: Sequence[bytes]) -> list[int]:

@@ -138,6 +138,20 @@ class PrefixCache:
         """How many of these blocks are in any tier, from the first on."""
         return sum(1 for _ in takewhile(self._cached.__contains__, names))
 
+    def remnant(
+        self, names: PrefixNames, token_ids: Sequence[int], num_blocks: int, limit: int
+    ) -> tuple[int, bytes | None]:
+        """The remnant behind so many cached blocks of a prompt: the position up to which it has KV, `limit`
+        at most, and its name. None: there is none."""
+        start = num_blocks * self._block_size
+        if not self.known(names.blocks[num_blocks : num_blocks + 1]):  # else a tier has the whole block
+            last = min(start + self._block_size - 1, limit) // CHUNK_TOKENS * CHUNK_TOKENS
+            for end in range(last, start, -CHUNK_TOKENS):
+                name = names.of_chunk(token_ids, end)
+                if self._pool.has_remnant(name):
+                    return end, name
+        return start, None
+
     def blocks_of(self, chunks: Sequence[bytes], first_chunk: int) -> list[bytes]:
         """The names of the blocks with the KV of consecutive chunks, as in `table`, as far as any tier has
         them."""

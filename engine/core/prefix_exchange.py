@@ -39,6 +39,8 @@ class MissingPrefix:
     names: PrefixNames
     hits: Sequence[int]
     """The cached blocks that the prompt begins with."""
+    computed_from: int
+    """The position from which the prompt would be computed now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +121,20 @@ class PrefixExchange:
 
     def missing(self, request: EngineRequest, most: int) -> MissingPrefix | None:
         """What all tiers lack of a prompt that is not added yet, in at most `most` chunks.
-        The prompt's end does not count. None: nothing is missing."""
+        The prompt's end does not count. None: computing begins behind all of them."""
         tokens = [*request.prompt_ids, *request.output_ids]
         usable = (len(tokens) - 1) // self._block_size  # as for a prefill
         names = self._cache.names(request)
         names.extend(tokens, usable * self._block_size)
         hits = self._pool.lookup(names.blocks)
-        first_chunk = self._cache.known(names.blocks) * self._block_size // CHUNK_TOKENS
-        chunks = names.chunks[first_chunk : first_chunk + most]
-        return MissingPrefix(chunks, first_chunk, names, hits) if chunks else None
+        known = self._cache.known(names.blocks)
+        first_chunk = known * self._block_size // CHUNK_TOKENS
+        stop = min(first_chunk + most, usable * self._block_size // CHUNK_TOKENS)
+        chunks = names.chunks[first_chunk:stop]
+        computed_from, _ = self._cache.remnant(names, tokens, known, len(tokens) - 1)
+        if stop * CHUNK_TOKENS <= computed_from:
+            return None
+        return MissingPrefix(chunks, first_chunk, names, hits, computed_from)
 
     def start_import(self, import_id: bytes, missing: MissingPrefix) -> Sequence[int] | None:
         """Reserves blocks for what is missing. The caller writes KV into them. Returns a block table up to

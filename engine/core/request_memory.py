@@ -91,18 +91,11 @@ class RequestMemory:
     def _adopt(self, live: LiveRequest, hits: Sequence[int]) -> tuple[int, list[int]]:
         """The positions that are cached, and a remnant with the last ones of them, if there is one behind the
         cached blocks. A reservation needs none: its KV comes from another worker."""
-        start = len(hits) * self._block_size
         if self._cache is None or self._states is not None or live.phase is Phase.RESERVED:
-            return start, []
-        names = self._names(live, self._cache)
-        limit = min(start + self._block_size - 1, self._usable_tokens(live))
-        if self._cache.known(names.blocks[len(hits) : len(hits) + 1]):
-            return start, []  # a tier below has the whole block
-        for end in range(limit // CHUNK_TOKENS * CHUNK_TOKENS, start, -CHUNK_TOKENS):
-            remnant = self._pool.adopt(names.of_chunk(live.token_ids, end))
-            if remnant is not None:
-                return end, [remnant]
-        return start, []
+            return len(hits) * self._block_size, []
+        names, limit = self._names(live, self._cache), self._usable_tokens(live)
+        end, name = self._cache.remnant(names, live.token_ids, len(hits), limit)
+        return end, [] if name is None else [self._pool.adopt(name)]
 
     def _remnant(self, live: LiveRequest) -> tuple[int, bytes] | None:
         """The block of a request that full chunks end in, if it is not full, and the name of these chunks."""

@@ -66,11 +66,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(target=tables, name=st.sampled_from([b"a", b"b"]))
     def adopt(self, name: bytes) -> int:
-        block = self.pool.adopt(name)
-        assert block == self.remnants.pop(name, None)
-        assert block not in self.held()
+        assert self.pool.has_remnant(name) is (name in self.remnants)
         self.requests += 1
-        self.holders[self.requests] = [] if block is None else [block]
+        self.holders[self.requests] = []
+        if name in self.remnants:
+            block = self.pool.adopt(name)
+            assert block == self.remnants.pop(name)
+            assert block not in self.held()
+            self.holders[self.requests] = [block]
         return self.requests
 
     @precondition(lambda self: self.pool.free < NUM_BLOCKS)
@@ -119,6 +122,6 @@ def test_remnants_are_given_out_before_cached_blocks_the_oldest_first() -> None:
     pool.release([new], (new, b"new"))
     assert pool.free == 3
     assert pool.allocate(1) == [old]
-    assert pool.adopt(b"old") is None
+    assert not pool.has_remnant(b"old")
     assert pool.adopt(b"new") == new
     assert pool.lookup([b"cached"]) == [cached]

@@ -261,7 +261,11 @@ def test_the_next_turn_goes_on_in_the_last_block_of_the_turn_before() -> None:
     assert worker.compute([*history, *text(50, 1)]) == 192
     assert worker.compute([*history, *text(100, 2)]) == 192
     assert worker.compute([*history, *text(60, 3)]) == 128, "the turn before has filled the block"
-    assert worker.compute([*history, *text(60, 4)], salt=b"tenant") == 192
+    later = EngineRequest(b"r", [*history, *text(60, 4)], cache_salt=b"tenant")
+    missing = worker.exchange.missing(later, 99)
+    assert missing is not None
+    assert (missing.first_chunk, missing.computed_from) == (2, 192), "a fetch brings whole blocks"
+    assert worker.compute(later.prompt_ids, salt=b"tenant") == 192
     worker.scheduler.assert_whole()
 
 

@@ -26,6 +26,7 @@ class World:
         self.now = 0.0
         monkeypatch.setattr(prefix_fetches, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.missing: dict[bytes, list[bytes]] = {}  # by request id; else CHUNKS
+        self.computed_from = CHUNK_TOKENS
         self.room = True
         self.imports: dict[bytes, int | None] = {}  # how many positions were complete; None: it goes on
         self.asked: list[bytes] = []  # fetch ids
@@ -50,7 +51,8 @@ class World:
 
     def find_missing(self, request: EngineRequest, most: int) -> SimpleNamespace | None:
         chunks = self.missing.get(request.id, CHUNKS)[:most]
-        return SimpleNamespace(chunks=chunks, first_chunk=1) if chunks else None
+        found = SimpleNamespace(chunks=chunks, first_chunk=1, computed_from=self.computed_from)
+        return found if chunks else None
 
     def start_import(self, import_id: bytes, missing: SimpleNamespace) -> range | None:
         if not self.room:
@@ -121,6 +123,16 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_fetches(world:
     world.inject(4, seconds=0.1)
     assert world.empty
     assert len(world.added) == 4
+
+
+def test_what_the_last_block_has_already_is_no_gain_of_a_fetch(world: World) -> None:
+    """That block is not full, so it is fetched as a whole. Computing goes on in it."""
+    world.engine.prompt_tokens_per_s = 1000.0
+    assert world.start()
+    world.inject(4, seconds=0.2)  # as many tokens take 0.256 s to compute
+    world.computed_from = 2 * CHUNK_TOKENS
+    assert not world.start(), "three chunks take 0.192 s"
+    assert world.empty
 
 
 def test_a_short_prefix_is_computed_if_the_first_frame_takes_longer(world: World) -> None:
