@@ -83,6 +83,7 @@ class RoleProcess:
         self._changed = asyncio.Event()
         self._state = RoleState(token=f"{self._epoch}.0", phase="starting", node=node)
         self._popen: subprocess.Popen[bytes] | None = None
+        self._watching: asyncio.Task[str] | None = None
         self._stopping = asyncio.Event()
         self._restarting = False
         self._task: asyncio.Task[None] | None = None
@@ -189,9 +190,9 @@ class RoleProcess:
             restarts=restarts,
         )  # fmt: skip
         said = asyncio.create_task(self._follow(read_end, started))
-        watching = asyncio.create_task(self._watch())
+        self._watching = watching = asyncio.create_task(self._watch())
         await _exited(popen.pid)
-        hung = watching.result() if watching.done() else ""
+        hung = watching.result() if watching.done() and not watching.cancelled() else ""
         watching.cancel()
         self._kill_tree()  # before the pid is reaped: until then no other process can get its group id
         code = popen.wait()
@@ -242,7 +243,11 @@ class RoleProcess:
         self._changed = asyncio.Event()
 
     def _signal(self, signum: int) -> None:
+        """Tells the child to end. A router that drains does not listen any more, so silence says nothing from
+        now on: the caller's grace limits the time."""
         assert self._popen is not None
+        if self._watching is not None:
+            self._watching.cancel()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._popen.pid, signum)
 

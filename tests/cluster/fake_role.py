@@ -48,6 +48,8 @@ for stop in (signal.SIGINT, signal.SIGTERM):
 if wrong == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if wrong == "drains":  # until SIGUSR1
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(signal.sigwait({signal.SIGUSR1}) * 0))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) if wrong == "child" else None
 say({"stage": "loading weights", "fraction": 0.5})
 if wrong == "slow":

@@ -83,3 +83,30 @@ async def test_a_hung_role_is_killed_and_started_again(
     second = await until_ready(process)
     assert second.state.error == "gave no answer"
     assert second.pid != first.pid
+
+
+async def test_a_role_that_drains_is_not_killed_for_its_silence(
+    tmp_path: Path, environment: dict[str, str], stopping: Callable[[RoleProcess], None]
+) -> None:
+    """A router that drains does not listen any more."""
+    silent, watched = asyncio.Event(), asyncio.Event()
+
+    async def watch(ready: Mapping[str, Any]) -> str:
+        try:
+            await silent.wait()
+        finally:
+            watched.set()
+        return "gave no answer"
+
+    environment = environment | {"MISBEHAVIOUR": "drains"}
+    process = RoleProcess([*FAKE, "router"], environment, tmp_path / "log", RestartPolicy(0.01), watch)
+    stopping(process)
+    process.start()
+    role = await until_ready(process)
+    drained = asyncio.create_task(process.stop(signal.SIGTERM, 600))
+    await asyncio.sleep(0)  # the signal is sent
+    silent.set()
+    await watched.wait()
+    os.kill(role.pid, signal.SIGUSR1)
+    await drained
+    assert (process.state.phase, process.state.error) == ("stopped", "")
