@@ -66,13 +66,17 @@ def open_loop(rate: float) -> dict[str, Any]:
     return {"arrivals": Arrivals("constant", rate), "concurrency": 0}
 
 
-async def run_client(config: ClientConfig, stop_after: float | None = None) -> list[Record]:
-    """All records, in the order in which they ended."""
+async def run_client(config: ClientConfig, stop_after: int | None = None) -> list[Record]:
+    """All records, in the order in which they ended. `stop_after`: stops the client after so many records."""
     records: list[Record] = []
     stop = asyncio.Event()
-    if stop_after is not None:
-        asyncio.get_running_loop().call_later(stop_after, stop.set)
-    await Client(config, records.append).run(time.monotonic() + 0.01, stop)
+
+    def emit(record: Record) -> None:
+        records.append(record)
+        if len(records) == stop_after:
+            stop.set()
+
+    await Client(config, emit).run(time.monotonic() + 0.01, stop)
     return records
 
 
