@@ -82,26 +82,10 @@ def launch(
     assert pool.is_contiguous(), "rows are runs of bytes"
     assert pool.shape[-1] * pool.itemsize % 4 == 0, "moved as 32-bit words"
     words = head_words(pool)
-    columns = _power_of_2(most_heads * words)
-    per_program = max(1, WORDS // columns)
-    tiles = _cdiv(most_tokens, per_program)
-    items = 2 * tiles * len(table)
-    _copy[(min(PROGRAMS, items) if into_pool else items,)](
-        table,
-        items,
-        tiles,
-        all_heads * words,
-        pool.stride(0) * pool.itemsize // 4,
-        HALVES=2,
-        LINE=FIELDS,
-        BLOCK=block_size,
-        TOKENS=per_program,
-        COLUMNS=columns,
-        INTO_POOL=into_pool,
-        SCALES=scales,
-        SUMS=sums,
-        num_warps=WARPS,
-    )
+    _launch(
+        table, 2, most_tokens, most_heads * words, all_heads * words,
+        pool.stride(0) * pool.itemsize // 4, block_size, into_pool=into_pool, sums=sums, scales=scales,
+    )  # fmt: skip
 
 
 def state_line(
@@ -124,23 +108,34 @@ def launch_states(
     """As `launch`, for slices of one state of any layers. `pool`: of any of the layers."""
     parts, words = _parts(pool)
     slot_words, row_words = (stride * pool.itemsize // 4 for stride in pool.stride()[:2])
-    columns = _power_of_2(words)
+    _launch(
+        table, pool.shape[1], most_heads * parts, words, words, row_words, slot_words // words,
+        into_pool=into_pool, sums=sums,
+    )  # fmt: skip
+
+
+def _launch(
+    table: Tensor, halves: int, most_rows: int, most_words: int, pool_width: int, pool_half: int,
+    block_size: int, *, into_pool: bool, sums: bool, scales: bool = False,
+) -> None:  # fmt: skip
+    """`most_rows`: of a half of any line; `most_words`: of any row. The others are those of `_copy`."""
+    columns = _power_of_2(most_words)
     per_program = max(1, WORDS // columns)
-    tiles, rows = _cdiv(most_heads * parts, per_program), pool.shape[1]
-    items = rows * tiles * len(table)
+    tiles = _cdiv(most_rows, per_program)
+    items = halves * tiles * len(table)
     _copy[(min(PROGRAMS, items) if into_pool else items,)](
         table,
         items,
         tiles,
-        words,
-        row_words,
-        HALVES=rows,
+        pool_width,
+        pool_half,
+        HALVES=halves,
         LINE=FIELDS,
-        BLOCK=slot_words // words,
+        BLOCK=block_size,
         TOKENS=per_program,
         COLUMNS=columns,
         INTO_POOL=into_pool,
-        SCALES=False,
+        SCALES=scales,
         SUMS=sums,
         num_warps=WARPS,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 from kv_transfer import copy_kernels
 from kv_transfer.cuda_pool import pin, unpin
 from kv_transfer.layout import Slice
+from kv_transfer.tables import Table
 from kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 64 << 20
@@ -70,16 +72,14 @@ class BlockLines:
             copy_kernels.launch(table, pool[0], self.block_size, self.heads, into_pool=into_pool, sums=True)
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
-    """Memory for the table and the checksums of one batch."""
+    """Blocks that are copied together."""
 
-    def __init__(self, words: int, blocks: int, device: torch.device) -> None:
-        self.table = torch.empty(words, dtype=torch.int64, pin_memory=True)
-        self.on_device = torch.empty(words, dtype=torch.int64, device=device)
-        self.sums = torch.empty(blocks, dtype=torch.int64, pin_memory=True)
-        self.over = torch.cuda.Event()
-        self.places: list[int] = []
-        self.is_load = False
+    table: Table  # as `BlockLines.fill` makes it
+    over: torch.cuda.Event
+    places: list[int] = field(default_factory=list)
+    is_load: bool = False
 
 
 class CudaStore:
@@ -108,7 +108,7 @@ class CudaStore:
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._staging = torch.empty(self.batch * self._stride, dtype=torch.uint8, device=self._device)
         words = self._lines.words(self.batch)
-        self._spare = [_Batch(words, self.batch, self._device) for _ in range(BATCHES)]
+        self._spare = [_Batch(Table.of_size(words, self._device), torch.cuda.Event()) for _ in range(BATCHES)]
         self._under_way: deque[_Batch] = deque()
         # Compiles the kernels: block 0, there and back.
         self.save([(0, 0)])
@@ -135,22 +135,22 @@ class CudaStore:
         count, size = len(pairs), self._lines.block_bytes
         batch = self._spare.pop()
         batch.places, batch.is_load = [place for _, place in pairs], is_load
-        used = self._lines.words(count)
-        table, blocks = batch.on_device[:used], [block for block, _ in pairs]
+        used, table, blocks = self._lines.words(count), batch.table, [block for block, _ in pairs]
         self._lines.fill(
-            batch.table[:used].numpy(), table.data_ptr(), blocks, self._staging.data_ptr(), self._stride
+            table.words[:used], table.there.data_ptr(), blocks, self._staging.data_ptr(), self._stride
         )
-        table.copy_(batch.table[:used], non_blocking=True)
+        # By torch, which gives this thread the context of the device if it has none yet.
+        table.there[:used].copy_(table.pinned[:used], non_blocking=True)
         staged = [self._staging[i * self._stride : i * self._stride + size] for i in range(count)]
         there = [self._memory[p * self._stride : p * self._stride + size] for p in batch.places]
         if is_load:
             for dense, place in zip(staged, there, strict=True):
                 dense.copy_(place, non_blocking=True)
-        self._lines.launch(table, count, into_pool=is_load)
+        self._lines.launch(table.there[:used], count, into_pool=is_load)
         if not is_load:
             for dense, place in zip(staged, there, strict=True):
                 place.copy_(dense, non_blocking=True)
-        batch.sums[:count].copy_(table[count : 2 * count], non_blocking=True)
+        table.pinned[: 2 * count].copy_(table.there[: 2 * count], non_blocking=True)
         batch.over.record(self._stream)
         self._under_way.append(batch)
 
@@ -158,7 +158,9 @@ class CudaStore:
         whole: list[bool] = []
         while self._under_way and self._under_way[0].over.query():
             batch = self._under_way.popleft()
-            for place, found in zip(batch.places, batch.sums.tolist(), strict=False):
+            count = len(batch.places)
+            sums = batch.table.words[count : 2 * count].tolist()
+            for place, found in zip(batch.places, sums, strict=True):
                 if batch.is_load:
                     whole.append(found == self.sums[place])
                 else:

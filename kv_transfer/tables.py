@@ -27,6 +27,11 @@ class Table:
     words: np.ndarray  # the pinned memory
     there: torch.Tensor
 
+    @classmethod
+    def of_size(cls, count: int, device: torch.device) -> Table:
+        pinned = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        return cls(pinned, pinned.numpy(), torch.empty(count, dtype=torch.int64, device=device))
+
     def send(self, count: int, stream: torch.cuda.Stream) -> None:
         """Enqueues a copy of the first words to the device."""
         copy(self.there.data_ptr(), self.pinned.data_ptr(), 8 * count, stream.cuda_stream)
@@ -42,7 +47,7 @@ class Tables:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
         self._stream = stream
-        self._spare = [self._new(_LEAST) for _ in range(_FEW)]
+        self._spare = [Table.of_size(_LEAST, device) for _ in range(_FEW)]
         self._sent: list[Table] = []
         self._under_way: deque[tuple[Event, list[Table]]] = deque()
 
@@ -71,7 +76,7 @@ class Tables:
         for i, table in enumerate(self._spare):
             if len(table.words) >= count:
                 return self._spare.pop(i)
-        return self._new(max(_LEAST, 1 << (count - 1).bit_length()))
+        return Table.of_size(max(_LEAST, 1 << (count - 1).bit_length()), self._device)
 
     def give(self, table: Table) -> None:
         """No copy of it is under way."""
@@ -82,8 +87,3 @@ class Tables:
         table.words[: len(numbers)] = numbers
         self._sent.append(table)
         return table
-
-    def _new(self, size: int) -> Table:
-        pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        there = torch.empty(size, dtype=torch.int64, device=self._device)
-        return Table(pinned, pinned.numpy(), there)
