@@ -226,10 +226,7 @@ def main() -> int:
     )
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
     p.add_argument(
-        "--kv-connector",
-        default="tcp",
-        choices=["auto", "tcp"],
-        help="of the workers (default: %(default)s)",
+        "--kv-connector", choices=["auto", "tcp"], help="of the workers (default: tcp; with --trace: auto)"
     )
     p.add_argument("--tiers", action="store_true", help="the host tier instead")
     p.add_argument("--disk", metavar="DIR", help="with --tiers: a disk tier in this directory")
@@ -242,6 +239,7 @@ def main() -> int:
         "--working-set", type=float, metavar="X", help="distinct tokens of the trace, in pools: the host tier"
     )
     args = p.parse_args()
+    args.kv_connector = args.kv_connector or ("tcp" if args.trace is None else "auto")
     if args.trace is not None:
         workers.require_gpus(args, 2)
         try:

@@ -208,7 +208,7 @@ def cluster_of(args: argparse.Namespace, directory: Path, mechanism: Mechanism) 
         directory,
         prefill=1,
         decode=1,
-        worker_flags=[*worker, *model, *mechanism.worker_flags],
+        worker_flags=[*worker, *model, "--kv-connector", args.kv_connector, *mechanism.worker_flags],
         devices=devices,
         decode_flags=() if mechanism.decode_cache else ("--no-enable-prefix-caching",),
         router_flags=model,
@@ -261,9 +261,12 @@ def measure(args: argparse.Namespace) -> Report:
                 made[mechanism.workers] = cluster_of(args, directory, mechanism)
         with started(made.values()) as up:
             clusters = dict(zip(made, up, strict=True))
+            of_routers: dict[object, tuple[str, ...]] = dict.fromkeys(clusters, ())
             for mechanism in tried:
                 cluster = clusters[mechanism.workers]
-                cluster.restart_router(*mechanism.router_flags)
+                if of_routers[mechanism.workers] != mechanism.router_flags:
+                    cluster.restart_router(*mechanism.router_flags)
+                    of_routers[mechanism.workers] = mechanism.router_flags
                 run(cluster.url, chain(round(WARM_UP_TOKENS * scale)), known=True)
                 before = moved(cluster)
                 found = run(cluster.url, asked, known=mechanism.known)

@@ -184,7 +184,7 @@ def test_each_mechanism_has_its_rows(server: Server, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench, "REPORT_S", 0.0)
     args: Any = SimpleNamespace(
         device="cpu", short=True, trace="default", requests=6, length_scale=None, time_scale=1000.0,
-        model=None, json=tmp_path / "report.json", working_set=None,
+        model=None, kv_connector="auto", json=tmp_path / "report.json", working_set=None,
     )  # fmt: skip
     values = {row.name: row for row in bench.measure(args).rows}
     names = [mechanism.name for mechanism in bench.MECHANISMS]
@@ -193,5 +193,6 @@ def test_each_mechanism_has_its_rows(server: Server, monkeypatch: pytest.MonkeyP
     }
     assert values["reuse.cpu.trace.all.hits"].value == pytest.approx(0.5, abs=0.01)
     assert "reuse.cpu.trace.computed.hits" not in values
-    assert routers == [mechanism.router_flags for mechanism in bench.MECHANISMS]
+    alone, fetches = bench.MECHANISMS[0].router_flags, bench.MECHANISMS[-2].router_flags
+    assert routers == [alone, alone, fetches, ()], "the first two have the same workers and flags"
     assert (tmp_path / "report.json").exists()
