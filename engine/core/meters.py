@@ -49,7 +49,7 @@ class Meters:
         """Speed at which a prompt is computed now. Beside decodes it is that of long steps. 0: not known."""
         alone = self.prefill_tokens_per_s
         step = chunk_limit.mixed_step(chunk_limit.long_seconds)
-        return min(alone, step.tokens / step.seconds) if step.tokens and scheduler.decodes else alone
+        return min(alone, step.tokens / step.seconds) if step.tokens and scheduler.decoding else alone
 
     def prompt_seconds(self, tokens: int, rest: int, scheduler: Scheduler, chunk_limit: ChunkLimit) -> float:
         """Seconds by which a prompt is computed sooner if `tokens` of it have KV already and `rest` have not.
@@ -59,7 +59,7 @@ class Meters:
         anyway. It is more if they come after many others."""
         speed = self.prompt_tokens_per_s(scheduler, chunk_limit)
         whole, without = self._alone(tokens + rest), self._alone(rest)
-        if speed and not scheduler.decodes and 0 < without < whole:
+        if speed and not scheduler.decoding and 0 < without < whole:
             return whole - without
         return tokens / speed if speed else 0.0
 

@@ -322,11 +322,6 @@ class Scheduler:
         return left if left > 1 else 0
 
     @property
-    def decodes(self) -> bool:
-        """Whether some request decodes."""
-        return any(live.num_left <= 1 for live in self.running)
-
-    @property
     def decoding(self) -> int:
         """Number of requests that decode."""
         return sum(live.num_left <= 1 for live in self.running)

@@ -52,7 +52,7 @@ class PrefillLoads:
         self._tokens: list[float] = []  # waiting at time `_at`
         self._at: list[float] = []
         self._own: list[int] = []  # tokens of prefills that this router sent, without a first token
-        self._sent: list[list[int]] = []  # the same of each prefill, in order
+        self._sent: list[list[PrefillWork]] = []  # these prefills, in order
         self._others: list[int] = []  # those of other routers in the last report
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
@@ -129,7 +129,7 @@ class PrefillLoads:
         speed = self._speed[row]
         self._clear_at[row] = self._at[row] + self._tokens[row] / speed
         self._own_seconds[row] = self._own[row] / speed if self._serving[row] else np.inf
-        first = self._sent[row][0] if self._sent[row] else 0
+        first = self._sent[row][0].tokens if self._sent[row] else 0
         self._first_seconds[row] = FIRST_SHARE * first / speed
 
     # ------------------------------------------------------------ changes
@@ -178,16 +178,18 @@ class PrefillLoads:
         if not self._sent[row]:
             self._first_at[row] = now
         self._own[row] += work.tokens
-        self._sent[row].append(work.tokens)
+        self._sent[row].append(work)
         self._changed(row)
         self.index.expect(row, work.chunks)
 
     def ended(self, row: int, work: PrefillWork, *, computed: bool, now: float) -> None:
-        """The first token came (`computed`), or the prefill was cancelled."""
+        """The first token came (`computed`), or the prefill was cancelled. `work` is the object of `sent`."""
         waiting = self.tokens_waiting(row, now)
         self._own[row] -= work.tokens
-        self._sent[row].remove(work.tokens)
-        self._first_at[row] = now
+        place = next(i for i, sent in enumerate(self._sent[row]) if sent is work)
+        del self._sent[row][place]
+        if computed or place == 0:  # otherwise the worker goes on with the first prompt
+            self._first_at[row] = now
         if not computed:
             waiting -= work.tokens
         self._tokens[row], self._at[row] = min(waiting, self._own[row] + self._others[row]), now

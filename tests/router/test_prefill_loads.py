@@ -27,47 +27,54 @@ def look(loads: PrefillLoads, now: float, tokens: int = 100, chunks: list[int] =
 def test_the_queue_is_the_report_plus_sent_minus_computed_tokens():
     loads, row = one()
     loads.reported(row, tokens_waiting=5000, tokens_per_s=SPEED, now=10)
-    loads.sent(row, PrefillWork(1000), 11)
+    work = PrefillWork(1000)
+    loads.sent(row, work, 11)
     assert look(loads, 12).wait[row] == pytest.approx(4)
     loads.reported(row, tokens_waiting=50, tokens_per_s=SPEED, now=13)
     assert look(loads, 13).wait[row] == pytest.approx(0.1), "its last token is not computed"
-    loads.ended(row, PrefillWork(1000), computed=True, now=13)
+    loads.ended(row, work, computed=True, now=13)
     assert look(loads, 13).wait[row] == 0, "the 50 tokens were of this prompt"
 
 
 def test_a_worker_computes_the_first_of_the_prompts_that_wait():
     loads, row = one()
     loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)
-    for _ in range(2):
-        loads.sent(row, PrefillWork(1000), 0)
+    first, second = PrefillWork(1000), PrefillWork(1000)
+    for work in (first, second):
+        loads.sent(row, work, 0)
     loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)  # it misses what is on its way
     waits = [look(loads, now).wait[row] for now in (0, 0.5, 5)]
     assert waits == pytest.approx([2, 1.5, 1.1]), "the second prompt waits for the first one"
     assert loads.tokens_waiting(row, 0.5) == 1500
-    loads.ended(row, PrefillWork(1000), computed=True, now=6)
+    loads.ended(row, first, computed=True, now=6)
     assert [look(loads, now).wait[row] for now in (6, 6.5)] == pytest.approx([1, 0.5])
 
 
 def test_first_tokens_show_what_is_left():
     """The worker is faster than it last reported."""
     loads, row = one()
-    loads.sent(row, PrefillWork(1000), 0)
+    first, second = PrefillWork(1000), PrefillWork(500)
+    loads.sent(row, first, 0)
     loads.reported(row, tokens_waiting=5000, tokens_per_s=100, now=1)
-    loads.sent(row, PrefillWork(500), 1)
+    loads.sent(row, second, 1)
     assert loads.tokens_waiting(row, 2) == 5400
-    loads.ended(row, PrefillWork(1000), computed=True, now=2)
+    loads.ended(row, first, computed=True, now=2)
     assert loads.tokens_waiting(row, 2) == 4000 + 500, "of other routers, and of this one"
     loads.reported(row, tokens_waiting=400, tokens_per_s=100, now=3)
-    loads.ended(row, PrefillWork(500), computed=True, now=3.1)
+    loads.ended(row, second, computed=True, now=3.1)
     assert loads.tokens_waiting(row, 3.1) == 0
 
 
 def test_a_cancelled_prefill_no_longer_waits():
     loads, row = one()
-    loads.sent(row, PrefillWork(1000), 0)
-    loads.sent(row, PrefillWork(500), 0)
-    loads.ended(row, PrefillWork(1000), computed=False, now=0)
-    assert look(loads, 0).wait[row] == pytest.approx(0.5)
+    works = [PrefillWork(tokens) for tokens in (1000, 500, 1000)]
+    for work in works:
+        loads.sent(row, work, 0)
+    loads.reported(row, tokens_waiting=0, tokens_per_s=SPEED, now=0)
+    loads.ended(row, works[2], computed=False, now=0.5)
+    assert look(loads, 0.5).wait[row] == pytest.approx(1), "the worker goes on with the first prompt"
+    loads.ended(row, works[0], computed=False, now=0.5)
+    assert look(loads, 0.5).wait[row] == pytest.approx(0.5)
 
 
 def test_the_estimate_covers_the_wait_and_the_uncached_tokens():
