@@ -62,17 +62,21 @@ BLOCK = {"cpu": 16, "cuda": 128}
 SHORT = {"cpu": Size(8, 1 / 16, 1.0), "cuda": Size(60, 1.0, 1.0)}
 
 
+Workers = tuple[bool, int | None, bool]
+
+
 class Mechanism(NamedTuple):
     name: str
     decode_cache: bool
     router_flags: tuple[str, ...]
     known: bool = True  # prompts have beginnings that came before
-    worker_flags: tuple[str, ...] = ()
+    num_blocks: int | None = None  # of each worker; None: the default
+    host_tier: bool = False
 
     @property
-    def workers(self) -> tuple[bool, tuple[str, ...]]:
+    def workers(self) -> Workers:
         """What its workers have in common with those of other mechanisms, which share a cluster."""
-        return self.decode_cache, self.worker_flags
+        return self.decode_cache, self.num_blocks, self.host_tier
 
 
 _ALONE = ("--no-overflow", "--no-prefix-fetches")
@@ -187,11 +191,10 @@ def with_small_pools(
     """All mechanisms, without a host tier and with one. A pool holds any one request, if no more."""
     longest = max(one.length + one.answer for one in asked)
     tokens = max(distinct_tokens(asked, length_scale=scale) / working_set, 1.1 * longest)
-    flags = ("--block-size", str(BLOCK[device]), "--num-blocks", str(round(tokens / BLOCK[device]) + 2))
-    host = ("--host-cache-size", HOST[device])
+    blocks = round(tokens / BLOCK[device]) + 2
     return [
-        Mechanism(f"working_set_{working_set:g}.{name}", True, (), worker_flags=(*flags, *more))
-        for name, more in (("no_host_tier", ()), ("host_tier", host))
+        Mechanism(f"working_set_{working_set:g}.{name}", True, (), num_blocks=blocks, host_tier=host_tier)
+        for name, host_tier in (("no_host_tier", False), ("host_tier", True))
     ]
 
 
@@ -201,14 +204,20 @@ def cluster_of(args: argparse.Namespace, directory: Path, mechanism: Mechanism) 
         worker, devices = ["--device", "cpu", "--dtype", "float32", "--num-threads", "1"], []
     else:
         model = ["--model", args.model or str(write_shape(DENSE, directory, tokenizer=True))]
-        worker = ["--load-format", "dummy", "--max-model-len", str(CONTEXT["cuda"])]
-        worker += ["--gpu-memory-utilization", MEMORY_SHARE, "--kv-lanes", "8", "--kv-slots", "256"]
+        worker = ["--load-format", "dummy", "--gpu-memory-utilization", MEMORY_SHARE]
+        worker += ["--kv-lanes", "8", "--kv-slots", "256"]
         devices = ["cuda:0", "cuda:1"]
+    if mechanism.num_blocks is not None:
+        worker += ["--block-size", str(BLOCK[args.device]), "--num-blocks", str(mechanism.num_blocks)]
+    elif args.device == "cuda":
+        worker += ["--max-model-len", str(CONTEXT["cuda"])]
+    if mechanism.host_tier:
+        worker += ["--host-cache-size", HOST[args.device]]
     return LocalCluster(
         directory,
         prefill=1,
         decode=1,
-        worker_flags=[*worker, *model, "--kv-connector", args.kv_connector, *mechanism.worker_flags],
+        worker_flags=[*worker, *model, "--kv-connector", args.kv_connector],
         devices=devices,
         decode_flags=() if mechanism.decode_cache else ("--no-enable-prefix-caching",),
         router_flags=model,
@@ -253,7 +262,7 @@ def measure(args: argparse.Namespace) -> Report:
     if args.working_set is not None:
         tried = with_small_pools(args.device, asked, args.working_set, scale)
     with tempfile.TemporaryDirectory(prefix="baton-reuse-") as name:
-        made: dict[tuple[bool, tuple[str, ...]], LocalCluster] = {}
+        made: dict[Workers, LocalCluster] = {}
         for mechanism in tried:
             if mechanism.workers not in made:
                 directory = Path(name, str(len(made)))
@@ -261,7 +270,7 @@ def measure(args: argparse.Namespace) -> Report:
                 made[mechanism.workers] = cluster_of(args, directory, mechanism)
         with started(made.values()) as up:
             clusters = dict(zip(made, up, strict=True))
-            of_routers: dict[object, tuple[str, ...]] = dict.fromkeys(clusters, ())
+            of_routers: dict[Workers, tuple[str, ...]] = dict.fromkeys(clusters, ())
             for mechanism in tried:
                 cluster = clusters[mechanism.workers]
                 if of_routers[mechanism.workers] != mechanism.router_flags:

@@ -158,6 +158,18 @@ async def test_a_request_that_fails_ends_the_replay(server: Server, monkeypatch:
         await bench.replay("", CHAT, Prompts(CHAT, length_scale=1, seed=0), known=True)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("working_set", [0.5, 4.0])
+def test_a_pool_holds_its_share_of_the_trace_and_any_one_request(device: str, working_set: float) -> None:
+    asked = asked_of(synthetic(60, seed=0), length_scale=1, time_scale=1)
+    without, with_tier = bench.with_small_pools(device, asked, working_set, 1)
+    assert without.num_blocks == with_tier.num_blocks
+    tokens = (without.num_blocks or 0) * bench.BLOCK[device]
+    assert tokens == pytest.approx(distinct_tokens(asked, length_scale=1) / working_set, rel=0.05)
+    assert tokens > max(one.length + one.answer for one in asked)
+    assert (without.host_tier, with_tier.host_tier) == (False, True)
+
+
 def test_each_mechanism_has_its_rows(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tests.bench.test_smoke import check_flags
 
@@ -196,3 +208,6 @@ def test_each_mechanism_has_its_rows(server: Server, monkeypatch: pytest.MonkeyP
     alone, fetches = bench.MECHANISMS[0].router_flags, bench.MECHANISMS[-2].router_flags
     assert routers == [alone, alone, fetches, ()], "the first two have the same workers and flags"
     assert (tmp_path / "report.json").exists()
+    args.working_set = 2.0
+    names = [row.name for row in bench.measure(args).rows if row.name.endswith(".hits")]
+    assert names == [f"reuse.cpu.trace.working_set_2.{tier}.hits" for tier in ("no_host_tier", "host_tier")]
