@@ -82,7 +82,7 @@ proto: venv
 reference: venv
 	$(BIN)/python -m docs.reference.generate
 
-# The versions of constraints.txt with hashes. Needs uv. torch, nixl and what only they need have no hash.
+# The versions of constraints.txt with hashes. Needs uv. torch and what only it needs have no hash.
 pins: COMPILE = uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
     --constraint constraints.txt --excludes requirements/excluded.txt --no-annotate \
     --custom-compile-command "make pins" --group model

@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -20,11 +22,11 @@ MIB = 1 << 20
 
 class Nixl:
     def __init__(self, name: str, size: int, operation: str = "") -> None:
-        from nixl._api import nixl_agent, nixl_agent_config  # pyrefly: ignore
-
+        wheel = next(name for name in ("nixl_cu13", "nixl_cu12") if find_spec(name))
+        nixl = import_module(f"{wheel}._api")
         self.memory = memory(size)
         self._operation = operation
-        self._agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        self._agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
         self._agent.register_memory(
             self._agent.get_reg_descs([(self.memory.ctypes.data, size, 0, "")], "DRAM")
         )

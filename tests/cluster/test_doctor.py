@@ -21,7 +21,6 @@ from cluster.doctor import network, nixl, node
 from cluster.doctor.finding import Finding, bad, exit_code, good, warning
 from cluster.doctor.running import running, workers
 from cluster.options import DoctorOptions, EndpointOptions
-from kv_transfer.config import nixl_installed
 from rpc import TlsFiles
 from tests.conftest import Certificates
 
@@ -147,7 +146,6 @@ def test_both_ends_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.level in ("good", "warning")
 
 
-@pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")
 def test_both_ends_measure_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "SECONDS", 0.1)
     monkeypatch.setattr(nixl, "SECONDS", 0.2)

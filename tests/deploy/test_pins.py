@@ -16,8 +16,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = [line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines]
 GROUPS = [line for lines in PROJECT["dependency-groups"].values() for line in lines if isinstance(line, str)]
 SERVE = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["model"]]
-WITHOUT_HASH = {"nixl", "torch"}
-"""torch: its wheels for CPUs and for CUDA come from different indices. nixl: only GPU images install it."""
+WITHOUT_HASH = {"torch"}
+"""Its wheels for CPUs and for CUDA come from different indices."""
 
 
 def pins(path: Path) -> dict[str, str]:

@@ -13,12 +13,10 @@ import psutil
 import pytest
 
 import kv_transfer as kv
-from kv_transfer.config import nixl_installed
 from kv_transfer.process.nixl_memory import NixlMemory, checksum, listen_on
 
 from .conftest import until
 
-needs_nixl = pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")
 OWNER, READER = 5, 6  # incarnations
 
 
@@ -40,7 +38,6 @@ def ended(reader: NixlMemory, slot: int, read: bool | None) -> bool:
     return dict(all_of(reader.finished))[slot] if read is None else read
 
 
-@needs_nixl
 def test_slots_are_read_and_verified(pair: tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]) -> None:
     owner, there, reader, here = pair
     assert reader.open(1, OWNER, owner.export) == ""
@@ -69,13 +66,11 @@ def test_the_interface_of_an_address(
         assert os.environ.get("UCX_NET_DEVICES") == devices
 
 
-@needs_nixl
 def test_it_listens_on_one_interface(pair: object) -> None:
     connections = psutil.Process().net_connections("tcp")
     assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
 
 
-@needs_nixl
 def test_metadata_that_is_not_of_this_peer(pair: tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]) -> None:
     """It is refused, and the next peer is read."""
     owner, _, reader, _ = pair

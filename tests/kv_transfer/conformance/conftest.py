@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from kv_transfer import cuda_memory, staging
-from kv_transfer.config import nixl_installed
 from kv_transfer.cuda_pool import CudaPool
 from kv_transfer.device import HostPool, Staged
 from tests.bad_network import BadNetwork
@@ -99,8 +98,6 @@ KINDS = [TCP, ENCRYPTED, EXPORTED, NIXL]
 
 @pytest.fixture(scope="package", params=KINDS, ids=str)
 def transport(request: pytest.FixtureRequest) -> Kind:
-    if request.param is NIXL and not nixl_installed():
-        pytest.skip("NIXL is not installed")
     return request.param
 
 
