@@ -1,7 +1,7 @@
 """KV between two workers of one host: GB/s over TCP loopback, in turns with raw sockets, and without sockets.
 
     python -m bench.kv [--json PATH] [--short] [--device cpu|cuda] [--lanes N]
-                       [--only tcp|exported] [--peer NAME=PYTHON …]
+                       [--only tcp|encrypted|nixl|exported] [--peer NAME=PYTHON …]
 
 `kv.tcp.lanes4.64MiB`  from arena to arena, with transfer processes, frames, checksums and credits: from
                        fetch() until the receiver reports the KV as injected. Without the copies between arena
@@ -50,6 +50,7 @@ from bench.kv.pair import BLOCK, Pair, Settings, children, cpu_seconds
 from bench.kv.raw_sockets import MIB, RawPair
 from kv_transfer.config import nixl_installed
 
+PARTS = ("tcp", "encrypted", "nixl", "exported")
 SIZES = (64, 256)  # MiB
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # default of the machine
 # Row -> engine, goal for Baton ÷ engine, pieces of a transfer, environment: the best settings of those tried.
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--lanes", type=int, default=4)
     p.add_argument("--slots", type=int, default=16, help="arena slots of each side")
     p.add_argument("--slot-bytes", type=int, default=4 * MIB, help="size of an arena slot: the largest frame")
-    p.add_argument("--only", choices=("tcp", "exported"), help="one kind of transport")
+    p.add_argument("--only", choices=PARTS, help="one kind of transport")
     p.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="nixl or mooncake")
     args = p.parse_args(arguments)
     pythons = dict(each.partition("=")[::2] for each in args.peer)
@@ -136,14 +137,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = {"lanes": args.lanes, "slots": args.slots, "slot_bytes": args.slot_bytes}
     shown |= {"pairs": pairs, "block_size": BLOCK, "pools": args.device}
     report = Report("kv", shown, args.json)
-    if args.only != "exported":
+    parts = PARTS if args.only is None else (args.only,)
+    if "tcp" in parts:
         with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
             rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
-        encrypted(report, settings, pairs)
         peers(report, settings, pythons, pairs)
-    if "nixl" in pythons and nixl_installed():
+    if "encrypted" in parts:
+        encrypted(report, settings, pairs)
+    if "nixl" in parts and "nixl" in pythons and nixl_installed():
         nixl_connector(report, settings, pythons["nixl"], pairs)
-    if args.only != "tcp":
+    if "exported" in parts:
         without_sockets(report, args.device, pairs)
     report.finish()
     return 0

@@ -72,11 +72,11 @@ def _read(memory: NixlMemory, theirs: bytes) -> tuple[int, float, str]:
     size, began = 0, time.perf_counter()
     free: Iterable[int] = range(SLOTS // 2)
     while (now := time.perf_counter()) < began + SECONDS or memory.look_within() is not None:
-        ended = dict(memory.finished())
+        started = True
         if now < began + SECONDS:
-            started = {slot: memory.read(0, slot, slot, SLOT_BYTES, expected) for slot in free}
-            ended |= {slot: whole for slot, whole in started.items() if whole is not None}
-        if not all(ended.values()):
+            started = all(memory.read(0, slot, slot, SLOT_BYTES, expected) for slot in free)
+        ended = dict(memory.finished())
+        if not started or not all(ended.values()):
             return 0, 0.0, "a read failed, or other bytes came"
         size += SLOT_BYTES * len(ended)
         free = ended

@@ -261,9 +261,12 @@ class DecodeSide:
             return None
         for number, why in self._nixl.opened():
             self._exports.opened(number, not why, why)
-        if finished := dict(self._nixl.finished()):
-            self._pulled(finished)
+        self._take_finished(self._nixl)
         return self._nixl.look_within()
+
+    def _take_finished(self, nixl: NixlMemory) -> None:
+        if finished := dict(nixl.finished()):
+            self._pulled(finished)
 
     def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt) -> None:
         """Instead of a frame. It uses a credit and a slot, too, though the engine writes nothing into it."""
@@ -284,8 +287,10 @@ class DecodeSide:
             self._pulled({slot: False})
         elif nixl is None:
             self._arrived_at(ticket.transfer, slot, session, header, m)
-        elif (whole := nixl.read(session.number, m.slot, slot, m.length, m.generation)) is not None:
-            self._pulled({slot: whole})
+        elif nixl.read(session.number, m.slot, slot, m.length, m.generation):
+            self._take_finished(nixl)  # while it was read, others may have been verified
+        else:
+            self._pulled({slot: False})
 
     def _arrived_at(
         self, transfer: Transfer, slot: int, session: Session, header: Header, m: SliceAt
