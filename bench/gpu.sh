@@ -56,10 +56,10 @@ fp8() {
 hybrid() {
     for shape in bamba-9b granite-4.0-h-tiny; do
         python3 -m bench.engine --device cuda --model-shape $shape --json "$out/$shape.json"
-        python3 -m bench.overlap --device cuda --model-shape $shape --batch 32 --json "$out/overlap_$shape.json"
+        python3 -m bench.overlap --device cuda --model-shape $shape --tokens 2000 --tokens 8000 --batch 32 \
+            --long 128000 --json "$out/overlap_$shape.json"
     done
-    python3 -m bench.overlap --device cuda --model-shape bamba-9b --tokens 8000 --batch 32 \
-        --json "$out/overlap_bamba-9b_8000.json"
+    python3 -m bench.overlap --device cuda --long 128000 --json "$out/overlap_long.json"
     python3 -m bench.kernels --device cuda --model-shape bamba-9b --json "$out/bamba_kernels.json"
 }
 hybrid_sweep() {

@@ -70,6 +70,7 @@ def dummy_engine(
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
     max_model_len: int = 16384,
+    prefix_caching: bool = False,
 ) -> Engine:
     """An engine with random weights in the shape `model` and no limit on the chunks of prompts."""
     return build_engine(
@@ -81,6 +82,7 @@ def dummy_engine(
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             max_model_len=max_model_len,
+            enable_prefix_caching=prefix_caching,
             max_num_seqs=running,
             max_num_batched_tokens=chunk,
             ttit_target=60.0,  # no limit on the chunks of prompts beside decodes

@@ -5,6 +5,10 @@ A decode step is bound by the bytes that it reads and writes: weights, KV, and t
 both ways. `.floor` is their time at the bandwidth of the datasheet. Of experts it counts as many as random
 routes are expected to choose. A prefill row is the time from arrival to the first token, in chunks of 16,384
 tokens, compared with the 8B Llama shape in the same run. A profile says how long each kernel takes in a step.
+
+A prefix cache costs copies of states, for which it cuts a prompt into shorter chunks. `.cache.cold` is a
+prompt that finds nothing, and `.cache.hit` one that goes on behind a cached prompt of this length. Both are
+compared with the same prompt without a cache.
 """
 
 from __future__ import annotations
@@ -27,38 +31,65 @@ from engine.models import cache_bytes_per_token, state_bytes_per_request
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 PROFILED_BATCHES = (1, 32, 256)
-PREFILLS = (2000, 8000, 32000, 128000)
+PREFILLS = {2000: 5, 8000: 5, 32000: 3, 128000: 2}
+"""How often each length is measured."""
+CACHED, TURN = (2000, 8000), 100
+"""Lengths of prompts with a prefix cache, and the tokens that the next prompt adds."""
 OVER_FLOOR = 1.15
 """Goal of a decode step, in times of its floor."""
 BUDGET, LONGEST = 16384, 131072
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    tokens = PREFILLS[:2] if args.short else PREFILLS
-    rounds = 3 if args.short else 5
+    rounds = dict.fromkeys(CACHED, 3) if args.short else PREFILLS
     with tempfile.TemporaryDirectory() as directory:
         engine = dummy_engine(DENSE, Path(directory), 8, BUDGET, max_model_len=LONGEST)
-        dense = {length: _prefill(engine, length, rounds) for length in tokens}
+        dense = {length: _prefill(engine, length, count) for length, count in rounds.items()}
         engine.close()
         del engine
-        gc.collect()
-        torch.cuda.empty_cache()
-        engine = dummy_engine(args.model_shape, Path(directory), BATCHES[-1], BUDGET, max_model_len=LONGEST)
-        for length, of_dense in dense.items():
-            took = _prefill(engine, length, rounds)
+        engine = _engine(args, directory, BATCHES[-1])
+        took = {length: _prefill(engine, length, count) for length, count in rounds.items()}
+        for length, alone in took.items():
             name = f"engine.hybrid.prefill.1x{length}"
-            report.add(Row(name, took, "ms", ratio=took / of_dense, ratio_to=f"{DENSE}, same run"))
-            report.add(Row(f"{name}.dense", of_dense, "ms"))
+            report.add(Row(name, alone, "ms", ratio=alone / dense[length], ratio_to=f"{DENSE}, same run"))
+            report.add(Row(f"{name}.dense", dense[length], "ms"))
         for batch in BATCHES:
             _decode(engine, report, batch, 32 if args.short else 128)
         for batch in PROFILED_BATCHES:
             found = profiled_decodes(engine, batch, CONTEXT)
             add_profile(report, f"engine.hybrid.decode.b{batch}", found, STEPS)
+        engine.close()
+        del engine
+        engine = _engine(args, directory, 8, prefix_caching=True)
+        for length in CACHED:
+            for name, ms in _cached(engine, length, rounds[length]).items():
+                row = f"engine.hybrid.prefill.1x{length}.cache.{name}"
+                report.add(Row(row, ms, "ms", ratio=ms / took[length], ratio_to="no cache, same run"))
+
+
+def _engine(args: argparse.Namespace, directory: str, running: int, *, prefix_caching: bool = False) -> Any:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return dummy_engine(
+        args.model_shape, Path(directory), running, BUDGET, max_model_len=LONGEST,
+        prefix_caching=prefix_caching,
+    )  # fmt: skip
 
 
 def _prefill(engine: Any, tokens: int, rounds: int) -> float:
     """The median time of a prompt, in ms."""
     return median_ms([prefill_seconds(engine, [prompt(tokens, tokens + r)]) for r in range(rounds + 1)][1:])
+
+
+def _cached(engine: Any, tokens: int, rounds: int) -> dict[str, float]:
+    """The median times of a prompt that finds nothing in the prefix cache, and of one that continues it, in
+    ms."""
+    seconds: dict[str, list[float]] = {"cold": [], "hit": []}
+    for number in range(rounds + 1):
+        ids = prompt(tokens + TURN, tokens + number)
+        seconds["cold"].append(prefill_seconds(engine, [ids[:tokens]]))
+        seconds["hit"].append(prefill_seconds(engine, [ids]))
+    return {name: median_ms(series[1:]) for name, series in seconds.items()}
 
 
 def _decode(engine: Any, report: Report, batch: int, steps: int) -> None:

@@ -20,6 +20,8 @@ sockets that move as many bytes.
 --batch N compares the gaps of N other streams while KV comes in all the time and while none comes, in the
 order A B B A …, since contexts grow. Two more streams decode in B, so that the batch has the same size.
 
+--long N times requests of N tokens from their arrival to their last token, one after another.
+
 --prefill-ranks and --decode-ranks spread the two workers over several GPUs each. Then names of rows say so:
 `overlap.tcp.2to1.n2000.hidden` is from two ranks to one. With too few GPUs the workers share them. On a CPU
 the embedded model has 1 or 3.
@@ -65,11 +67,16 @@ from cluster.gpus import visible_gpus
 
 CONTEXT = 1000
 """Prompt tokens of the background streams."""
+BACKGROUND_TOKENS = 3000
+"""Output tokens of a background stream, at most."""
 PERIOD_S = 0.8
 """Seconds of a period in which gaps are collected, with or without incoming KV."""
 PERIODS = 6
 """Periods of each kind."""
 REST_S = 0.05
+LONG_OUTPUT = 100
+"""Output tokens of a request of --long."""
+LONG_REQUESTS = 2
 GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 
 
@@ -95,7 +102,8 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
         # One thread each: otherwise two engines would compete for the cores of a small machine.
         return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])]
     model = args.model or str(write_shape(args.model_shape, directory))
-    longest = max([args.tokens, 1200, *args.growth]) + 4096
+    prompts = (*args.tokens, *args.growth, *args.long)
+    longest = max(CONTEXT + BACKGROUND_TOKENS, *(length + 1024 for length in prompts))
     common += ["--device", "cuda", "--model", model, "--load-format", "dummy"]
     common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
     common += ["--kv-slot-bytes", str(2 << 20), "--kv-slots", "256", "--engine-timeout", "120"]
@@ -129,7 +137,7 @@ def groups(args: argparse.Namespace) -> tuple[Group, Group]:
 
 @dataclass
 class Runs:
-    """What was measured. Times are in seconds."""
+    """What was measured with prompts of one length. Times are in seconds."""
 
     streamed: dict[int, list[Streamed]]  # by size of the batch beside it
     alones: list[bytes] = field(default_factory=list)  # decode ids
@@ -137,14 +145,12 @@ class Runs:
     gaps: dict[int, list[tuple[list[float], list[float]]]] = field(
         default_factory=dict
     )  # by batch: quiet and injected, next to each other
-    growth: dict[int, list[bytes]] = field(default_factory=dict)  # decode ids by prompt length
     raws: list[float] = field(default_factory=list)
 
 
 async def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        runs = Runs({batch: [] for batch in [0, *args.batch]})
         with Roles() as roles, closing(RawPair(args.lanes)) as raw:
             common, (prefill, decode) = flags(args, directory), groups(args)
             source = roles.start("prefill", *common, *prefill.flags, environment=prefill.environment)
@@ -153,36 +159,50 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
             for driver in drivers:
                 await driver.attach()
             workers = Workers(drivers[0], drivers[1], source)
-            for number in range(2):  # warm up: lanes, page faults, first calls of torch
-                await streamed(workers, prompt_of(args.tokens, number))
-            for number in range(2, args.rounds + 2):
-                await asyncio.sleep(REST_S)
-                runs.streamed[0].append(await streamed(workers, prompt_of(args.tokens, 3 * number)))
-                await asyncio.sleep(REST_S)
-                runs.alones.append(await alone(workers, prompt_of(args.tokens, 3 * number + 1)))
-                await asyncio.sleep(REST_S)
-                runs.prefills.append(await prefill_only(workers, prompt_of(args.tokens, 3 * number + 2)))
+            measured = {tokens: await _measure(args, workers, tokens) for tokens in args.tokens}
+            growth: dict[int, list[bytes]] = {}  # decode ids
             for length in args.growth:
                 prompts = [prompt_of(length, 50_000 + 100 * length + n) for n in range(3)]
-                runs.growth[length] = [await alone(workers, prompt) for prompt in prompts]
-            for batch in args.batch:
-                background = await Background.start(workers, batch, CONTEXT, length=3000, seed=100_000)
-                for number in range(3 * args.rounds):
-                    # The last run ended with a step. So begin at points that are spread evenly over a step.
-                    step = runs.streamed[batch][-1].step if number else 0.0
-                    await asyncio.sleep(REST_S + step * (number * GOLDEN % 1))
-                    prompt = prompt_of(args.tokens, 1000 * batch + number)
-                    runs.streamed[batch].append(await streamed(workers, prompt))
-                await background.stop(AT_ONCE)
-                runs.gaps[batch] = [await _gaps(background, args.tokens, n) for n in range(PERIODS)]
-                await background.stop()
+                growth[length] = [await alone(workers, prompt) for prompt in prompts]
+            long: dict[int, list[Streamed]] = {}
+            for length in args.long:
+                prompts = [prompt_of(length, 90_000 + n) for n in range(LONG_REQUESTS)]
+                long[length] = [await streamed(workers, prompt, LONG_OUTPUT) for prompt in prompts]
             for driver in drivers:
                 await driver.close()
-            size = Trace.read(directory).joined[runs.alones[0]].size
-            runs.raws = [raw.seconds(size) for _ in runs.alones]
+            for runs in measured.values():
+                size = Trace.read(directory).joined[runs.alones[0]].size
+                runs.raws = [raw.seconds(size) for _ in runs.alones]
         # Complete after the workers have ended, which flushes their traces.
         trace = Trace.read(directory)
-    report_rows(args, report, runs, trace)
+    for tokens, runs in measured.items():
+        report_rows(args, report, tokens, runs, trace)
+    report_lengths(args, report, growth, long, trace)
+
+
+async def _measure(args: argparse.Namespace, workers: Workers, tokens: int) -> Runs:
+    runs = Runs({batch: [] for batch in [0, *args.batch]})
+    for number in range(2):  # warm up: lanes, page faults, first calls of torch
+        await streamed(workers, prompt_of(tokens, number))
+    for number in range(2, args.rounds + 2):
+        await asyncio.sleep(REST_S)
+        runs.streamed[0].append(await streamed(workers, prompt_of(tokens, 3 * number)))
+        await asyncio.sleep(REST_S)
+        runs.alones.append(await alone(workers, prompt_of(tokens, 3 * number + 1)))
+        await asyncio.sleep(REST_S)
+        runs.prefills.append(await prefill_only(workers, prompt_of(tokens, 3 * number + 2)))
+    for batch in args.batch:
+        background = await Background.start(workers, batch, CONTEXT, BACKGROUND_TOKENS, seed=100_000)
+        for number in range(3 * args.rounds):
+            # The last run ended with a step. So begin at points that are spread evenly over a step.
+            step = runs.streamed[batch][-1].step if number else 0.0
+            await asyncio.sleep(REST_S + step * (number * GOLDEN % 1))
+            prompt = prompt_of(tokens, 1000 * batch + number)
+            runs.streamed[batch].append(await streamed(workers, prompt))
+        await background.stop(AT_ONCE)
+        runs.gaps[batch] = [await _gaps(background, tokens, n) for n in range(PERIODS)]
+        await background.stop()
+    return runs
 
 
 async def _gaps(background: Background, tokens: int, number: int) -> tuple[list[float], list[float]]:
@@ -194,14 +214,17 @@ async def _gaps(background: Background, tokens: int, number: int) -> tuple[list[
     return quiet, await injected_gaps(background, tokens, PERIOD_S, seed)
 
 
-def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Trace) -> None:
-    sizes, on_cpu = (args.prefill_ranks, args.decode_ranks), args.device == "cpu"
+def _transport(args: argparse.Namespace) -> str:
+    sizes = args.prefill_ranks, args.decode_ranks
     transport = f"overlap.{args.kv_connector}"
     transport += "" if sizes == (1, 1) else ".{}to{}".format(*sizes)
     dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
     transport += "" if dtypes == ("auto", "auto") else ".{}to{}".format(*dtypes)
-    transport += "" if args.model_shape == DENSE else f".{args.model_shape}"
-    prefix = f"{transport}.n{args.tokens}"
+    return transport if args.model_shape == DENSE else f"{transport}.{args.model_shape}"
+
+
+def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Runs, trace: Trace) -> None:
+    on_cpu, prefix = args.device == "cpu", f"{_transport(args)}.n{tokens}"
     idle = runs.streamed[0]
     alones = [trace.joined[i].fetch_seconds for i in runs.alones]
     exposed = [trace.joined[r.decode_id].at - trace.first_token[r.prefill_id] for r in idle]
@@ -239,7 +262,7 @@ def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Tra
                     ratio_to="while no KV is injected", goal=goal, better="lower" if goal else None,
                 )
             )  # fmt: skip
-    per_token = trace.joined[runs.alones[0]].size / args.tokens
+    per_token = trace.joined[runs.alones[0]].size / tokens
     report.add(Row(f"{prefix}.wire", per_token, "bytes a token"))
     report.add(Row(f"{prefix}.exposed", _median_ms(exposed), "ms", p99=max(exposed) * 1e3))
     ratio, spread = contract.paired_ratio(runs.raws, alones)
@@ -249,10 +272,28 @@ def report_rows(args: argparse.Namespace, report: Report, runs: Runs, trace: Tra
             ratio_to="raw sockets, same bytes and lanes (as speed)",
         )
     )  # fmt: skip
-    for length, decode_ids in runs.growth.items():
+
+
+def report_lengths(
+    args: argparse.Namespace,
+    report: Report,
+    growth: dict[int, list[bytes]],
+    long: dict[int, list[Streamed]],
+    trace: Trace,
+) -> None:
+    transport = _transport(args)
+    for length, decode_ids in growth.items():
         took = statistics.median(trace.joined[i].fetch_seconds for i in decode_ids)
         report.add(Row(f"{transport}.growth.n{length}", took * 1e3, "ms"))
         report.add(Row(f"{transport}.growth.n{length}.per_token", took / length * 1e6, "µs"))
+    for length, requests in long.items():
+        name = f"{transport}.long.n{length}"
+        report.add(Row(f"{name}.ttft", _median_ms(run.ttft for run in requests), "ms"))
+        report.add(Row(f"{name}.whole", _median_ms(run.whole for run in requests), "ms"))
+        report.add(Row(f"{name}.step", _median_ms(run.step for run in requests), "ms"))
+        handovers = [run.handover / run.step for run in requests]
+        report.add(Row(f"{name}.handover", statistics.median(handovers), "steps"))
+        report.add(Row(f"{name}.bytes", trace.joined[requests[0].decode_id].size / 1e6, "MB"))
 
 
 def _median_ms(seconds: Any) -> float:
@@ -262,7 +303,10 @@ def _median_ms(seconds: Any) -> float:
 def main() -> int:
     p = contract.parser(__doc__ or "")
     p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.add_argument("--tokens", type=int, help="prompt length (default: 1000 on a CPU, 2000 on a GPU)")
+    p.add_argument(
+        "--tokens", type=int, action="append", metavar="N",
+        help="prompt length (default: 1000 on a CPU, 2000 on a GPU); may be repeated",
+    )  # fmt: skip
     p.add_argument("--rounds", type=int, default=9, help="rounds A B (default: %(default)s)")
     p.add_argument("--lanes", type=int, help="KV lanes (default: 4 on a CPU, 8 on a GPU)")
     p.add_argument(
@@ -292,9 +336,13 @@ def main() -> int:
         "--growth", type=int, action="append", default=[], metavar="N",
         help="also time a transfer of N tokens with nothing to hide behind; may be repeated",
     )  # fmt: skip
+    p.add_argument(
+        "--long", type=int, action="append", default=[], metavar="N",
+        help=f"also time whole requests of N tokens, with {LONG_OUTPUT} output tokens; may be repeated",
+    )  # fmt: skip
     args = p.parse_args()
     on_cpu = args.device == "cpu"
-    args.tokens = args.tokens or (1000 if on_cpu else 2000)
+    args.tokens = args.tokens or [1000 if on_cpu else 2000]
     args.lanes = args.lanes or (4 if on_cpu else 8)
     if args.short:
         args.rounds = contract.MIN_PAIRS

@@ -48,6 +48,8 @@ class Streamed:
     ttft: float
     handover: float
     step: float
+    whole: float
+    """From the arrival of the request to its last token."""
 
 
 async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOKENS) -> Streamed:
@@ -61,7 +63,8 @@ async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOK
     assert [event.output_index for _, event in output] == list(range(length))
     at = [when for when, _ in output]
     step = statistics.median(b - a for a, b in itertools.pairwise(at[1:]))
-    return Streamed(prefill_id, decode_id, first - submitted, at[1] - first, step)
+    handover, whole = at[1] - first, at[-1] - submitted
+    return Streamed(prefill_id, decode_id, first - submitted, handover, step, whole)
 
 
 async def alone(workers: Workers, prompt: list[int]) -> bytes:

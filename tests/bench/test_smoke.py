@@ -319,12 +319,14 @@ def test_runs_overlap(
     monkeypatch.setattr(overlap, "PERIODS", 1)
     monkeypatch.setattr(overlap, "PERIOD_S", 0.1)
     monkeypatch.setattr(overlap, "CONTEXT", 100)
+    monkeypatch.setattr(overlap, "LONG_OUTPUT", 5)
     rows = run(
-        "overlap", "--short", "--tokens", "100", "--batch", "3", "--growth", "16", "--lanes", "1",
-        "--model", str(checkpoint), "--prefill-ranks", "2", "--decode-kv-cache-dtype", "fp8",
+        "overlap", "--short", "--tokens", "100", "--batch", "3", "--growth", "16", "--long", "16",
+        "--lanes", "1", "--model", str(checkpoint), "--prefill-ranks", "2", "--decode-kv-cache-dtype", "fp8",
     )  # fmt: skip
     of = "overlap.tcp.2to1.autotofp8"
     assert {f"{of}.n100.hidden", f"{of}.n100.wire", f"{of}.n100.ttit.b3", f"{of}.growth.n16"} <= {*rows}
+    assert rows[f"{of}.long.n16.whole"] > rows[f"{of}.long.n16.ttft"]
 
 
 def test_runs_reuse(
