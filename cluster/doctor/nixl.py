@@ -53,7 +53,11 @@ def measure(lane: socket.socket, exactly: Callable[[int], bytes], *, reads: bool
     else:
         size, took = _RESULT.unpack(exactly(_RESULT.size))
     if size:
-        yield good("nixl", f"{size * 8 / took / 1e9:.1f} Gbit/s ({size / took / 1e9:.2f} GB/s)")
+        from kv_transfer.process.nixl_memory import rdma_devices
+
+        rdma = ", ".join(rdma_devices()) or "none"
+        speed = f"{size * 8 / took / 1e9:.1f} Gbit/s ({size / took / 1e9:.2f} GB/s)"
+        yield good("nixl", f"{speed}; RDMA devices here: {rdma}")
     else:
         yield warning("nixl", why, REMEDY)
 

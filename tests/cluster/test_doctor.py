@@ -149,11 +149,13 @@ def test_both_ends_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_ends_measure_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "SECONDS", 0.1)
     monkeypatch.setattr(nixl, "SECONDS", 0.2)
+    monkeypatch.setattr("kv_transfer.process.nixl_memory.rdma_devices", list)
     thread, heard, port = listening(SECRET)
     there = sent(port, SECRET)
     thread.join(10)
     assert [finding.check for finding in heard] == ["nixl", "lanes"]
     assert (heard[0].level, heard[0]) == ("good", there[0])
+    assert heard[0].found.endswith("GB/s); RDMA devices here: none")
 
 
 def test_one_node_has_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
