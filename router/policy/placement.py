@@ -27,6 +27,9 @@ would take longer, decode steps become longer for it."""
 PATIENCE_SECONDS = 0.04
 SLOWER = 0.12
 """A worker that decodes takes this share longer for its prompts, on the whole."""
+QUEUED = 0.5
+"""Prompts that wait beside decodes take this share longer than expected: meanwhile requests join, and steps
+become shorter for them."""
 LEAST_UTILISATION = 0.1
 """Of a prefill worker. An idle one may get many prompts in the next second, while it still decodes."""
 ANSWER_SECONDS = 5.0
@@ -105,11 +108,15 @@ class DecodeOffer:
 
     def second_token(self, tokens: int) -> float:
         """Seconds until the second token of a prompt of `tokens` tokens; infinite without an offer."""
-        work = self.waiting + tokens - self.cached
-        if self.idle and self.pace.known:
+        pace, own = self.pace, tokens - self.cached
+        work = self.waiting + own
+        if not pace.known:
+            return math.inf
+        if self.idle:
             # The weights are read for the prompt now, so a token costs no less than without decodes.
-            return work * max(self.pace.token_seconds, self.alone) + 2 * self.pace.decode_seconds
-        return self.pace.seconds(work) + self.pace.decode_seconds
+            return work * max(pace.token_seconds, self.alone) + 2 * pace.decode_seconds
+        seconds = pace.seconds(work)
+        return seconds + QUEUED * (seconds - pace.seconds(own)) + pace.decode_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,14 @@ def test_a_prompt_beside_decodes_takes_its_patience_between_short_and_long_steps
     assert MixedPace().seconds(1) == math.inf
 
 
+def test_prompts_that_wait_beside_decodes_take_half_as_long_again() -> None:
+    alone, both = LONG.seconds(2000), LONG.seconds(4000)
+    assert DecodeOffer(LONG).second_token(2000) == pytest.approx(alone + 0.010)
+    assert DecodeOffer(LONG, waiting=2000).second_token(2000) == pytest.approx(
+        alone + 1.5 * (both - alone) + 0.010
+    )
+
+
 def test_an_idle_decode_worker_computes_a_prompt_at_full_speed() -> None:
     assert DecodeOffer(LONG, idle=True).second_token(2000) == pytest.approx(0.2 + 2 * 0.010)
     assert DecodeOffer(LONG, idle=True, alone=0.0002).second_token(2000) == pytest.approx(0.4 + 2 * 0.010)
