@@ -62,6 +62,12 @@ class SliceOut(_SliceMessage):
     rank: int = 0  # that has the slice in its exported memory
 
 
+class SlicesOut(Local):
+    """Slices that were gathered together, of any transfers."""
+
+    slices: list[SliceOut]
+
+
 class CommitOut(Local):
     """The transfer's COMMIT; frames of it may still follow."""
 
@@ -307,7 +313,7 @@ class BlocksCopied(Local):
     whole: Sequence[bool]
 
 
-FromSender = Exported | Offer | SliceOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled
+FromSender = Exported | Offer | SlicesOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled
 ToSender = Reached | StartOut | PinOut | StopOut | Granted | SlotFree | SessionGone | FetchWaits | ReleasedOut
 FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn | Opened | PulledIn
 ToReceiver = Arrived | ArrivedAt | Complete | FailedIn | ExportIn | ExportGone

@@ -80,6 +80,7 @@ class CudaPool:
         # Of high priority: few short programs, which would else wait for the end of a large matrix product.
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._pulls = torch.cuda.Stream(self._device, priority=-1)
+        self._marks = torch.cuda.Stream(self._device, priority=-1)
         self._tables = Tables(self._device, self._stream)
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
@@ -215,8 +216,8 @@ class CudaPool:
 
     def pull(self, memory: PeerMemories[PeerDeviceMemory], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         """The kernel that scatters the slices reads them in the memory of the peer, and sums them. The marks
-        are copied after that. Each byte is read once, since a second look may find other bytes: slices that
-        two kernels read are copied here first."""
+        are copied after that, on a stream of their own: the next kernel does not wait for them. Each byte is
+        read once, since a second look may find other bytes: slices that two kernels read are copied here first."""
         asked = batch
         places = {item.slot: memory.place(item.slot) for item in batch}
         sources = list({source.address: source for source, _ in places.values()}.values())
@@ -239,11 +240,13 @@ class CudaPool:
         with torch.cuda.stream(self._stream):
             table.send(len(batch), self._stream)
             self._into_pool(items, sum_at)
-            for i, source in enumerate(sources):
-                marks = table.there.data_ptr() + 8 * (len(batch) + i * each)
-                copy(marks, source.marks, source.marks_bytes, self._stream.cuda_stream)
-            table.fetch(count, self._stream)
-            event = self._record()
+            self._marks.wait_event(_event(self._stream))
+        for i, source in enumerate(sources):
+            marks = table.there.data_ptr() + 8 * (len(batch) + i * each)
+            copy(marks, source.marks, source.marks_bytes, self._marks.cuda_stream)
+        table.fetch(count, self._marks)
+        event = _event(self._marks)
+        self._tables.over(event)
         if landing is not None:
             landing.free = event
 
@@ -284,8 +287,8 @@ class CudaPool:
         return not is_converted and self._holds_all_of(item.piece)
 
     def close(self) -> None:
-        self._pulls.synchronize()
-        self._stream.synchronize()
+        for stream in (self._pulls, self._stream, self._marks):
+            stream.synchronize()
         unpin(self._arena)
         self._layers.clear()
         self._scales.clear()

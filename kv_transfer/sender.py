@@ -33,6 +33,7 @@ from kv_transfer.channel import (
     ReleasedOut,
     SessionGone,
     SliceOut,
+    SlicesOut,
     SlotFree,
     StartOut,
     StopOut,
@@ -258,7 +259,7 @@ class ArenaSender:
 
     def _gathered(self, handed: list[tuple[OutgoingPrefill, SliceOut]]) -> None:
         """The slots are filled: hand them over. The transfer process drops what is of an ended transfer."""
-        self._channel.send(*(message for _, message in handed))
+        self._channel.send(SlicesOut([message for _, message in handed]))
         for prefill, _ in handed:
             prefill.gathers -= 1
             if prefill.ended is not None:

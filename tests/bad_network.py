@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.kv_transfer.second_wire import COMMIT, HELLO, KV, SLICE, STATE_SLICE, pack, unpack
+from tests.kv_transfer.second_wire import COMMIT, HELLO, KV, SLICES, pack, unpack
 from tests.kv_transfer.second_wire import frame as whole_frame
 from tests.proxy import Proxy
 
@@ -47,7 +47,7 @@ class BadNetwork(Proxy):
     first_token: list[object] | None = None  # replaces that of the next COMMIT; checksums are right
     hits: int = 0
     chance: float = 1.0  # that a frame is hit at all
-    arena: Any = None  # of slots that peers read: a byte of the next one that SLICE names is bent
+    arena: Any = None  # of slots that peers read: a byte of the next one that SLICES names is bent
     trailer: int = 8  # bytes behind the payload of a frame, except of HELLO
     bytes_per_second: float = 125_000.0  # of "throttle": 1 Mbit/s
     rng: random.Random = field(default_factory=lambda: random.Random(1))
@@ -85,8 +85,9 @@ class BadNetwork(Proxy):
                     frame = bytearray(whole_frame(COMMIT, pack(message), head[8:24]))
                 meant = head[5] in self.back if back else head[5] == KV and not self.back
                 meant = meant and self.kind in (None, head[26])
-                if head[5] in (SLICE, STATE_SLICE) and self.arena is not None:
-                    self.arena.slot(unpack(frame[HEADER:-trailer])[0])[7] ^= 1
+                if head[5] == SLICES and self.arena is not None:
+                    [[[slot, *_], *_]] = unpack(frame[HEADER:-trailer])
+                    self.arena.slot(slot)[7] ^= 1
                     self.arena, self.suffered = None, 1
                 hit = meant and self.hits > 0 and self.rng.random() < self.chance
                 self.hits -= hit

@@ -7,7 +7,7 @@ named in `Arrived` belongs to the engine until `SlotsFree`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ from kv_transfer.protocol.messages import (
     Have,
     Reach,
     SliceAt,
-    StateSliceAt,
+    Slices,
     Taken,
 )
 from kv_transfer.receiver_pacing import credit
@@ -187,9 +187,12 @@ class DecodeSide:
                 self._apply(self._fetches.have(number, transfer_id, message, now))
             case Export():
                 self._exports.open(session, message)
-            case SliceAt():
-                self._slice_at(session, transfer_id, message)
+            case SliceAt():  # or StateSliceAt, from a sender before version 5
+                self._slices_at(session, transfer_id, (message,))
                 return  # credit is granted when slots have been read, and not for each slice
+            case Slices(slices):
+                self._slices_at(session, transfer_id, slices)
+                return
             case Aborted():
                 self._apply(self._fetches.aborted(number, transfer_id, message, session.kv_moved, now))
         self.settle()
@@ -268,20 +271,26 @@ class DecodeSide:
         if finished := dict(nixl.finished()):
             self._pulled(finished)
 
+    def _slices_at(self, session: Session, transfer_id: bytes, slices: Sequence[SliceAt]) -> None:
+        """Instead of frames. Each uses a credit and a slot, too, though the engine writes nothing into it."""
+        session.moved(time.monotonic())
+        for m in slices:
+            if session.number not in self._peers.by_session:
+                break  # a slice before this one ended it
+            self._slice_at(session, transfer_id, m)
+
     def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt) -> None:
-        """Instead of a frame. It uses a credit and a slot, too, though the engine writes nothing into it."""
-        nixl = self._exports.reader(session, m)
-        kind, state_type = kind_of(m.state_type if isinstance(m, StateSliceAt) else None)
+        nixl, state = self._exports.reader(session, m), m.state
+        kind, state_type = kind_of(state)
         header = Header(
             FrameType.KV, transfer_id, m.layer, kind, m.head_start, m.head_count, m.token_start,
-            m.token_count, m.seq, m.length, state_type=state_type,
+            m.token_count, m.seq, m.length, 0, 0, state_type,
         )  # fmt: skip
         try:
             slot = self._pipe.take()
         except FrameError as e:
             raise ProtocolError("credit", str(e)) from None
         ticket = self.kv_begins(session, header, slot)
-        session.moved(time.monotonic())
         self._pulls[slot] = _Pull(session.number, m.slot, header, ticket, here=nixl is not None)
         if ticket.transfer is None:
             self._pulled({slot: False})
@@ -299,7 +308,7 @@ class DecodeSide:
         message to the engine. The engine injects nothing with a slice that was wrong."""
         self._channel.post(
             ArrivedAt(
-                transfer.id, slot, m.seq, m.layer, header.state, m.head_start, m.head_count, m.token_start,
+                transfer.id, slot, m.seq, m.layer, m.state, m.head_start, m.head_count, m.token_start,
                 m.token_count, m.length, session.number, m.slot, m.generation, transfer.incoming.layout.dtype,
             )
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from kv_transfer.arena import Arena
 from kv_transfer.channel import (
@@ -25,12 +26,13 @@ from kv_transfer.channel import (
     ReleasedOut,
     SessionGone,
     SliceOut,
+    SlicesOut,
     SlotFree,
     StartOut,
     StopOut,
 )
 from kv_transfer.config import TransferConfig
-from kv_transfer.layout import NEWEST_VERSION
+from kv_transfer.layout import EXPORT_VERSION, NEWEST_VERSION
 from kv_transfer.peer_memory import TCP_ONLY
 from kv_transfer.process import nixl_memory
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
@@ -39,11 +41,12 @@ from kv_transfer.process.nixl_memory import NixlMemory
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header, kind_of
-from kv_transfer.protocol.held import Effect, HeldPrefills, Pin, Release, Start, Stop, Waiting
+from kv_transfer.protocol.held import Effect, Held, HeldPrefills, Pin, Release, Start, Stop, Waiting
 from kv_transfer.protocol.messages import (
     Abort,
     Aborted,
     Ack,
+    AnySliceAt,
     Commit,
     Control,
     Credit,
@@ -53,6 +56,7 @@ from kv_transfer.protocol.messages import (
     FetchContent,
     Reach,
     SliceAt,
+    Slices,
     StateSliceAt,
     Taken,
 )
@@ -103,8 +107,8 @@ class PrefillSide:
     def engine(self, message: FromSender) -> None:
         now = time.monotonic()
         match message:
-            case SliceOut():
-                self._send(message, now)
+            case SlicesOut(slices):
+                self._send(slices, now)
             case Exported(export, why):
                 self._export, self._why_tcp = export, why
                 for number in list(self._transports):
@@ -129,26 +133,33 @@ class PrefillSide:
                 if number in self._sessions:
                     self._sessions[number].send(CreditReturned(total, sent))
 
-    def _send(self, s: SliceOut, now: float) -> None:
-        self.slots_out += 1
-        held = self.table.open.get(s.transfer_id)
-        if held is None:
-            self._give_back(s.slot, unsent=True)
-            return
-        generation = s.generation
-        if self._transports.get(held.session) == nixl_memory.KIND:
-            generation = nixl_memory.checksum(self._arena.slot(s.slot)[: s.length])
-        if generation:
-            self.table.begin_send(s.transfer_id, now)
+    def _send(self, slices: Sequence[SliceOut], now: float) -> None:
+        exported: dict[bytes, list[AnySliceAt]] = {}  # by transfer
+        for s in slices:
+            self.slots_out += 1
+            held = self.table.open.get(s.transfer_id)
+            if held is None:
+                self._give_back(s.slot, unsent=True)
+                continue
+            generation = s.generation
+            if self._transports.get(held.session) == nixl_memory.KIND:
+                generation = nixl_memory.checksum(self._arena.slot(s.slot)[: s.length])
+            if not generation:
+                self._send_frame(s, held)
+                continue
             there = s.rank * self._config.num_slots + s.slot
             self._exported[there] = held.session, s
-            where = (
-                there, generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start, s.token_count,
-                s.length,
+            exported.setdefault(s.transfer_id, []).append(
+                AnySliceAt(
+                    there, generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
+                    s.token_count, s.length, s.state,
+                )
             )  # fmt: skip
-            message = SliceAt(*where) if s.state is None else StateSliceAt(*where, s.state)
-            self._sessions[held.session].send(message, s.transfer_id)
-            return
+        for transfer_id, found in exported.items():
+            self.table.begin_send(transfer_id, now, len(found))
+            self._announce(self._sessions[self.table.open[transfer_id].session], transfer_id, found)
+
+    def _send_frame(self, s: SliceOut, held: Held) -> None:
         kind, state_type = kind_of(s.state)
         header = Header(
             FrameType.KV, s.transfer_id, s.layer, kind, s.head_start, s.head_count, s.token_start,
@@ -156,6 +167,20 @@ class PrefillSide:
         )  # fmt: skip
         frame = OutgoingFrame(header, self._arena.slot(s.slot)[: s.length], s.slot)
         self._sessions[held.session].send_frame(frame)
+
+    def _announce(self, session: SessionToDecode, transfer_id: bytes, slices: Sequence[AnySliceAt]) -> None:
+        """Slices that the peer reads."""
+        assert session.peer is not None
+        if session.peer.versions[1] >= NEWEST_VERSION:
+            session.send(Slices(tuple(slices)), transfer_id)
+            return
+        for s in slices:
+            where = (
+                s.slot, s.generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
+                s.token_count, s.length,
+            )  # fmt: skip
+            message = SliceAt(*where) if s.state is None else StateSliceAt(*where, s.state)
+            session.send(message, transfer_id)
 
     # ------------------------------------------------------------ connector.FrameSender
 
@@ -169,7 +194,7 @@ class PrefillSide:
         assert session.peer is not None
         if self._export is None:
             why = self._why_tcp
-        elif session.peer.versions[1] < NEWEST_VERSION:
+        elif session.peer.versions[1] < EXPORT_VERSION:
             why = f"the receiver speaks wire version {session.peer.versions[1]}"
         else:
             why = "the test copy is under way"

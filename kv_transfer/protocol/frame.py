@@ -47,12 +47,14 @@ class FrameType(enum.IntEnum):
     SLICE = 14
     TAKEN = 15
     STATE_SLICE = 16
+    SLICES = 17
 
 
 _TYPES = {int(t): t for t in FrameType}
 _OF_TRANSFER = {
     FrameType.FETCH, FrameType.FETCH_CONTENT, FrameType.HAVE, FrameType.COMMIT, FrameType.ACK,
     FrameType.ABORT, FrameType.ABORTED, FrameType.SLICE, FrameType.STATE_SLICE,
+    FrameType.SLICES,
 }  # fmt: skip
 
 

@@ -277,12 +277,12 @@ class HeldPrefills:
 
     # ------------------------------------------------------------ frames and time
 
-    def begin_send(self, transfer_id: bytes, now: float) -> bool:
-        """A frame is about to leave: counted, unless its transfer has ended (then it must not leave)."""
+    def begin_send(self, transfer_id: bytes, now: float, frames: int = 1) -> bool:
+        """Frames are about to leave: counted, unless their transfer has ended (then they must not leave)."""
         held = self.open.get(transfer_id)
         if held is None:
             return False
-        held.sent += 1
+        held.sent += frames
         held.moved = now
         return True
 

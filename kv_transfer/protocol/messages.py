@@ -18,6 +18,7 @@ MAX_CONTROL_BYTES = 64 << 10
 MAX_RANGES = 1024
 MAX_TOP = 1024
 MAX_CHUNKS = 2048
+MAX_SLICES = 1024
 
 Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U8 = Annotated[int, Meta(ge=0, lt=1 << 8)]
@@ -212,11 +213,36 @@ class SliceAt(Message):
     token_count: U32
     length: U32
 
+    @property
+    def state(self) -> int | None:
+        """As in `layout.Slice`."""
+        return None
+
 
 class StateSliceAt(SliceAt):
     """The same, for a slice of a state."""
 
     state_type: U8
+
+    @property
+    def state(self) -> int | None:
+        return self.state_type
+
+
+class AnySliceAt(SliceAt):
+    """A slice of KV or of a state, in `Slices`."""
+
+    state_type: U8 | None = None
+
+    @property
+    def state(self) -> int | None:
+        return self.state_type
+
+
+class Slices(Message):
+    """sender → receiver: several slices of the transfer in the header, from version 5 on."""
+
+    slices: Annotated[tuple[AnySliceAt, ...], Meta(min_length=1, max_length=MAX_SLICES)]
 
 
 class Taken(Message):
@@ -232,7 +258,7 @@ class Ping(Message):
 
 Control = (
     Fetch | FetchContent | Have | Credit | CreditReturned | Commit | Ack | Abort | Aborted | Ping
-    | Export | Reach | SliceAt | StateSliceAt | Taken
+    | Export | Reach | SliceAt | StateSliceAt | Slices | Taken
 )  # fmt: skip
 
 _TYPES: dict[type[Message], FrameType] = {
@@ -250,11 +276,12 @@ _TYPES: dict[type[Message], FrameType] = {
     Reach: FrameType.REACH,
     SliceAt: FrameType.SLICE,
     StateSliceAt: FrameType.STATE_SLICE,
+    Slices: FrameType.SLICES,
     Taken: FrameType.TAKEN,
 }
 # What each side may be sent. A type that is not here is a protocol error.
 _TO_SENDER = (Fetch, FetchContent, Credit, Ack, Abort, Ping, Reach, Taken)
-_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping, Export, SliceAt, StateSliceAt)
+_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping, Export, SliceAt, StateSliceAt, Slices)
 _encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[Side, dict[FrameType, Any]] = {
     "sender": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_SENDER},

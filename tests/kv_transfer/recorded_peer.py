@@ -1,6 +1,6 @@
 """Plays one side of a recorded session of an older wire version, or of the newest one, over a socket.
 
-`wire3.json` and `wire4.json` hold the frames of both sides by exchange, each as side, name and hexadecimal
+`wire3.json` to `wire5.json` hold the frames of both sides by exchange, each as side, name and hexadecimal
 bytes. Recorded frames go out as they are, and those of the peer must equal the recording. There are four
 exceptions: MACs are computed, since the peer's nonce is fresh; a sender follows the peer's credit; PINGs of
 the peer are skipped; EXPORT names memory of the peer, of which only the size is compared.
@@ -31,7 +31,7 @@ RECORDINGS: dict[int, Recording] = {
             Path(__file__).with_name(f"wire{version}.json").read_text()
         ).items()
     }
-    for version in (3, 4)
+    for version in (3, 4, 5)
 }
 CREDIT, PING = 3, 9
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 SECRET = b"a cluster secret for tests"
 LAYOUT = "kv3 layers=3 kv_heads=2 head_dim=16"
-HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_NEW = range(1, 17)
-EXPORT, REACH, SLICE, TAKEN, STATE_SLICE = _NEW
+HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_NEW = range(1, 18)
+EXPORT, REACH, SLICE, TAKEN, STATE_SLICE, SLICES = _NEW
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 

@@ -17,7 +17,18 @@ from kv_transfer.process.decode_side import DecodeSide
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import FrameError, FrameType, Header
-from kv_transfer.protocol.messages import Abort, Aborted, Ack, Commit, Credit, Export, Fetch, SliceAt
+from kv_transfer.protocol.messages import (
+    Abort,
+    Aborted,
+    Ack,
+    Commit,
+    Credit,
+    Export,
+    Fetch,
+    SliceAt,
+    Slices,
+    AnySliceAt,
+)
 
 
 class Peer:
@@ -404,9 +415,9 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
     export = Export("shared_memory", "a host", b"a handle", 4, 4096, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(ch.Opened(session.number, True, ""))
-    for seq in range(3):  # of two
-        slice_at = SliceAt(seq, 1, seq, 0, 0, 1, 0, 4, length=256)
-        world.side.control(session, Header(FrameType.SLICE, bytes(16)), slice_at)
+    # Two have credit. The third one ends the session, and what follows it is not looked at.
+    slices = Slices(tuple(AnySliceAt(seq, 1, seq, 0, 0, 1, 0, 4, length=256) for seq in range(4)))
+    world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
     assert ch.ExportGone(session.number) in world.told()
     world.side.session_over(session)
     assert world.side.slots_free() == 3  # the engine has the first one

@@ -103,7 +103,7 @@ class Bench:
         """The next message, which must be of this type."""
 
         def some() -> bool:
-            self.inbox += self.channel.receive()
+            self._receive()
             return bool(self.inbox)
 
         until(some, kind.__name__, self.channel)
@@ -112,8 +112,12 @@ class Bench:
         return message
 
     def silent(self) -> bool:
-        self.inbox += self.channel.receive()
+        self._receive()
         return not self.inbox
+
+    def _receive(self) -> None:
+        for message in self.channel.receive():
+            self.inbox += message.slices if isinstance(message, ch.SlicesOut) else [message]
 
 
 @pytest.fixture

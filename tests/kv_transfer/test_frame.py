@@ -16,7 +16,7 @@ u8, u16, u32 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32))
 ids = st.binary(min_size=16, max_size=16)
 OF_TRANSFER = [
     FrameType.FETCH, FrameType.FETCH_CONTENT, FrameType.HAVE, FrameType.ACK, FrameType.ABORT,
-    FrameType.ABORTED, FrameType.SLICE, FrameType.STATE_SLICE,
+    FrameType.ABORTED, FrameType.SLICE, FrameType.STATE_SLICE, FrameType.SLICES,
 ]  # fmt: skip
 OF_NO_TRANSFER = [
     FrameType.HELLO, FrameType.CREDIT, FrameType.PING, FrameType.EXPORT, FrameType.REACH, FrameType.TAKEN,

@@ -24,6 +24,7 @@ TO_RECEIVER = [
     m.CreditReturned(9, 4), m.Commit(m.FirstToken(5, -0.25, (5, 6), (-0.25, -2.0)), 3, 999),
     m.Aborted("gone", 2), m.Have(2), m.SliceAt(3, 9, 0, 1, 0, 2, 5, 7, 1792),
     m.Export("shared_memory", "a host", b"a handle", 64, 4096, ID),
+    m.Slices((m.AnySliceAt(3, 9, 0, 1, 0, 2, 5, 7, 1792), m.AnySliceAt(4, 10, 1, 0, 0, 2, 5, 0, 64, 1))),
 ]  # fmt: skip
 BOTH = [m.Ping((1 << 64) - 1, 12)]
 
@@ -63,11 +64,15 @@ def test_each_side_reads_its_own_messages_and_no_other(side: Any) -> None:
         (FrameType.ABORT, ["because"]),
         (FrameType.ABORT, {"reason": "gone"}),
         (FrameType.PING, [1 << 63, -1]),
+        (FrameType.SLICES, [[]]),
+        (FrameType.SLICES, [[[3, 9, 0, 1, 0, 2, 5, 7]]]),
+        (FrameType.SLICES, [[[3, 9, 0, 1, 0, 2, 5, 7, 1792]] * 1025]),
     ],
 )
 def test_out_of_bounds(kind: FrameType, fields: object) -> None:
-    with pytest.raises(m.MessageError, match=kind.name):
-        m.decode("sender", kind, memoryview(msgspec.msgpack.encode(fields)))
+    side: m.Side = "receiver" if kind is FrameType.SLICES else "sender"
+    with pytest.raises(m.MessageError, match=f"{kind.name}: "):
+        m.decode(side, kind, memoryview(msgspec.msgpack.encode(fields)))
 
 
 def test_a_first_token_needs_as_many_logprobs_as_ids() -> None:

@@ -1,4 +1,4 @@
-"""Recorded peers of wire versions 3 and 4 still work: its bytes mean the same, and today's workers serve it.
+"""Recorded peers of wire versions 3 to 5 still work: its bytes mean the same, and today's workers serve it.
 
 If a frame differs from the recording, the code broke the wire. Then the code changes back, or the wire gets a
 new version with a recording of its own. That one holds `frame_of` for each of its values, and must equal what
@@ -24,8 +24,8 @@ from kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack, 
 from .recorded_peer import RECORDINGS, SECRET, RecordedPeer, payload
 
 ABOUT = ("model of the tests", "kv3 layers=3 kv_heads=2 head_dim=16", "float32", "none", 4096)
-SENDERS = {n: m.Identity("sender", (3, n), "recorded sender", 5, 0, 1, *ABOUT) for n in (3, 4)}
-RECEIVERS = {n: m.Identity("receiver", (3, n), "recorded receiver", 6, 0, 1, *ABOUT) for n in (3, 4)}
+SENDERS = {n: m.Identity("sender", (3, n), "recorded sender", 5, 0, 1, *ABOUT) for n in RECORDINGS}
+RECEIVERS = {n: m.Identity("receiver", (3, n), "recorded receiver", 6, 0, 1, *ABOUT) for n in RECORDINGS}
 FINISHED, RUNNING = b"finished prefill", b"running  prefill"
 KV_OF_LAYERS = (torch.arange(3 * 2 * 2 * 2 * 16) / 8 - 20).view(3, 2, 2, 2, 16)  # two positions
 FETCHED, CONTENT, RANKS, ABORTED, STATE = (bytes([i]) * 16 for i in range(1, 6))  # transfer ids
@@ -94,7 +94,23 @@ VALUES_OF_4: dict[str, list[Value]] = {
         (FETCHED, m.Ack()),
     ],
 }
-ALL = [(3, exchange) for exchange in VALUES] + [(4, exchange) for exchange in VALUES_OF_4]
+VALUES_OF_5: dict[str, list[Value]] = {
+    "exported memory": [
+        *VALUES_OF_4["exported memory"][:5],
+        *((FETCHED, m.Slices((m.AnySliceAt(i, i + 1, i, i, 0, 2, 0, 2, 512),))) for i in range(3)),
+        *VALUES_OF_4["exported memory"][8:],
+    ],
+    "several slices": [
+        (
+            STATE,
+            m.Slices(
+                (m.AnySliceAt(3, 9, 0, 1, 0, 2, 5, 7, 1792), m.AnySliceAt(4, 8, 1, 0, 0, 2, 9, 0, 64, 1))
+            ),
+        ),
+    ],
+}
+OF_VERSION = {3: VALUES, 4: VALUES_OF_4, 5: VALUES_OF_5}
+ALL = [(version, exchange) for version, values in OF_VERSION.items() for exchange in values]
 
 
 def frame_of(first: Header | bytes, value: m.Control | m.Hello | bytes) -> bytes:
@@ -108,7 +124,7 @@ def frame_of(first: Header | bytes, value: m.Control | m.Hello | bytes) -> bytes
 
 @pytest.mark.parametrize(("version", "exchange"), ALL)
 def test_the_recorded_bytes_have_their_values(version: int, exchange: str) -> None:
-    values = {3: VALUES, 4: VALUES_OF_4}[version][exchange]
+    values = OF_VERSION[version][exchange]
     for (side, name, frame), (first, value) in zip(RECORDINGS[version][exchange], values, strict=True):
         header, body = parse(frame[:64]), memoryview(payload(frame))
         assert (header.type.name, header.length) == (name, len(body))
@@ -201,11 +217,14 @@ def test_a_recorded_sender_feeds_todays_receiver(
         assert decode.stats().sessions == 1
 
 
-def test_a_recorded_receiver_reads_what_todays_sender_exports(make_prefill: Any, until: Any) -> None:
+@pytest.mark.parametrize("version", [4, 5])
+def test_a_recorded_receiver_reads_what_todays_sender_exports(
+    make_prefill: Any, until: Any, version: int
+) -> None:
     prefill = make_prefill(exports=True, device="cpu")
     finished(prefill)
     with socket.create_connection(("127.0.0.1", prefill.port)) as sock:
-        RecordedPeer("receiver", sock, 4).play("exported memory")
+        RecordedPeer("receiver", sock, version).play("exported memory")
         until(lambda: prefill.poll() or prefill.released == {FINISHED: "acked"}, "the ACK", prefill.sender)
     slots = [bytes(prefill.sending.arena.slot(i)[:512]) for i in range(3)]
     assert slots == [rows.numpy().tobytes() for rows in KV_OF_LAYERS]

@@ -24,6 +24,7 @@ from .second_wire import (
     KV,
     REACH,
     SLICE,
+    SLICES,
     TAKEN,
     Lane,
     connect,
@@ -83,15 +84,18 @@ def export(lane: Lane, arena: kv.Arena) -> None:
     lane.say(EXPORT, ["shared_memory", boot, handle, arena.num_slots, arena.slot_bytes, token])
 
 
-@pytest.mark.parametrize("stale", [False, True])
-def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stale: bool) -> None:
+@pytest.mark.parametrize(("stale", "together"), [(False, False), (False, True), (True, True)])
+def test_as_a_prefill_worker_that_exports_memory(
+    fetching: Any, until: Any, stale: bool, together: bool
+) -> None:
+    """`together`: one message has all slices, as from version 5 on."""
     decode, _, lane, transfer, blocks = fetching(device="cpu")
     lane.answers = False
     arena = kv.Arena.create(8, 4096)
     export(lane, arena)
     until(lambda: decode.poll() or select.select([lane.sock], [], [], 0)[0], "REACH", decode.receiver)
     assert lane.expect(REACH)[1] == [True, "shared_memory"]
-    frames = slices(10)
+    frames, said_at = slices(10), []
     lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
     for i, (head, body) in enumerate(frames):
         slot, generation = 7 - i, 40 + i
@@ -100,8 +104,12 @@ def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stal
         arena.marks[slot * 16 : slot * 16 + 16] = struct.pack(
             "<QQ", generation + (stale and i == 1), checksum
         )
-        fields = [slot, generation, head["seq"], head["layer"], 0, 2, 0, 10, len(body)]
-        lane.say(SLICE, fields, transfer)
+        said_at.append([slot, generation, head["seq"], head["layer"], 0, 2, 0, 10, len(body)])
+    if together:
+        lane.say(SLICES, [said_at], transfer)
+    else:
+        for fields in said_at:
+            lane.say(SLICE, fields, transfer)
     if not stale:
         assert isinstance(ended(decode, until), kv.Injected)
         assert_pool(decode, blocks, frames)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
+
 import kv_transfer as kv
 
 from .ranks import as_bytes
@@ -18,6 +20,7 @@ from .second_wire import (
     KV,
     REACH,
     SLICE,
+    SLICES,
     STATE_SLICE,
     TAKEN,
     FakePrefill,
@@ -121,17 +124,22 @@ def test_as_a_prefill_worker(make_decode: Any, until: Any) -> None:
     assert state_bytes(decode, 3) == bodies[:2]
 
 
-def test_exported_memory(make_prefill: Any, until: Any) -> None:
+@pytest.mark.parametrize("newest", [4, 5])
+def test_exported_memory(make_prefill: Any, until: Any, newest: int) -> None:
     prefill = make_prefill(layout=LAYOUT, exports=True, device="cpu")
     prefill_id, transfer = prefill.hold(10, state_slot=1), os.urandom(16)
-    lane = connect(prefill.port, layout=FINGERPRINT, newest=4)
+    lane = connect(prefill.port, layout=FINGERPRINT, newest=newest)
     lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
     assert {lane.read()[0] for _ in range(2)} == {EXPORT, COMMIT}
     lane.say(REACH, [True, ""])
     lane.say(CREDIT, [3, False])
     slices = [lane.read() for _ in range(3)]
-    assert [kind for kind, *_ in slices] == [SLICE, STATE_SLICE, STATE_SLICE]
     places = [unpack(payload) for *_, payload in slices]
+    if newest == 4:
+        assert [kind for kind, *_ in slices] == [SLICE, STATE_SLICE, STATE_SLICE]
+    else:
+        assert {kind for kind, *_ in slices} == {SLICES}
+        places = [place for [some] in places for place in some]
     for number, (slot, _, *about) in enumerate(places[1:]):
         assert about == [1 + number, 0, 0, 4, 10, 0, SIZES[number], number]
         filled = bytes(prefill.sending.arena.slot(slot)[: SIZES[number]])
