@@ -1,7 +1,7 @@
 """The channel between two processes of a worker: typed messages over a SEQPACKET socketpair.
 
-Each message names what it hands over. A slot named in `SliceOut` or `Arrived` belongs to the reader from then
-on, until it names it in `SlotsFree` (or the transfer process its `SlotFree`).
+Each message names what it hands over. A slot named in `SlicesOut` or `Arrived` belongs to the reader from
+then on, until it names it in `SlotsFree` (or the transfer process its `SlotFree`).
 """
 
 from __future__ import annotations

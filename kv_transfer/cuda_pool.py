@@ -216,8 +216,10 @@ class CudaPool:
 
     def pull(self, memory: PeerMemories[PeerDeviceMemory], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         """The kernel that scatters the slices reads them in the memory of the peer, and sums them. The marks
-        are copied after that, on a stream of their own: the next kernel does not wait for them. Each byte is
-        read once, since a second look may find other bytes: slices that two kernels read are copied here first."""
+        are copied after that, on a stream of their own: the next kernel does not wait for them.
+
+        Each byte is read once, since a second look may find other bytes. So slices that two kernels read are
+        copied here first."""
         asked = batch
         places = {item.slot: memory.place(item.slot) for item in batch}
         sources = list({source.address: source for source, _ in places.values()}.values())

@@ -311,9 +311,10 @@ class ArenaSender:
         if prefill is None or prefill.ended is not None:
             return
         prefill.first_token = first_token
-        self._channel.send(Finished(prefill_id))
+        # The receiver waits for COMMIT. Both messages go in one packet, since each packet is a wakeup.
         if prefill.transfer is not None:
-            self._send_commit(prefill.transfer, first_token)
+            self._channel.post(self._commit_of(prefill.transfer, first_token))
+        self._channel.send(Finished(prefill_id))
 
     def _close(self, prefill_id: bytes, reason: Reason) -> None:
         prefill = self._prefills.get(prefill_id)
@@ -388,7 +389,7 @@ class ArenaSender:
         for entry in prefill.ready:
             self._plan(transfer, *entry)
         if prefill.first_token is not None:
-            self._send_commit(transfer, prefill.first_token)
+            self._channel.send(self._commit_of(transfer, prefill.first_token))
 
     def _plan(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
         is_state = layer in self._layout.state_layers
@@ -409,9 +410,9 @@ class ArenaSender:
             for held in self._heads[state]:
                 yield from cut_state(self._layout, layer, state, stop, held, transfer.slot_bytes)
 
-    def _send_commit(self, transfer: OutgoingTransfer, first_token: FirstToken) -> None:
+    def _commit_of(self, transfer: OutgoingTransfer, first_token: FirstToken) -> CommitOut:
         """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""
-        self._channel.send(CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes))
+        return CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes)
 
     def _drop_transfer(self, prefill: OutgoingPrefill) -> None:
         if prefill.transfer is not None:

@@ -404,8 +404,9 @@ class DecodeSide:
         return session
 
     def _complete(self, transfer: Transfer) -> None:
+        """Tells the engine at once: a request waits for this."""
         incoming = transfer.incoming
-        self._channel.post(
+        self._channel.send(
             Complete(
                 transfer.id, incoming.first_token, incoming.frames, incoming.bytes, transfer.asked_at,
                 transfer.first_frame_at, transfer.last_frame_at, transfer.commit_at,

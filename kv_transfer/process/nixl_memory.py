@@ -1,12 +1,12 @@
 """Arenas that NIXL has registered: peers read slots of one, and slots of peers are read into the other.
 
-    sender:    EXPORT (NIXL's metadata); a slot is full: SLICE with its checksum; TAKEN: the slot is free
-    receiver:  READ of the token; REACH; SLICE: READ into a slot of its own, checksum, TAKEN
+    sender:    EXPORT (NIXL's metadata); a slot is full: SLICES with its checksum; TAKEN: the slot is free
+    receiver:  READ of the token; REACH; SLICES: READ into a slot of its own, checksum, TAKEN
 
 NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX: RDMA where there is a NIC, else UCX's own
 shared memory or TCP. It has its own connections, which are neither authenticated nor encrypted; `listen_on`
 says where UCX listens for them. A slice that changed on the way, or that its owner overwrote too early, has
-another checksum than SLICE names.
+another checksum than SLICES names.
 
 NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process compute checksums:
 while they read a slice, the next is copied. Only this file imports NIXL, when a worker uses it.
@@ -44,7 +44,7 @@ _SLEEP = 100_000  # microseconds that NIXL's thread waits for an event; 0 would 
 
 
 def checksum(slice_: memoryview) -> int:
-    """Stands in SLICE as the generation, which has 63 bits."""
+    """Stands in SLICES as the generation, which has 63 bits."""
     return xxhash.xxh3_64_intdigest(slice_) >> 1
 
 
@@ -158,7 +158,7 @@ class NixlMemory:
         return True
 
     def finished(self) -> Iterator[tuple[int, bool]]:
-        """The slots whose read is over, and whether they are as SLICE said."""
+        """The slots whose read is over, and whether they are as SLICES said."""
         for slot, read in list(self._reads.items()):
             if (whole := self._finished(read)) is not None:
                 del self._reads[slot]

@@ -1,6 +1,6 @@
 """Memory that peers export, by session: for `DecodeSide`. The engine reads it, or NIXL does.
 
-EXPORT ─▶ the memory is opened ─▶ REACH(true) ─▶ SLICEs ─▶ the session ends ─▶ it is closed
+EXPORT ─▶ the memory is opened ─▶ REACH(true) ─▶ SLICES ─▶ the session ends ─▶ it is closed
 """
 
 from __future__ import annotations

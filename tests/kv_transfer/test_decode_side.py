@@ -21,13 +21,13 @@ from kv_transfer.protocol.messages import (
     Abort,
     Aborted,
     Ack,
+    AnySliceAt,
     Commit,
     Credit,
     Export,
     Fetch,
     SliceAt,
     Slices,
-    AnySliceAt,
 )
 
 
