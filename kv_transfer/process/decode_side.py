@@ -273,15 +273,15 @@ class DecodeSide:
 
     def _slices_at(self, session: Session, transfer_id: bytes, slices: Sequence[SliceAt]) -> None:
         """Instead of frames. Each uses a credit and a slot, too, though the engine writes nothing into it."""
+        nixl = self._exports.reader(session, slices)
         session.moved(time.monotonic())
         for m in slices:
             if session.number not in self._peers.by_session:
                 break  # a slice before this one ended it
-            self._slice_at(session, transfer_id, m)
+            self._slice_at(session, transfer_id, m, nixl)
 
-    def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt) -> None:
-        nixl, state = self._exports.reader(session, m), m.state
-        kind, state_type = kind_of(state)
+    def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt, nixl: NixlMemory | None) -> None:
+        kind, state_type = kind_of(m.state)
         header = Header(
             FrameType.KV, transfer_id, m.layer, kind, m.head_start, m.head_count, m.token_start,
             m.token_count, m.seq, m.length, 0, 0, state_type,

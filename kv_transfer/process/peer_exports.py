@@ -5,6 +5,7 @@ EXPORT ─▶ the memory is opened ─▶ REACH(true) ─▶ SLICES ─▶ the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_transfer.channel import Channel, ExportGone, ExportIn
@@ -51,8 +52,8 @@ class PeerExports:
             memory.reached = memory.reached or reached
             memory.session.send(Reach(reached, why[:512]))
 
-    def reader(self, session: Session, m: SliceAt) -> NixlMemory | None:
-        """What reads the slice; None: the engine. Raises ProtocolError if the slice may not be there."""
+    def reader(self, session: Session, slices: Sequence[SliceAt]) -> NixlMemory | None:
+        """What reads the slices; None: the engine. Raises ProtocolError if one of them cannot be there."""
         memory = self._memories.get(session.number)
         if memory is None or not memory.reached:
             raise ProtocolError("order", "SLICE without REACH")
@@ -60,8 +61,9 @@ class PeerExports:
         most = export.slot_bytes
         if nixl:  # it reads into an arena slot
             most = min(session.slot_bytes, most)
-        if m.slot >= memory.slots or m.length > most:
-            raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
+        for m in slices:
+            if m.slot >= memory.slots or m.length > most:
+                raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
         return nixl
 
     def _reader(self, export: Export) -> NixlMemory | None:

@@ -109,20 +109,21 @@ class Incoming:
     def begin(self, h: Header) -> None:
         """A KV frame's header came; Fault unless exactly this frame is still missing."""
         assert self.live
-        rank, part = self._ranks.get(h.sender_rank), (h.state, h.layer)
-        if h.state is not None and part not in self._missing:
+        rank, state = self._ranks.get(h.sender_rank), h.state
+        part = state, h.layer
+        if state is not None and part not in self._missing:
             raise Fault("state", f"no such state was asked for: {h}")
-        kind_is_known = h.state is not None or (h.kind == KIND_KV and h.state_type == 0)
+        kind_is_known = state is not None or (h.kind == KIND_KV and h.state_type == 0)
         if rank is None or h.receiver_rank != self._rank or not kind_is_known or part not in self._missing:
             raise Fault("frame_fields", f"no such rank, kind or layer: {h}")
         start, stop = h.token_start, h.token_start + h.token_count
         first, last = h.head_start, h.head_start + h.head_count
-        if h.state is None:
+        if state is None:
             size, heads = h.token_count * self.layout.head_bytes, self.heads
             was_asked = any(a <= start and stop <= b for a, b in self.ranges)
         else:
-            state = self.layout.states[h.state]
-            size, heads = state.head_bytes, (0, state.heads)
+            kept = self.layout.states[state]
+            size, heads = kept.head_bytes, (0, kept.heads)
             was_asked = start == stop == self._states_of
         if h.length != h.head_count * size or h.length == 0:
             raise Fault("frame_length", f"length {h.length} for {h.token_count} × {h.head_count}")
