@@ -1,5 +1,6 @@
 """Every architecture against transformers: logits, and greedy tokens through the paged, chunked engine."""
 
+import inspect
 import json
 import random
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from engine import EngineConfig, build_engine
 from engine.layers.linear import PlainFormat
@@ -36,6 +38,10 @@ YARN_ROPE = {
     "beta_fast": 4.0,
     "original_max_position_embeddings": 32,
 }
+
+CLOSE = 6e-4
+"""Largest error of a log probability. These random models make a relative rounding of 1e-6 up to 600 times as
+large."""
 
 QWEN2_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 
@@ -84,11 +90,22 @@ KINDS = [
 ]
 
 
+def known_to_transformers(kind: str) -> dict[str, Any]:
+    """What a tiny model has for transformers 5.17 and older. They limit the experts of gpt-oss to 7 whatever
+    the config says, and normalize all groups of a gated norm together."""
+    if kind == "GptOss" and not hasattr(transformers.GptOssConfig, "swiglu_limit"):
+        return {"swiglu_limit": 7.0}
+    if kind in ("Bamba", "GraniteMoeHybrid"):
+        norm = inspect.signature(transformers.models.bamba.modeling_bamba.BambaRMSNormGated)
+        return {} if "group_size" in norm.parameters else {"mamba_n_groups": 1}
+    return {}
+
+
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_greedy_tokens_equal_transformers(
     kind: str, changes: dict[str, Any], tmp_path: Path, save_tiny: Any, run: Any, request_of: Any
 ) -> None:
-    reference = save_tiny(tmp_path, kind, **changes)
+    reference = save_tiny(tmp_path, kind, **known_to_transformers(kind), **changes)
     reference.save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     rng = random.Random(7)
@@ -113,10 +130,10 @@ def test_greedy_tokens_equal_transformers(
         expected = greedy(reference, prompt, 12)
         assert output.tokens == [token for token, _ in expected]
         for ours, (_, logprobs) in zip(output.outputs, expected, strict=True):
-            assert ours.logprobs.logprob == pytest.approx(float(logprobs.max()), abs=3e-4)
+            assert ours.logprobs.logprob == pytest.approx(float(logprobs.max()), abs=CLOSE)
             top = logprobs.topk(5)
             assert ours.logprobs.top_ids == tuple(top.indices.tolist())
-            assert ours.logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=3e-4)
+            assert ours.logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=CLOSE)
 
 
 def test_a_cached_prefix_ends_within_an_attention_chunk(
