@@ -35,6 +35,8 @@ def large_requests() -> dict[str, tuple[str, bytes]]:
         "settings": (chat, {"messages": [short], "chat_template_kwargs": settings, "max_tokens": 1}),
         "text": ("/v1/completions", {"prompt": text}),
         "token_ids": ("/v1/completions", {"prompt": ids}),
+        "invocation": ("/invocations", {"prompt": ids}),
+        "responses": ("/v1/responses", {"input": [short] * 300_000}),
         "tokenize": ("/tokenize", {"prompt": text[: 1 << 20]}),  # 16 MB would take half a minute
         "detokenize": ("/detokenize", {"tokens": ids}),
         "answer": ("/v1/completions", {"prompt": [100], "logprobs": 20, "ignore_eos": True} | _LONG_ANSWER),

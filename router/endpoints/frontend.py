@@ -21,6 +21,7 @@ from router.api.structured import Structure, calls_or_answer
 from router.config import RouterConfig
 from router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
+from router.preparation.peek import Peek
 from router.preparation.prepare import Converted, Generated, Prepared, Served
 from router.preparation.preparer import Preparer
 from router.tools.reasoning import END, START
@@ -111,6 +112,11 @@ class Frontend:
         estimate = max(1, min(size // TOKEN_BYTES, self.capacity))
         with self._services.admission.enter(account, estimate) as entry:
             yield entry
+
+    async def peek(self, raw: bytes | bytearray, account: Account) -> Peek:
+        """Looks at a body of /v1/responses. Raises ApiError."""
+        async with _deadline(self._services.request_timeout, time.monotonic()):
+            return await self._preparer.peek(raw, self._served, account.key)
 
     async def prepare(
         self,

@@ -1,12 +1,10 @@
 """The HTTP endpoints that generate, except /v1/responses, which also stores."""
 
-from typing import Literal
-
-import msgspec
 from aiohttp import web
 
 from router.active_request import ActiveRequest, Services
 from router.admission.queue import Entry
+from router.api.bodies import ChatOptions
 from router.config import RouterConfig
 from router.endpoints.builders import ChatBuilder, CompletionBuilder, MessagesBuilder, ResponseBuilder
 from router.endpoints.frontend import Frontend
@@ -19,15 +17,6 @@ _BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[Me
     "completion": CompletionBuilder,
     "messages": MessagesBuilder,
 }
-
-
-class _Form(msgspec.Struct):
-    """`Raw` skips over the value."""
-
-    messages: msgspec.Raw = msgspec.Raw()
-
-
-_form = msgspec.json.Decoder(_Form).decode
 
 
 class HttpGeneration:
@@ -50,7 +39,7 @@ class HttpGeneration:
 
     async def invocation(self, request: web.Request) -> web.StreamResponse:
         """The one endpoint that Amazon SageMaker calls."""
-        return await self._generate(request, None)
+        return await self._generate(request, "invocation")
 
     async def prepare(
         self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
@@ -73,19 +62,11 @@ class HttpGeneration:
         headers = {"x-request-id": REQUEST_ID.get()}
         return await respond(request, active, builder, headers, self._config.client_timeout)
 
-    async def _generate(self, request: web.Request, kind: Generated | None) -> web.StreamResponse:
-        """`kind`: None lets the body say it."""
+    async def _generate(self, request: web.Request, kind: Generated) -> web.StreamResponse:
         raw = await read_body(request, self._config)
-        kind = kind or _kind_of(raw)
         with self._frontend.admit(ACCOUNT.get(), len(raw)) as entry:
             active = await self.prepare(request, kind, raw, entry)
             del raw  # frees the body, which may be large, before the generation, which may be long
+            if kind == "invocation":
+                kind = "chat" if isinstance(active.body, ChatOptions) else "completion"
             return await self.respond(request, active, _BUILDERS[kind](active, self._model, self._tokenizer))
-
-
-def _kind_of(raw: bytearray) -> Literal["chat", "completion"]:
-    """A body with messages is a chat. All others are completions, which refuse what is not valid."""
-    try:
-        return "chat" if bytes(_form(raw).messages) else "completion"
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return "completion"

@@ -10,7 +10,6 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from router.active_request import ActiveRequest, Services
@@ -26,18 +25,6 @@ from router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
 from rpc.ports import url_host
 
 log = logging.getLogger(__name__)
-
-
-class _Peek(msgspec.Struct):
-    """The fields that are needed before the body is validated. Skipping the others takes no time."""
-
-    input: msgspec.Raw = msgspec.Raw()
-    previous_response_id: str | None = None
-    background: bool | None = None
-    store: bool | None = None
-
-
-_peek = msgspec.json.Decoder(_Peek).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +62,7 @@ class HttpResponses:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         raw = await read_body(request, self._config)
-        turn = self._turn(raw)
+        turn = await self._turn(raw)
         if turn.background:
             return await self._create_in_background(request, raw, turn)
         with self._frontend.admit(ACCOUNT.get(), turn.size) as entry:
@@ -110,16 +97,11 @@ class HttpResponses:
             running[0].cancel()
             await asyncio.wait([running[0]])
 
-    def _turn(self, raw: bytearray) -> _Turn:
+    async def _turn(self, raw: bytearray) -> _Turn:
         """Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
-        try:
-            peek = _peek(raw)
-        except msgspec.ValidationError:
-            peek = _Peek()  # the body is not valid; `prepare` raises the error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            # `prepare` might accept it, as it does NaN, and the fields here would have no effect.
-            raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-        key, previous = ACCOUNT.get().key.name, peek.previous_response_id
+        account = ACCOUNT.get()
+        peek = await self._frontend.peek(raw, account)
+        key, previous = account.key.name, peek.previous_response_id
         earlier: tuple[bytes, ...] = ()
         if previous is not None:
             if (key, previous) in self._running:
@@ -130,8 +112,8 @@ class HttpResponses:
         if size > self._config.max_body_bytes:
             text = f"the conversation is larger than {self._config.max_body_bytes} bytes"
             raise BodyTooLarge(text, param="previous_response_id")
-        input = None if peek.store is False else bytes(peek.input)
-        return _Turn(key, earlier, input, bool(peek.background), size)
+        input = bytes(memoryview(raw)[peek.start : peek.stop]) if peek.stored else None
+        return _Turn(key, earlier, input, peek.background, size)
 
     def _builder(self, request: web.Request, active: ActiveRequest, turn: _Turn) -> ResponsesBuilder:
         def keep(response: dict[str, Any]) -> None:
@@ -168,6 +150,8 @@ class HttpResponses:
             with self._frontend.admit(ACCOUNT.get(), turn.size) as entry:
                 active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
                 del raw
+                if prepared.cancelled():
+                    return  # the client disconnected, and this task is not cancelled yet
                 builder = self._builder(request, active, turn)
                 self._running[turn.key, builder.id] = task, builder
                 prepared.set_result(builder)
@@ -182,11 +166,11 @@ class HttpResponses:
             else:
                 error = ApiError(f"request {REQUEST_ID.get()} failed inside the router")
                 log.exception("request %s", REQUEST_ID.get())
-            if builder is None:
-                prepared.set_exception(error)
-            else:
+            if builder is not None:
                 self._services.metrics.failed(error)
                 builder.failed(error)
+            elif not prepared.cancelled():
+                prepared.set_exception(error)
         finally:
             if builder is not None:
                 del self._running[turn.key, builder.id]

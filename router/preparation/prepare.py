@@ -25,13 +25,17 @@ from router.api.openai_responses.body import ResponsesBody
 from router.api.sampling import Body
 from router.api.validation import parse
 from router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from router.preparation.peek import kind_of, peek
 from router.text.tokenizer import ModelTokenizer
 from router.tools import Beginning, continues_reasoning
 
-Generated = Literal["chat", "completion", "responses", "messages", "grpc"]
+Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
 Converted = Literal["tokenize", "detokenize", "count_tokens"]
-Kind = Generated | Converted
-"""What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call."""
+Kind = Generated | Converted | Literal["peek"]
+"""What the bytes are: the JSON body of an HTTP endpoint, or the message of a gRPC call.
+
+An invocation is a chat or a completion. A peek is the first look at a body of /v1/responses.
+"""
 
 _BODIES: dict[Kind, type[Body]] = {
     "chat": ChatBody,
@@ -76,13 +80,18 @@ def prepare(
     history: bytes = b"",
     salt: bytes = b"",
 ) -> Prepared | bytes:
-    """Returns a request to generate, or the JSON response of an endpoint that only counts or converts.
+    """Returns a request to generate, or the JSON response of an endpoint that only counts or converts. For a
+    peek returns a `Peek` as MessagePack.
 
     `history`: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
     `salt`: of the client's API key.
 
     Raises InvalidRequest and ModelNotFound.
     """
+    if kind == "peek":
+        return msgspec.msgpack.encode(peek(raw))
+    if kind == "invocation":
+        kind = kind_of(raw)
     body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
     if body.model not in (None, served.model_name):
         raise ModelNotFound(f"there is no model {body.model!r} here", param="model")

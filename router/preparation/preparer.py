@@ -3,10 +3,13 @@
 import logging
 import sys
 
+import msgspec
+
 from router.admission.keys import ApiKey
 from router.child_pool import ChildDied, ChildPool
 from router.errors import ApiError, InvalidRequest
 from router.preparation import child
+from router.preparation.peek import Peek
 from router.preparation.prepare import Kind, Prepared, Served, prepare
 from router.preparation.wire import read_reply, request_head
 from router.text.tokenizer import ModelTokenizer
@@ -32,7 +35,7 @@ class Preparer:
     async def prepare(
         self, kind: Kind, raw: bytes | bytearray, served: Served, key: ApiKey, history: bytes = b""
     ) -> Prepared | bytes:
-        """As `prepare.prepare`. `key` is the client's. Raises ApiError."""
+        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError."""
         if len(raw) + len(history) <= SMALL_BYTES:
             return prepare(kind, raw, self._tokenizer, served, history, key.cache_salt)
         head = request_head(kind, served, history, key.cache_salt)
@@ -43,6 +46,12 @@ class Preparer:
                 raise ApiError(f"the router has no process to prepare this request: {died}") from died
             limits = f"{child.CPU_SECONDS} s or {child.MEMORY_BYTES >> 30} GiB"
             raise InvalidRequest(f"the preparation of this request takes more than {limits}") from died
+
+    async def peek(self, raw: bytes | bytearray, served: Served, key: ApiKey) -> Peek:
+        """Looks at a body of /v1/responses. Raises ApiError."""
+        found = await self.prepare("peek", raw, served, key)
+        assert isinstance(found, bytes)
+        return msgspec.msgpack.decode(found, type=Peek)
 
     async def start(self) -> None:
         """Starts the children, so that the first large body does not wait for it."""

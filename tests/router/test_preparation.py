@@ -68,6 +68,8 @@ def restored(tokenizer: ModelTokenizer) -> ModelTokenizer:
         ("tokenize", {"prompt": "Hi", "model": "fake"}),
         ("tokenize", CHAT),
         ("detokenize", {"tokens": [5, 6, 7]}),
+        ("invocation", CHAT | {"max_tokens": 2}),
+        ("invocation", {"prompt": "Hi"}),
         ("grpc", ipb.GenerateRequest(text="Hi", stop=["a"], logprobs=2, seed=5)),
         (
             "grpc",
@@ -83,6 +85,7 @@ def test_a_child_prepares_as_the_router_does(tokenizer: ModelTokenizer, kind: Ki
         return
     assert isinstance(there, Prepared)
     assert isinstance(here.options, (ChatBody, CompletionBody))
+    assert isinstance(there.options, ChatOptions) == isinstance(here.options, ChatBody)
     assert (there.prompts, there.echoes) == (here.prompts, here.echoes)
     without = {"messages", "prompt", "chat_template_kwargs"}
     options = here.options.model_dump(exclude=without, warnings=False)

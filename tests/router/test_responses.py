@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 
+from router.active_request import ActiveRequest
 from router.admission.keys import api_keys
 from router.api.openai_responses.reply import ResponseEvent, ResponseObject
 from router.endpoints import stored_responses
+from router.endpoints.http_generation import HttpGeneration
 from router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from router.errors import NotFound
 from router.preparation import preparer
@@ -208,6 +212,23 @@ async def test_a_response_in_the_background(cluster: Cluster):
         assert (await api.responses.retrieve(slow.id)).status == "cancelled"
         with pytest.raises(openai.BadRequestError, match="temperature"):
             await api.responses.create(input="Hi", background=True, temperature=-1)
+
+
+async def test_a_client_that_leaves_before_its_background_response_begins(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    prepare = HttpGeneration.prepare
+
+    async def leaving(self: HttpGeneration, request: web.Request, *args: Any) -> ActiveRequest:
+        active = await prepare(self, request, *args)
+        request.task.cancel()
+        return active
+
+    monkeypatch.setattr(HttpGeneration, "prepare", leaving)
+    with pytest.raises(aiohttp.ServerDisconnectedError):
+        await cluster.post(PATH, input="Hi", background=True)
+    await cluster.idle()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_child_process_gets_the_conversation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
