@@ -10,7 +10,14 @@ A *format* is the way in which a family of models writes tool calls. Each format
 
 from router.tools.formats import FORMATS, format_of
 from router.tools.parser import Piece, ToolParser
-from router.tools.reasoning import REASONING, Beginning, ReasoningParser, continues_reasoning, reasoning_of
+from router.tools.reasoning import (
+    REASONING,
+    Beginning,
+    ReasoningParser,
+    Text,
+    continues_reasoning,
+    reasoning_of,
+)
 
 __all__ = [
     "FORMATS",
@@ -18,6 +25,7 @@ __all__ = [
     "Beginning",
     "Piece",
     "ReasoningParser",
+    "Text",
     "ToolParser",
     "continues_reasoning",
     "format_of",

@@ -40,7 +40,7 @@ class MistralParser(ToolParser):
             yield from self._begin(self._head)
         elif self._listed and character == "]":
             self._head, self._listed = None, False
-        elif not self._head.strip(SPACE) and character == "[" and not self._listed:
+        elif character == "[" and not self._listed and not self._head.strip(SPACE):
             self._listed = True
         else:
             self._head += character

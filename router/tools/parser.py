@@ -85,21 +85,29 @@ def _joined(pieces: Iterator[Piece]) -> list[Piece]:
 
 
 class Marker:
-    """Finds a fixed text in a stream of characters. Holds back a possible beginning of it."""
+    """Finds a fixed text in a text that arrives in pieces. Holds back a possible beginning of it."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self.held = ""
 
+    def split(self, text: str) -> tuple[str, str | None]:
+        """Takes the next text. Returns what is before the marker, and what follows it; None: it is not
+        complete."""
+        text = self.held + text
+        before, marker, after = text.partition(self._text)
+        if marker:
+            self.held = ""
+            return before, after
+        longest = min(len(text), len(self._text) - 1)
+        keep = next(n for n in range(longest, -1, -1) if text.endswith(self._text[:n]))
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
     def take(self, character: str) -> tuple[str, bool]:
         """Returns the text that is not part of the marker, and whether the marker is complete."""
-        self.held += character
-        if self.held.endswith(self._text):
-            before, self.held = self.held[: -len(self._text)], ""
-            return before, True
-        keep = next(n for n in range(len(self._text) - 1, -1, -1) if self.held.endswith(self._text[:n]))
-        before, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
-        return before, False
+        before, after = self.split(character)
+        return before, after is not None
 
 
 class CallReader:

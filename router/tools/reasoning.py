@@ -1,6 +1,5 @@
 """Reasoning in the text of a model: what it writes between <think> and </think>, before its answer."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -21,10 +20,8 @@ class Text:
 
 
 class ReasoningParser:
-    """Divides one text into reasoning and content.
-
-    Reads one character at a time, so the result does not depend on the pieces in which the text arrives.
-    """
+    """Divides one text into reasoning and content. The result does not depend on the pieces in which the text
+    arrives."""
 
     name: ClassVar[str]
     """The name for --reasoning-parser, as in vLLM."""
@@ -34,7 +31,8 @@ class ReasoningParser:
     def __init__(self, beginning: Beginning) -> None:
         self._beginning = beginning
         self._state: Literal["begin", "reasoning", "answer"] = "answer" if beginning == "answer" else "begin"
-        self._held = ""  # the beginning, which may become <think>
+        self._space: list[str] = []  # what the output begins with, before any other text
+        self._mark = ""  # the text that may become <think>
         self._end = Marker(END)
 
     @classmethod
@@ -47,45 +45,37 @@ class ReasoningParser:
 
     def push(self, text: str) -> Text:
         """Takes the next text. Returns what is certain now."""
-        return _joined(self._take(text))
+        if self._state == "begin":
+            text = self._begin(text)
+        if self._state != "reasoning":
+            return Text(content=text)
+        reasoning, content = self._end.split(text)
+        if content is None:
+            return Text(reasoning)
+        self._state = "answer"
+        return Text(reasoning, content)
 
     def finish(self) -> Text:
         """Returns the text that was held back, at the end of the output."""
         if self._state == "begin":
-            return Text(self._held) if self._beginning == "reasoning" else Text(content=self._held)
+            held = "".join(self._space) + self._mark
+            return Text(held) if self._beginning == "reasoning" else Text(content=held)
         return Text(self._end.held)
 
-    def _take(self, text: str) -> Iterator[Text]:
-        for i, character in enumerate(text):
-            match self._state:
-                case "begin":
-                    yield from self._begin(character)
-                case "reasoning":
-                    reasoning, ended = self._end.take(character)
-                    yield Text(reasoning)
-                    if ended:
-                        self._state = "answer"
-                case "answer":
-                    yield Text(content=text[i:])
-                    return
-
-    def _begin(self, character: str) -> Iterator[Text]:
-        self._held += character
-        mark = self._held.lstrip(SPACE)
-        if mark == START:
+    def _begin(self, text: str) -> str:
+        """Holds back what may become <think>. Returns the text that belongs to the next state."""
+        if not self._mark:
+            mark = text.lstrip(SPACE)
+            self._space.append(text[: len(text) - len(mark)])
+            text = mark
+        self._mark += text
+        if self._mark.startswith(START):
             self._state = "reasoning"
-        elif not START.startswith(mark):
-            if self._beginning == "reasoning":
-                self._state = "reasoning"
-                yield from self._take(self._held)
-            else:
-                self._state = "answer"
-                yield Text(content=self._held)
-
-
-def _joined(pieces: Iterator[Text]) -> Text:
-    both = list(pieces)
-    return Text("".join(p.reasoning for p in both), "".join(p.content for p in both))
+            return self._mark[len(START) :]
+        if START.startswith(self._mark):
+            return ""
+        self._state = "reasoning" if self._beginning == "reasoning" else "answer"
+        return "".join(self._space) + self._mark
 
 
 class Qwen3Parser(ReasoningParser):

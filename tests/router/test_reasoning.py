@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from router.api import responses
+from router.endpoints.builders.chat import ChatBuilder
+from router.endpoints.builders.output_parser import OutputParser, Part
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from router.tools import REASONING, Beginning, continues_reasoning, reasoning_of
 from rpc import worker_pb2 as pb
@@ -25,7 +27,9 @@ CASES: list[tuple[str, Beginning, str, str, str]] = [
     ("qwen3", "either", "<thi", "", "<thi"),
     ("qwen3", "answer", "<think>a</think>", "", "<think>a</think>"),
     ("qwen3", "reasoning", f"{THOUGHT}</think>{ANSWER}</think>", THOUGHT, f"{ANSWER}</think>"),
+    ("qwen3", "either", " \n \n", "", " \n \n"),
     ("deepseek_r1", "reasoning", "a</think>b", "a", "b"),
+    ("deepseek_r1", "reasoning", "\n</think>b", "\n", "b"),
     ("deepseek_r1", "reasoning", "<think>\na</think>b", "\na", "b"),
     ("deepseek_r1", "reasoning", "\n<th", "\n<th", ""),
     ("deepseek_r1", "reasoning", " <b>a</think>", " <b>a", ""),
@@ -89,6 +93,29 @@ async def test_reasoning_of_responses_and_streams(thinking: Cluster):
         deltas = [event["choices"][0]["delta"] for event in events]
         joined = {name: "".join(d.get(name) or "" for d in deltas) or None for name in expected}
         assert joined == expected, more
+
+
+async def test_a_whole_response_is_parsed_while_its_tokens_come(
+    thinking: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    """To parse a long answer at its end would block the event loop."""
+    push, whole = OutputParser.push, ChatBuilder.whole
+    pushed: list[str] = []
+
+    def counted(self: OutputParser, text: str, *, last: bool) -> list[Part]:
+        pushed.append(text)
+        return push(self, text, last=last)
+
+    def at_the_end(self: ChatBuilder) -> dict[str, Any]:
+        tokens, result = len(pushed), whole(self)
+        assert len(pushed) == tokens == result["usage"]["completion_tokens"]
+        return result
+
+    monkeypatch.setattr(OutputParser, "push", counted)
+    monkeypatch.setattr(ChatBuilder, "whole", at_the_end)
+    status, result = await thinking.post("/v1/chat/completions", messages=CHAT, tools=TOOLS)
+    assert status == 200
+    assert result["choices"][0]["message"]["reasoning"] == THOUGHT
 
 
 async def test_workers_learn_where_the_structure_starts(thinking: Cluster):

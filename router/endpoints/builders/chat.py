@@ -18,6 +18,12 @@ class ChatBuilder(ChoicesBuilder):
     def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
         super().__init__(request, model, tokenizer)
         self._parsers = [OutputParser(request, tokenizer) for _ in request.choices]
+        self._said: list[list[Part]] = [[] for _ in request.choices]
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Parses with each token: all tokens of a long answer at once would block the event loop."""
+        super().add(index, delta)
+        self._said[index] += self._parsed(index, delta)
 
     def _extra(self) -> dict[str, Any]:
         extra: dict[str, Any] = {"prompt_token_ids": self._request.prompts[0]} if self._token_ids else {}
@@ -27,7 +33,9 @@ class ChatBuilder(ChoicesBuilder):
 
     def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         delta = part.last
-        reasoning, content, calls = self._parsed(index, delta.text, last=delta.finish_reason is not None)
+        parts = self._parsed(index, delta)
+        reasoning, content = _text(parts, "reasoning"), _text(parts, "content")
+        calls = [_tool_call(part) for part in parts if part.kind == "call"]
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
         if reasoning:
             message["reasoning"] = reasoning
@@ -38,13 +46,14 @@ class ChatBuilder(ChoicesBuilder):
         return {"index": index, "delta": message, **self._rest(index, part)}
 
     def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
-        reasoning, content, calls = self._parsed(index, *part.texts, last=True)
+        parts = self._said[index]
+        reasoning, content, calls = _text(parts, "reasoning"), _text(parts, "content"), _whole_calls(parts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._parsers[index].reasons:
             message |= {"content": content or None, "reasoning": reasoning or None}
         if calls:
             message["content"] = content or None
-            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+            message["tool_calls"] = calls
         return {"index": index, "message": message, **self._rest(index, part)}
 
     def _usage(self) -> dict[str, Any]:
@@ -54,11 +63,8 @@ class ChatBuilder(ChoicesBuilder):
             usage["completion_tokens_details"] = {"reasoning_tokens": counted}
         return usage
 
-    def _parsed(self, index: int, *texts: str, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
-        """Returns reasoning, content and tool calls of the next texts of a choice."""
-        parts = self._parsers[index].push(*texts, last=last)
-        calls = [_tool_call(part) for part in parts if part.kind == "call"]
-        return _text(parts, "reasoning"), _text(parts, "content"), calls
+    def _parsed(self, index: int, delta: Delta) -> list[Part]:
+        return self._parsers[index].push(delta.text, last=delta.finish_reason is not None)
 
     def _rest(self, index: int, part: ChoicePart) -> dict[str, Any]:
         last = part.last
@@ -87,3 +93,18 @@ def _tool_call(part: Part) -> dict[str, Any]:
         return {"index": part.call, "function": {"arguments": part.text}}
     function = {"name": part.name, "arguments": part.text}
     return {"index": part.call, "id": part.call_id, "type": "function", "function": function}
+
+
+def _whole_calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Returns the calls of a whole response."""
+    calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []
+    for part in parts:
+        if part.name is not None:
+            calls.append({"id": part.call_id, "type": "function", "function": {"name": part.name}})
+            arguments.append([])
+        if part.kind == "call":
+            arguments[-1].append(part.text)
+    for call, texts in zip(calls, arguments, strict=True):
+        call["function"]["arguments"] = "".join(texts)
+    return calls

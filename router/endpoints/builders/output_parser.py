@@ -9,7 +9,7 @@ from typing import Literal
 from router.active_request import ActiveRequest
 from router.api.bodies import ChatOptions
 from router.text.tokenizer import ModelTokenizer
-from router.tools import Piece
+from router.tools import Piece, Text
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -54,19 +54,16 @@ class OutputParser:
         """True if there was a tool call."""
         return self._tools is not None and self._tools.num_calls > 0
 
-    def push(self, *texts: str, last: bool) -> list[Part]:
-        """Takes the texts of the next tokens. Returns the parts that are certain. `last`: none follows."""
+    def push(self, text: str, *, last: bool) -> list[Part]:
+        """Takes the text of the next token. Returns the parts that are certain. `last`: none follows."""
         parts: list[Part] = []
-        text = "".join(texts)
         if self._reasoning is not None:
-            pushed = [self._reasoning.push(each) for each in texts]
-            self.reasoning_tokens += sum(bool(each.reasoning) for each in pushed)
-            if last:
-                pushed.append(self._reasoning.finish())
-            reasoning = "".join(each.reasoning for each in pushed)
+            pushed = self._reasoning.push(text)
+            self.reasoning_tokens += bool(pushed.reasoning)
+            held = self._reasoning.finish() if last else Text()
+            reasoning, text = pushed.reasoning + held.reasoning, pushed.content + held.content
             if reasoning and self._with_reasoning:
                 parts.append(Part("reasoning", reasoning))
-            text = "".join(each.content for each in pushed)
         if self._tools is not None:
             parts += map(
                 _part, self._kept([*self._tools.push(text), *(self._tools.finish() if last else ())])
