@@ -13,6 +13,8 @@ import xxhash
 
 START_BYTES = 4096
 """Of a prompt that stands for its conversation. Later turns begin with the same bytes."""
+START_MESSAGES = 16
+"""Messages that stand for a conversation at most, if none of them is of a user. A body may have 350,000."""
 _INVALID = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _RESPONSE_PATH = re.compile(r"/v1/responses/(resp_[0-9a-f]+)(?:[/?]|$)")
 
@@ -72,13 +74,13 @@ def _hash(text: bytes) -> int | None:
 
 
 def _start(fields: _Fields) -> bytes:
-    start = bytes(fields.prompt)[:START_BYTES] + bytes(fields.system) + bytes(fields.instructions)
+    start = [bytes(fields.prompt)[:START_BYTES], bytes(fields.system), bytes(fields.instructions)]
     for turns in (fields.messages, fields.input):
         try:
-            for raw in _messages(turns) if bytes(turns) else ():
-                start += bytes(raw)
+            for raw in _messages(turns)[:START_MESSAGES] if bytes(turns) else ():
+                start.append(bytes(raw))
                 if _message(raw).role == "user":
                     break
         except _INVALID:  # `input` may be a text, and a message may have any form
-            start += bytes(turns)[:START_BYTES]
-    return start
+            start.append(bytes(turns)[:START_BYTES])
+    return b"".join(start)

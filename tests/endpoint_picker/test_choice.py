@@ -81,6 +81,11 @@ def test_any_bytes_have_a_conversation(body: bytes):
     assert (conversation({}, body).key is None) == (body == b"")
 
 
+def test_few_messages_tell_a_conversation_without_a_user():
+    results = [{"role": "tool", "content": str(i)} for i in range(100)]
+    assert key_of({"messages": results}) == key_of({"messages": [*results, {"role": "user", "content": "?"}]})
+
+
 def test_a_part_of_a_body_has_the_key_of_a_later_turns_part():
     first, second = (json.dumps(chat("Hello", *more)).encode() for more in ((), ("Hi.", "Why?")))
     assert conversation({}, first[:8000]) == conversation({}, second[:8000])
