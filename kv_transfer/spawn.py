@@ -14,6 +14,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.heartbeat import Heartbeat
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
+MAX_MESSAGE = 1 << 16  # bytes
 EXIT_ENGINE_GONE = 3  # of a transfer process: its engine process ended before it
 
 

@@ -7,9 +7,9 @@ from collections import deque
 
 import kv_transfer
 from kv_transfer import Drain, Drained, Ready, StatsRequest, TransferStats
+from kv_transfer.spawn import MAX_MESSAGE
 from worker.failure import TreeError
 
-_MAX_MESSAGE = 1 << 16
 _EXIT_SOON = 5.0
 """Seconds for the transfer process to exit after it closed its socket. Its exit code is the better error."""
 
@@ -68,7 +68,7 @@ class TransferLink:
 
     async def _receive(self) -> kv_transfer.FromTransfer:
         try:
-            data = await asyncio.get_running_loop().sock_recv(self._end, _MAX_MESSAGE)
+            data = await asyncio.get_running_loop().sock_recv(self._end, MAX_MESSAGE)
         except ConnectionResetError:
             data = b""
         if not data:

@@ -38,7 +38,7 @@ from kv_transfer.process import nixl_memory
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
 from kv_transfer.process.lane_owner import OutgoingFrame
 from kv_transfer.process.nixl_memory import NixlMemory
-from kv_transfer.process.stats import TransferCounters
+from kv_transfer.process.stats import TransferCounters, printable
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header, kind_of
 from kv_transfer.protocol.held import Effect, Held, HeldPrefills, Pin, Release, Start, Stop, Waiting
@@ -65,6 +65,7 @@ from kv_transfer.sender_pacing import window
 log = logging.getLogger("baton.kv")
 
 _MOST_UNREAD = 4 << 20  # bytes of messages that a session may send while the channel is full
+_NAME, _TRANSPORT = 64, 128  # bytes that statistics have of a peer's name, and of what it says: one packet
 
 
 class PrefillSide:
@@ -305,7 +306,7 @@ class PrefillSide:
     def transports(self) -> dict[str, str]:
         """Of each peer that fetches from here, by name."""
         return {
-            session.peer.name: self._transports.get(number, "tcp")
+            _shown(session.peer.name, _NAME): _shown(self._transports.get(number, "tcp"), _TRANSPORT)
             for number, session in self._sessions.items()
             if session.peer is not None
         }
@@ -342,3 +343,8 @@ class PrefillSide:
                         self._sessions[number].send(reply, transfer_id)
                 case Expired(name, detail):
                     self._counters.expire(name, detail)
+
+
+def _shown(text: str, most: int) -> str:
+    """A text of a peer in so many bytes."""
+    return printable(text).encode("ascii", "backslashreplace")[:most].decode()

@@ -6,6 +6,7 @@ import socket
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 import kv_transfer as kv
@@ -15,7 +16,8 @@ from kv_transfer.process.connector import ProtocolError
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
-from kv_transfer.protocol.messages import Credit, Export, Fetch, encode
+from kv_transfer.protocol.messages import Credit, Export, Fetch, Reach, encode
+from kv_transfer.spawn import MAX_MESSAGE
 
 
 class Peer:
@@ -93,3 +95,22 @@ def test_memory_is_offered_with_the_first_fetch() -> None:
             "decode 1": "tcp: the test copy is under way",
             "decode 2": "tcp: the receiver speaks wire version 3",
         }
+
+
+def test_statistics_of_the_most_sessions_fit_into_one_message() -> None:
+    """A longer one would end the worker. Peers choose their names, and say why they use TCP."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        arena: Any = None
+        side = PrefillSide(CONFIG, arena, Channel(ours, FromSender), TransferCounters())
+        side.engine(Exported(Export("shared_memory", "a host", b"", 4, 4096, bytes(16)), ""))
+        fetch, reach = Fetch(b"p" * 16, 0, 1, (), 0, 0, 1), Reach(False, "\U0001f600" * 512)
+        for number in range(CONFIG.max_sessions):
+            peer: Any = Peer(number)
+            peer.peer.name = f"{number} " + "\U0001f600" * 508
+            side.session_up(peer)
+            for kind, message in ((FrameType.FETCH, fetch), (FrameType.REACH, reach)):
+                side.control(peer, Header(kind, number.to_bytes(16), length=len(encode(message))), message)
+        transports = side.transports()
+        assert len(transports) == CONFIG.max_sessions
+        assert len(msgspec.msgpack.encode(transports)) < MAX_MESSAGE - 8192
