@@ -312,7 +312,7 @@ class WorkerStream:
                 await self.may_read.wait()
                 self._sort(message, time.monotonic())
         except grpc.aio.AioRpcError:
-            pass  # whoever cares asks the call for its code
+            pass  # a test that cares asks the call for its code
         finally:
             self.ended.set()
 

@@ -58,7 +58,7 @@ def gone(pid: int) -> bool:
 
 
 async def eventually(condition: Callable[[], bool], within: float = 10.0) -> None:
-    """For what another process does, and tells nobody."""
+    """Waits for what another process does without an event."""
 
     async def poll() -> None:
         while not condition():  # noqa: ASYNC110

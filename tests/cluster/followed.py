@@ -1,4 +1,4 @@
-"""Somebody who follows a discovery, as a router does, and remembers all that it said."""
+"""Follows a discovery, as a router does, and remembers all that it said."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Handle:
         raise AssertionError("there is no router here")
 
     async def restart(self, signum: int, grace: float) -> None:
-        raise AssertionError("nobody asks for that")
+        raise AssertionError("the autoscaler does not ask for that")
 
     async def stop(self, signum: int, grace: float) -> None:
         await self.worker.kill()
@@ -86,7 +86,7 @@ class RouterHandle:
         return self.held
 
     async def restart(self, signum: int, grace: float) -> None:
-        raise AssertionError("nobody asks for that")
+        raise AssertionError("the autoscaler does not ask for that")
 
     async def stop(self, signum: int, grace: float) -> None:
         self.stopped.set()

@@ -248,7 +248,7 @@ async def test_after_fast_changes_the_last_state_of_a_worker_holds(source: Sourc
             await source.leave(A)
         await source.join(A)
         await router.until(A, B)
-        assert all(B in heard for heard in router.heard if heard), "nobody else is touched"
+        assert all(B in heard for heard in router.heard if heard), "no other worker is touched"
         assert len(set(router.heard)) <= 3
 
 
@@ -294,7 +294,7 @@ async def test_static_workers_stay_beside_those_of_a_file(tmp_path: Path) -> Non
     path = tmp_path / "workers"
     async with Follower(FileDiscovery(str(path), (C,))) as router:
         await router.until(C)
-        write_atomically(path, f"{A}  # a comment\n\n# nobody\n")
+        write_atomically(path, f"{A}  # a comment\n\n# no worker\n")
         await router.until(A, C)
 
 

@@ -25,7 +25,7 @@ async def silent(ready: Mapping[str, Any], tls: rpc.TlsFiles | None = None) -> s
 
 
 async def test_a_role_is_silent_once_it_stops_answering(certificates: Certificates) -> None:
-    """Side by side: each answers for longer than anybody's patience first."""
+    """Side by side. Each first answers for longer than the patience."""
     tls = rpc.TlsFiles(*certificates.worker, certificates.ca)
     await asyncio.gather(worker_stops(None), worker_stops(tls), router_hangs())
 

@@ -139,7 +139,7 @@ def test_a_hub_that_is_silent_or_not_there_is_told_at_once(
     assert not constants.HF_HUB_OFFLINE
     (tmp_path / "hub/models--a--b/snapshots/1").mkdir(parents=True)
     model.reach_hub("a/b")
-    assert constants.HF_HUB_OFFLINE, "the client uses its cache, and asks nobody"
+    assert constants.HF_HUB_OFFLINE, "the client uses its cache, and asks no server"
     assert os.environ["HF_HUB_OFFLINE"] == "1", "so do the roles"
 
 

@@ -52,7 +52,7 @@ class Run:
 
 
 def prefill_pool(trace: Trace, seconds: int, *, seed: int = 1) -> Run:
-    """Poisson arrivals; a request goes to the worker with the shortest queue; who leaves drains first."""
+    """Poisson arrivals. A request goes to the shortest queue. A worker that leaves drains first."""
     rng = random.Random(seed)
     demand, scaler, run = PrefillDemand(TTFT), Scaler(LEAST, MOST), Run()
     workers: list[deque[tuple[float, float]]] = [deque()]  # of each: (arrival, tokens left)

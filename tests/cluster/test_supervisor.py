@@ -101,7 +101,7 @@ async def test_a_dead_worker_leaves_the_file_and_comes_back_with_its_new_address
     await eventually(lambda: len(running.listed()) == 3)
     assert len(running.listed() & before) == 2
     assert running.events[0] == ("decode 1", "waiting")
-    assert {name for name, _ in running.events} == {"decode 1"}, "nobody else was touched"
+    assert {name for name, _ in running.events} == {"decode 1"}, "no other worker was touched"
 
 
 async def test_roles_get_secrets_in_the_environment_and_nothing_of_ours_or_rays(
@@ -136,7 +136,7 @@ async def test_a_crash_loop_is_told_with_its_reason_while_the_others_serve(
     assert running.listed() == before
     running.supervisor.resize("prefill", 1)
     await eventually(lambda: running.names() == ["prefill 0", "decode 0", "decode 1", "router 0"])
-    assert running.listed() == before, "who does not serve goes first"
+    assert running.listed() == before, "a worker that does not serve goes first"
 
 
 async def test_a_pool_grows_and_shrinks(running: Cluster) -> None:

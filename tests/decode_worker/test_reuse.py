@@ -212,13 +212,13 @@ async def test_a_request_that_ends_while_its_prefix_is_fetched_leaves_nothing(
     await assert_whole(*caching_workers)
 
 
-@pytest.mark.parametrize("wrong", ["nothing cached", "another incarnation", "nobody listens", "itself"])
+@pytest.mark.parametrize("wrong", ["nothing cached", "another incarnation", "no listener", "itself"])
 async def test_a_stale_hint_costs_time_alone(caching_workers: Workers, wrong: str) -> None:
     prefill, decode = caching_workers
     content = {
         "nothing cached": cache_of(decode),
         "another incarnation": pb.ContentSource(kv_address=decode.ready["kv_address"], incarnation=1),
-        "nobody listens": pb.ContentSource(kv_address="127.0.0.1:1", incarnation=1),
+        "no listener": pb.ContentSource(kv_address="127.0.0.1:1", incarnation=1),
         "itself": cache_of(prefill),
     }[wrong]
     async with paired(*caching_workers) as pair:

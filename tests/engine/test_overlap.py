@@ -204,7 +204,7 @@ def test_a_landing_makes_its_file_descriptor_readable(
                 tokens += len(engine.step().outputs)
                 steps += 1
         if engine.has_work:
-            assert not poll.poll(0), "nothing to do, and nobody says otherwise"
+            assert not poll.poll(0), "nothing to do, and no wakeup"
             began, ended = moments.pop(0), moments.pop(0)
             began.happens()
             ended.happens()

@@ -42,7 +42,7 @@ def main() -> None:
     pair.until(lambda: pair.decode.stats().sessions == 0, "decode to give the peer up")
     pair.until(lambda: pair.prefill.stats().sessions == 0, "prefill to give the peer up")
     assert pair.decode.stats().deadlines["peer_dead"] >= 1
-    down_until = time.monotonic() + 0.3  # lanes that are opened meanwhile find nobody
+    down_until = time.monotonic() + 0.3  # lanes that are opened meanwhile find no listener
     until(lambda: time.monotonic() > down_until, "the link to stay down")
     link("up")
     event = pair.event(decode_id)

@@ -129,7 +129,7 @@ def test_a_trace_is_readable_even_when_cut_off(tmp_path: Path) -> None:
     assert len({e["tid"] for e in spans}) == 3
     trace.close()
     trace.instant("after the end")
-    off = kv.TraceWriter(None, "nobody")
+    off = kv.TraceWriter(None, "no process")
     off.instant("nothing")
     assert not off.enabled
 

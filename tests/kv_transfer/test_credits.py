@@ -1,4 +1,4 @@
-"""Credits: slots are neither lost nor promised twice, whatever the order of events; and nobody starves."""
+"""Credits: no slot is lost or promised twice, whatever the order of events, and no session starves."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ class Credits(RuleBasedStateMachine):
                 self.to_pool[session].clear()
         on_their_way = sum(self.pool.accounts[n].arrived < s.account.used for n, s in self.senders.items())
         assert on_their_way or all(self.pool.accounts[n].outstanding for n in self.senders), (
-            "somebody starves"
+            "a session starves"
         )
 
 
@@ -276,7 +276,7 @@ TestCredits.settings = settings(max_examples=60, stateful_step_count=60)
 
 class Sessions:
     """The transfers of some sessions, each of as many frames, through a pool of two slots; every message and
-    frame is on its way for any length of time. Nobody has to compute, nor to be cancelled, ever."""
+    frame is on its way for any length of time. No transfer has to compute, nor to be cancelled, ever."""
 
     def __init__(self, frames: tuple[int, ...]) -> None:
         self.pool = ReceiverSlots(2)
@@ -304,7 +304,7 @@ class Sessions:
 
     @property
     def served(self) -> bool:
-        """Whoever has something to send has sent it."""
+        """Each session that has something to send has sent it."""
         return all(self.computed[s] <= self.arrived(s) for s in range(len(self.frames)))
 
     def moves(self) -> list[tuple[str, int]]:
@@ -399,8 +399,8 @@ class Sessions:
 
 @pytest.mark.parametrize("frames", [(3, 2), (1, 1, 1)])
 def test_every_order_of_events_can_end_with_all_served(frames: tuple[int, ...]) -> None:
-    """All states there are. From each, what happens by itself leads to where whoever has something to send
-    has sent it, although others hold credits that they may never use; three sessions share two slots, too."""
+    """All states. From each, what happens by itself ends with all frames sent, although other sessions hold
+    credits that they may never use. Three sessions share two slots, too."""
     worlds = [Sessions(frames)]
     number = {worlds[0].key(): 0}
     before: list[set[int]] = [set()]  # state → those that become it by themselves
@@ -421,5 +421,5 @@ def test_every_order_of_events_can_end_with_all_served(frames: tuple[int, ...]) 
     edge = list(good)
     while edge:
         edge = [at for reached in edge for at in before[reached] if at not in good and not good.add(at)]
-    assert len(good) == len(worlds), "somebody starves"
+    assert len(good) == len(worlds), "a session starves"
     assert len(worlds) > 1000, "the exploration became trivial"

@@ -54,7 +54,7 @@ class Peer:
 
 
 class Network:
-    """A connector; whether anybody is reached is the test's to say."""
+    """A connector. The test says whether it reaches a peer."""
 
     def __init__(self, *, refuses: bool = False) -> None:
         self.refuses = refuses  # at once
@@ -64,7 +64,7 @@ class Network:
     def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
         self.attempts.append((address, lanes))
         if self.refuses:
-            raise ConnectionRefusedError("nobody listens")
+            raise ConnectionRefusedError("no process listens")
         self.session = Peer(len(self.attempts))
         return cast("Session", self.session)
 
@@ -161,7 +161,7 @@ def test_it_connects_again_less_and_less_often_until_the_deadline(
     assert world.told() == []
     assert world.attempts_until(7.0) == []
     assert world.told() == [ch.FailedIn(b"t" * 16, "unreachable", False)]
-    assert not world.side.busy, "nobody is waited for"
+    assert not world.side.busy, "it waits for no peer"
 
 
 def test_a_session_that_came_up_makes_the_next_attempts_frequent_again(
@@ -194,7 +194,7 @@ def test_a_session_is_idle_without_a_transfer_and_not_before(monkeypatch: pytest
     for now in range(1, 600):
         world.now = float(now)
         world.side.tick(world.now)
-    assert not session.ended, "somebody waits for it"
+    assert not session.ended, "a transfer waits for it"
     world.side.engine(ch.CancelIn(b"t" * 16))
     for tick in range(59):
         world.now = 600.0 + tick
@@ -213,11 +213,11 @@ def test_many_peers_have_fewer_lanes_each(monkeypatch: pytest.MonkeyPatch) -> No
     assert [lanes for _, lanes in world.network.attempts] == [4, 4, 4, 3, 2, 2, *[1] * 8]
 
 
-def test_credit_of_a_session_is_nobody_elses_before_its_lanes_are_closed(
+def test_credit_of_a_session_goes_to_no_other_before_its_lanes_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A mover may have taken a slot for a frame of it that is not told of yet: who was given that slot's
-    credit would find none."""
+    """A mover may have taken a slot for a frame that is not reported yet. A session with the credit of that
+    slot would find none."""
     world = Side(monkeypatch, Network())
     sessions = []
     for i in range(3):
@@ -335,7 +335,7 @@ def test_an_ack_that_may_be_lost_with_its_session_is_said_again(monkeypatch: pyt
     world.side.tick(world.now)
     world.down("lost")
     world.side.tick(world.now)
-    assert not world.side.busy, "nobody can be without an ACK any more"
+    assert not world.side.busy, "no peer can lack an ACK any more"
 
 
 def test_an_ack_waits_for_a_session_as_long_as_a_prefill_is_held_for_it(
@@ -350,7 +350,7 @@ def test_an_ack_waits_for_a_session_as_long_as_a_prefill_is_held_for_it(
 
 
 @pytest.mark.parametrize("reason", ["idle", "drained", "stopped"])
-def test_who_ends_a_session_in_order_does_not_come_back(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_a_session_that_ended_in_order_stays_closed(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     world = Side(monkeypatch, Network())
     world.inject(NEW)
     world.down(reason)

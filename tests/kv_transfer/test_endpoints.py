@@ -432,7 +432,7 @@ def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
 
 
 def test_where_a_launch_is_always_due_slices_do_not_wait_for_ever(receiving: Any, until: Any) -> None:
-    """The device is done before the host has launched the next step: else nobody would ever join."""
+    """The device is done before the host has launched the next step: else no request would ever join."""
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
     for layer in range(2):

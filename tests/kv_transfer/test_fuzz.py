@@ -53,7 +53,7 @@ Frame = tuple[dict[str, int], bytes]  # fields of the header, payload
 
 @dataclass
 class Noise:
-    """Makes things that nobody should send. `ids` are real ones, to be hit now and then."""
+    """Makes things that no peer should send. `ids` are real ones, to be hit now and then."""
 
     rng: random.Random
     ids: list[bytes]

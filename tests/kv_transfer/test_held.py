@@ -300,7 +300,7 @@ def test_deadlines_run_only_once_it_is_computed() -> None:
 
 @pytest.mark.parametrize("last", ["fetched", "finished", "begun", "sent", "committed", "flowed"])
 def test_a_transfer_ends_so_long_after_whatever_moved_it_last(last: str) -> None:
-    """Frames, COMMIT, and bytes of anybody's frames on its session; on another one they move nothing."""
+    """Frames, COMMIT, and bytes of any frames on its session; on another one they move nothing."""
     held = streaming()
     held.finish(P, 0)
     events = {
@@ -335,7 +335,7 @@ def test_neither_deadline_hits_what_still_flows(committed: bool) -> None:
     assert expire(held, 3609.9, flow) == []
     assert expire(held, 3610, flow) == ["progress", aborted("deadline", 1), Stop(P, T1)]
     assert expire(held, 3639.9, {A: 3639.0}) == []
-    assert expire(held, 3640, {A: 3640.0}) == ["hold", Release(P, "deadline")], "nobody FETCHed it again"
+    assert expire(held, 3640, {A: 3640.0}) == ["hold", Release(P, "deadline")], "no peer FETCHed it again"
 
 
 def test_the_engines_end_ends_what_still_flows() -> None:

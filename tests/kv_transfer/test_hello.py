@@ -1,4 +1,4 @@
-"""The handshake without sockets: who is let in, and what each side says when not."""
+"""The handshake without sockets: which peers are let in, and what each side says to the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answer(listener: Listener, opener: Initiator) -> HelloReply:
     return listener.answer(opened, opener.open)
 
 
-def test_both_sides_learn_who_the_other_is() -> None:
+def test_both_sides_learn_the_identity_of_the_other() -> None:
     a, b = initiator(), Listener(SECRET, PREFILL)
     assert a.reply(answer(b, a)) == PREFILL
     assert a.proof is not None

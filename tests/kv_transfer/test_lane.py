@@ -213,7 +213,7 @@ def test_a_lane_that_closes_gives_every_slot_back_once() -> None:
     loop, sender = Loop(lambda: None), Sender()
     lane = sending(far, loop, sender)
     payload = memoryview(bytes(16 << 20))
-    sizes = [16 << 20, 100, 200, 16 << 20]  # only the first begins, and nobody reads it
+    sizes = [16 << 20, 100, 200, 16 << 20]  # only the first begins, and the peer does not read
     frames = [
         OutgoingFrame(Header(FrameType.KV, seq=i, length=n), payload[:n], i) for i, n in enumerate(sizes)
     ]
@@ -303,7 +303,7 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
     near.close()
 
 
-def test_frames_that_nobody_wants_any_more_leave_no_trace() -> None:
+def test_frames_of_ended_transfers_leave_no_trace() -> None:
     near, far = connected()
     loop, sender = Loop(lambda: None), Sender()
     sender.frame_begins = lambda lane, frame: False  # type: ignore[method-assign]

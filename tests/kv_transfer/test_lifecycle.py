@@ -261,7 +261,7 @@ class World:
         assert set(self.injected) <= set(self.complete)
         assert len(self.live) <= 1
         if self.released == ["acked"]:
-            assert self.injected, "released, but nobody has the KV"
+            assert self.injected, "released, but no worker has the KV"
         if self.closed or self.released:
             assert P not in self.held.held
         for transfer_id, held in self.held.open.items():
@@ -315,7 +315,7 @@ def test_every_order_of_events() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_long_random_orders_end_well(seed: int) -> None:
-    """Run until nothing can happen: whoever injected was the one acknowledged."""
+    """Run until nothing can happen: the side that injected was acknowledged."""
     rng = random.Random(seed)
     acked = 0
     for _ in range(400):

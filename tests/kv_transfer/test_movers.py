@@ -1,4 +1,4 @@
-"""Lanes in processes of their own: KV goes through them, and nobody outlives anybody."""
+"""Lanes in processes of their own: KV goes through them, and no process outlives another."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_more_frames_than_there_are_slots(make_decode: Any, until: Any) -> None:
     peers.free(16)
 
 
-def test_more_pings_than_anybody_reads(make_prefill: Any, until: Any) -> None:
+def test_more_pings_than_are_read(make_prefill: Any, until: Any) -> None:
     """The transfer process has no time for its mover, who keeps a bounded number of them and no more."""
     prefill = make_prefill(lane_processes=1)
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
@@ -311,7 +311,7 @@ def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, un
     until(lambda: prefill.poll() or prefill.sender.idle, "the pump to have them", prefill.sender)
 
 
-# ---------------------------------------------------------------- who is silent, and who is slow
+# ---------------------------------------------------------------- silent and slow lanes
 
 
 def lane_1_at(process_count: int, worker: Any, until: Any) -> None:

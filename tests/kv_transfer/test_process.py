@@ -64,7 +64,7 @@ def test_refused_at_hello(
     until(lambda: prefill.stats().lanes == 0, "the lanes to close")
 
 
-def test_without_a_descriptor_for_who_connects_it_does_not_spin(make_prefill: Any, until: Any) -> None:
+def test_without_a_descriptor_for_a_connection_it_does_not_spin(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     assert prefill.stats().lanes == 0, "it is up"
     process = psutil.Process(prefill.process.pid)

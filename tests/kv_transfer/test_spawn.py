@@ -12,7 +12,7 @@ import kv_transfer.spawn
 def test_the_cluster_secret_is_not_in_its_environment(
     make_prefill: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """/proc/PID/environ is cleared by the process's new title, but not before somebody could have read it."""
+    """The process's new title clears /proc/PID/environ, but others could have read that before."""
     environments: list[dict[str, str]] = []
     popen = kv_transfer.spawn.subprocess.Popen
 

@@ -15,7 +15,7 @@ from kv_transfer.wait import end_waits_on_time, wait
 PR_GET_TIMERSLACK = 30
 
 
-def test_who_is_ready() -> None:
+def test_the_descriptors_that_are_ready() -> None:
     (a, b), (c, d) = os.pipe(), os.pipe()
     assert wait([a, c], 0) == []
     assert wait([a], None, [b]) == [b]

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def until(what: Callable[[], T | None], within: float, why: str) -> T:
-    """Polls what another process does and tells nobody."""
+    """Polls what another process does without an event."""
     deadline = time.monotonic() + within
     while (result := what()) is None:
         assert time.monotonic() < deadline, f"not within {within} s: {why}"
@@ -99,7 +99,7 @@ def titled(pid: int, title: str) -> Process | None:
 
 
 def alive(processes: list[Process]) -> list[Process]:
-    """Those that still live, also when they are no longer anybody's descendants."""
+    """Those that still live, also when their parents have ended."""
     living = []
     for process in processes:
         try:

@@ -20,7 +20,7 @@ GRAMMAR = '{"structured_outputs": {"regex": "([a-z]{2,7} ){99}"}, "ignore_eos": 
 SHORT[1:3] = [replace(case, options=GRAMMAR) for case in SHORT[1:3]]  # one of each kind
 LONG = cases(4, 6, repeat=5)  # prompts of some hundred tokens, in chunks of 64: a second and more of prefill
 MIXED = [*LONG, *SHORT[:4]]
-_STEP = 0.02  # seconds between looks at what nobody tells
+_STEP = 0.02  # seconds between looks at what no event tells
 
 
 Moment = Callable[[list[Stream]], bool]

@@ -62,7 +62,7 @@ async def test_decode_killed_before_its_ack_costs_no_second_prefill(broken: Brok
 
 @pytest.mark.long
 async def test_three_attempts_without_a_token_are_the_end_of_that_request_alone(broken: Broken) -> None:
-    """Whoever prefills it dies in the step. What the other workers decode meanwhile goes on.
+    """The worker that prefills it dies in the step. What the other workers decode meanwhile goes on.
 
     After two crashed steps it shares none: a kill may then hit a step of the others, or fall between two.
     In `make test`, `tests/router/test_lost_workers.py` counts the attempts.

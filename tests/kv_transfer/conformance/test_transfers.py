@@ -123,10 +123,10 @@ def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> Non
     assert len(pair.prefill.free) == 2600
 
 
-def test_a_prefill_that_computes_nothing_yet_starves_nobody(
+def test_a_prefill_that_computes_nothing_yet_starves_no_other(
     make_prefill: Any, make_decode: Any, pair_of: Any
 ) -> None:
-    """Its FETCH came first and took the credits of a small arena: they are recalled for who can use them."""
+    """Its FETCH came first and took the credits of a small arena. They are recalled for other transfers."""
     slow, fast = make_prefill(name="prefill slow"), make_prefill(name="prefill fast", blocks=200)
     decode = make_decode(slots=4, blocks=400)
     waiting = pair_of(slow, decode)
@@ -143,7 +143,7 @@ def test_a_prefill_that_computes_nothing_yet_starves_nobody(
     waiting.assert_whole()
 
 
-def test_a_receiver_that_does_not_read_keeps_nobody_waiting(
+def test_a_receiver_that_does_not_read_keeps_no_other_waiting(
     make_prefill: Any, make_decode: Any, pair_of: Any
 ) -> None:
     """Its engine hangs: neither prefill's forward pass nor another decode worker notices."""
@@ -203,7 +203,7 @@ def test_fetch_before_the_prefill_is_known(make_pair: Any) -> None:
     pair.prefill.sender.expect(queued)
     patient = pair.decode.fetch(pair.prefill, queued, 30)
     pair.until(lambda: pair.prefill.sender.has_fetch(queued), "the second FETCH")
-    # Only the one that nobody expects runs into the deadline.
+    # Only the one that no prefill answers runs into the deadline.
     assert pair.event(fetch) == kv.FetchFailed(fetch, "deadline")
     assert pair.prefill.stats().deadlines == {"fetch_wait": 1}
     pair.until(lambda: not pair.prefill.sender.has_fetch(early), "the news of that")
