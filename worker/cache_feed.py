@@ -26,38 +26,47 @@ class CacheFeed:
     def changed(self, cached: Sequence[Sequence[int]], evicted: Sequence[int]) -> list[pb.WorkerMessage]:
         """Applies a change. `cached`: for each tier, chunks that are there now. Returns the messages for all
         routers."""
-        messages = []
         entered = ((chunk, tier) for tier, chunks in zip(Tier, cached, strict=True) for chunk in chunks)
+        messages = []
         for batch in _batches(chain(((chunk, None) for chunk in evicted), entered)):
             self._sequence += 1
-            events = pb.CacheEvents(sequence=self._sequence)
-            for chunk, tier in batch:
-                if tier is None:
-                    events.evicted.append(chunk)
-                    self._tier_of.pop(chunk, None)
-                else:
-                    self._put(events, chunk, tier)
-            messages.append(pb.WorkerMessage(cache=events))
+            messages.append(self._message(batch))
         return messages
 
     def snapshot(self) -> list[pb.WorkerMessage]:
         """Returns the snapshot for one router. It includes every change up to now."""
         before, self._tier_of = self._tier_of, {}
-        messages = []
-        for number, batch in enumerate(list(_batches(iter(before.items()))) or [[]]):
-            events = pb.CacheEvents(sequence=self._sequence, reset=number == 0)
-            for chunk, tier in batch:
-                self._put(events, chunk, tier)
-            messages.append(pb.WorkerMessage(cache=events))
-        return messages
+        batches = list(_batches(iter(before.items()))) or [[]]
+        return [self._message(batch, reset=number == 0) for number, batch in enumerate(batches)]
 
-    def _put(self, events: pb.CacheEvents, chunk: int, tier: Tier) -> None:
-        before = self._tier_of.get(chunk)
-        self._tier_of[chunk] = tier
-        if before is None:
-            events.added.append(chunk)
-        if tier is not (before or Tier.DEVICE):
-            {Tier.DEVICE: events.device, Tier.HOST: events.host, Tier.DISK: events.disk}[tier].append(chunk)
+    def _message(self, batch: Sequence[tuple[int, Tier | None]], *, reset: bool = False) -> pb.WorkerMessage:
+        """Applies a part of a change. `batch`: chunks and their tiers now; None: they are in no tier."""
+        evicted: list[int] = []
+        added: list[int] = []
+        moved: list[list[int]] = [[] for _ in Tier]
+        tier_of, device = self._tier_of, Tier.DEVICE
+        for chunk, tier in batch:
+            if tier is None:
+                evicted.append(chunk)
+                tier_of.pop(chunk, None)
+                continue
+            before = tier_of.get(chunk)
+            tier_of[chunk] = tier
+            if before is None:
+                added.append(chunk)
+                before = device
+            if tier is not before:
+                moved[tier].append(chunk)
+        events = pb.CacheEvents(
+            sequence=self._sequence,
+            reset=reset,
+            evicted=evicted,
+            added=added,
+            device=moved[Tier.DEVICE],
+            host=moved[Tier.HOST],
+            disk=moved[Tier.DISK],
+        )
+        return pb.WorkerMessage(cache=events)
 
 
 def _batches(items: Iterator[T]) -> Iterator[list[T]]:
