@@ -14,7 +14,7 @@ from router import errors
 from router.active_request import Services
 from router.api.anthropic.errors import error_body
 from router.api.defaults import shown
-from router.api.openapi import OPERATIONS, description
+from router.api.openapi import OPERATIONS, encoded
 from router.config import RouterConfig
 from router.endpoints.cors import Cors
 from router.endpoints.frontend import Frontend, request_name
@@ -189,7 +189,9 @@ class HttpEndpoints:
 
     async def _openapi(self, request: web.Request) -> web.Response:
         keys, admin = bool(self._config.api_keys), not self._config.supervised
-        return _json(description(version(), keys=keys, admin=admin))
+        body = await asyncio.to_thread(encoded, version(), keys=keys, admin=admin)
+        headers = {"x-request-id": REQUEST_ID.get()}
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def _docs(self, request: web.Request) -> web.Response:
         return web.Response(body=_DOCS, content_type="text/html", charset="utf-8")

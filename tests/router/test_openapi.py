@@ -1,5 +1,6 @@
 """`/openapi.json` is valid and complete, and describes the real responses."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import openapi_spec_validator
 import pytest
 
 from router.admission.keys import api_keys
-from router.api import responses
+from router.api import openapi, responses
 from router.api.openapi import OPERATIONS
 from router.text.tokenizer import ModelTokenizer
 from tests.browser import browser
@@ -38,6 +39,19 @@ async def test_the_document_is_valid_and_complete(
         openapi_spec_validator.validate(document)  # pyrefly: ignore[bad-argument-type]
         assert document["paths"]["/v1/models"]["get"]["security"]
         assert "security" not in document["paths"]["/health"]["get"]
+
+
+async def test_the_document_is_not_made_on_the_event_loop(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    made_in: list[threading.Thread] = []
+
+    def description(*_: Any, **__: Any) -> dict[str, Any]:
+        made_in.append(threading.current_thread())
+        return {}
+
+    monkeypatch.setattr(openapi, "description", description)
+    await described(cluster)
+    assert made_in != []
+    assert threading.current_thread() not in made_in
 
 
 async def test_every_described_endpoint_exists(cluster: Cluster):
