@@ -19,6 +19,8 @@ async def session(
 
     Inside the context, a connection error becomes a ValueError that names the flag, the URL and the remedy.
     """
+    if not endpoint.url.startswith(("http://", "https://")):
+        raise ValueError(f"{flag} {endpoint.url}: it must begin with http:// or https://")
     headers = {"Authorization": f"Bearer {endpoint.api_key[0]}"} if endpoint.api_key else {}
     base = endpoint.url.rstrip("/") + "/"
     try:

@@ -266,6 +266,10 @@ def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
     assert gone.exit_code == 2
     assert "--url http://127.0.0.1:9" in gone.stderr
     assert "baton serve" in gone.stderr
+    for other in ("ftp://127.0.0.1", "127.0.0.1:8000"):
+        wrong = baton("status", "--url", other)
+        assert wrong.exit_code == 2
+        assert f"--url {other}: it must begin with http:// or https://" in wrong.stderr
     refused = baton("status", "--url", url, "--api-key", "wrong")
     assert refused.exit_code == 2
     assert "unknown key" in refused.stderr
