@@ -20,9 +20,11 @@ class ArenaTransport:
     trace: TraceWriter
     exports: bool = False
     """Workers of one host may read slots of each other, instead of getting the bytes over TCP."""
+    adopts: bool = False
+    """With `exports`: the transfer process has the slots that peers read, and reads those of peers."""
 
     def sender(self, kv: PagedKV) -> ArenaSender:
-        return ArenaSender(self.sending, kv, self.trace, exports=self.exports)
+        return ArenaSender(self.sending, kv, self.trace, exports=self.exports, adopts=self.adopts)
 
     def receiver(self, kv: PagedKV) -> ArenaReceiver:
         return ArenaReceiver(self.receiving, kv, self.trace, pulls=self.exports)

@@ -153,6 +153,12 @@ class Reached(Local):
     reached: bool
 
 
+class RingOut(Local):
+    """Slots of the transfer process. Slices with a generation go there. Answered by Exported."""
+
+    export: Export
+
+
 class SlotFree(Local):
     """`unsent`: its frame never left, so its credit is unused."""
 
@@ -314,7 +320,10 @@ class BlocksCopied(Local):
 
 
 FromSender = Exported | Offer | SlicesOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled
-ToSender = Reached | StartOut | PinOut | StopOut | Granted | SlotFree | SessionGone | FetchWaits | ReleasedOut
+ToSender = (
+    Reached | StartOut | PinOut | StopOut | Granted | RingOut | SlotFree | SessionGone | FetchWaits
+    | ReleasedOut
+)  # fmt: skip
 FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn | Opened | PulledIn
 ToReceiver = Arrived | ArrivedAt | Complete | FailedIn | ExportIn | ExportGone
 

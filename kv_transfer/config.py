@@ -37,6 +37,8 @@ def _lane_processes() -> int:
     return min(8, cores // 2) if cores >= 8 else 0
 
 
+GPU_TRANSPORTS = ("cuda_ipc", "nixl_cuda")
+"""Their slots are in memory of GPUs."""
 NIXL_WHEELS = ("nixl_cu13", "nixl_cu12")  # the package `nixl` would import torch to choose one of them
 
 
@@ -66,6 +68,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     lane_processes: int = msgspec.field(default_factory=_lane_processes)  # 0: the transfer process does it
     encrypt: bool = False  # lanes; each peer must do the same
     nixl: bool = False  # KV is read with NIXL where a test read succeeds, on both sides of sessions
+    nixl_device: str | None = None  # with slots of its own for NIXL: "cuda:0" or "cpu"; None: the arenas
     deadlines: TransferDeadlines = TransferDeadlines()
     trace_path: str | None = None
     logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own

@@ -33,9 +33,14 @@ class CudaError(RuntimeError):
 def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     for name, *types in (
+        ("cuInit", c_uint),
+        ("cuDeviceGet", c_void_p, ctypes.c_int),
+        ("cuDevicePrimaryCtxRetain", c_void_p, ctypes.c_int),
+        ("cuCtxSetCurrent", c_void_p),
         ("cuMemAlloc_v2", c_void_p, c_size_t),
         ("cuMemsetD8_v2", c_ulonglong, ctypes.c_ubyte, c_size_t),
         ("cuMemcpyHtoD_v2", c_ulonglong, c_void_p, c_size_t),
+        ("cuMemcpyDtoH_v2", c_void_p, c_ulonglong, c_size_t),
         ("cuMemGetAddressRange_v2", c_void_p, c_void_p, c_ulonglong),
         ("cuMemcpyAsync", c_ulonglong, c_ulonglong, c_size_t, c_void_p),
         ("cuIpcGetMemHandle", c_void_p, c_ulonglong),
@@ -55,16 +60,45 @@ def _call(name: str, *args: object) -> None:
         raise CudaError(f"{name}: {(text.value or b'unknown error').decode()}")
 
 
+@cache
+def _context(device: int) -> c_void_p:
+    """The one that torch would use."""
+    number, context = ctypes.c_int(), c_void_p()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", byref(number), device)
+    _call("cuDevicePrimaryCtxRetain", byref(context), number)
+    return context
+
+
+def enter_device(device: int) -> None:
+    """In a thread of a process without torch. Raises CudaError."""
+    _call("cuCtxSetCurrent", _context(device))
+
+
+def allocate(size: int) -> int:
+    """Returns the address, on the device of this thread."""
+    address = c_ulonglong()
+    _call("cuMemAlloc_v2", byref(address), size)
+    return address.value
+
+
+def read(address: int, size: int) -> bytes:
+    found = ctypes.create_string_buffer(size)
+    _call("cuMemcpyDtoH_v2", found, address, size)
+    return found.raw
+
+
 def copy(to: int, source: int, size: int, stream: int) -> None:
     """Enqueues a copy between two addresses of any device."""
     _call("cuMemcpyAsync", to, source, size, stream)
 
 
-class _Slots:
+class Slots:
     """Addresses in memory with `num_slots` slots and their marks."""
 
     def __init__(self, address: int, num_slots: int, slot_bytes: int) -> None:
         self.address = address
+        self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.marks = address + num_slots * slot_bytes
         self.marks_bytes = num_slots * MARK
@@ -77,14 +111,13 @@ class _Slots:
         return self.marks + index * MARK
 
 
-class DeviceMemory(_Slots):
+class DeviceMemory(Slots):
     """Lives as long as its process. CUDA forbids that it is freed while a peer has it open."""
 
     def __init__(self, num_slots: int, slot_bytes: int, token: bytes) -> None:
         """On the device of this thread."""
-        address, handle = c_ulonglong(), _Handle()
-        _call("cuMemAlloc_v2", byref(address), exported_bytes(num_slots, slot_bytes))
-        super().__init__(address.value, num_slots, slot_bytes)
+        handle, self.size = _Handle(), exported_bytes(num_slots, slot_bytes)
+        super().__init__(allocate(self.size), num_slots, slot_bytes)
         _call("cuMemsetD8_v2", self.marks, 0, self.marks_bytes)
         _call("cuMemcpyHtoD_v2", self.token, token, TOKEN)
         _call("cuIpcGetMemHandle", byref(handle), self.address)
@@ -92,7 +125,7 @@ class DeviceMemory(_Slots):
         _exported[token, self.export.handle] = self.address
 
 
-class PeerDeviceMemory(_Slots):
+class PeerDeviceMemory(Slots):
     """Implements PeerMemory. The memory lives as long as it is open, also if its owner dies."""
 
     def __init__(self, export: Export) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from kv_transfer import copy_kernels
 from kv_transfer.arena import Arena
-from kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, copy
+from kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
 from kv_transfer.device import Event, Outcome, Staged, held_heads, of_each_dtype
 from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemories, Unreachable
@@ -72,7 +72,7 @@ class CudaPool:
         self.gather_most = at_once(_SLICES, arena.slot_bytes)
         self._num_slots = arena.num_slots
         self._token = arena.token
-        self._exported: DeviceMemory | None = None  # slots that peers read, beside those of the arena
+        self._exported: Slots | None = None  # slots that peers read, beside those of the arena
         self._landings: deque[_Landing] = deque()  # the one that is free first, first
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
         # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
@@ -175,12 +175,15 @@ class CudaPool:
     def export(self) -> Export:
         try:
             with torch.cuda.device(self._device):
-                self._exported = DeviceMemory(
-                    self._num_slots, exported_slot_bytes(self._slot_bytes), self._token
-                )
+                memory = DeviceMemory(self._num_slots, exported_slot_bytes(self._slot_bytes), self._token)
         except (CudaError, OSError) as e:
             raise Unreachable(f"no memory to export: {e}") from None
-        return self._exported.export
+        self._exported = memory
+        return memory.export
+
+    def adopt(self, export: Export) -> None:
+        with torch.cuda.device(self._device):
+            self._exported = self._open_one(export)
 
     def open(self, export: Export) -> PeerMemories[PeerDeviceMemory]:
         if export.slot_bytes > (most := exported_slot_bytes(self._slot_bytes)):

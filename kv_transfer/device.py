@@ -80,6 +80,11 @@ class Pool(Protocol):
         here. With several ranks it waits for the others."""
         ...
 
+    def adopt(self, export: Export) -> None:
+        """Instead of `export`: slices with a generation go to these slots, which are the transfer process's.
+        Raises Unreachable. With several ranks it waits for the others."""
+        ...
+
     def open(self, export: Export) -> PeerMemory:
         """Raises Unreachable unless a test copy succeeded."""
         ...
@@ -165,6 +170,9 @@ class HostPool:
     def export(self) -> Export:
         self._exported = True
         return export_arena(self._arena)
+
+    def adopt(self, export: Export) -> None:
+        self._exported = True  # it is the arena
 
     def open(self, export: Export) -> PeerMemories[PeerArena]:
         return PeerMemories(export, self._layout, [self._heads, *self._state_heads], PeerArena)
@@ -273,6 +281,9 @@ class NoPool:
         return None, None
 
     def export(self) -> Export:
+        raise Unreachable("no KV")
+
+    def adopt(self, export: Export) -> None:
         raise Unreachable("no KV")
 
     def open(self, export: Export) -> PeerMemory:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_transfer.channel import ArrivedAt, Exported, ExportGone, ExportIn, Opened
 from kv_transfer.peer_memory import TCP_ONLY, PeerMemory, Unreachable
+from kv_transfer.protocol.messages import Export
 
 if TYPE_CHECKING:
     from kv_transfer.device import Outcome, Pool, Staged
@@ -20,6 +21,14 @@ Ended = tuple[Sequence[ArrivedAt], list[bool]]
 def exported(pool: Pool) -> Exported:
     try:
         return Exported(pool.export(), "")
+    except Unreachable as e:
+        return Exported(None, str(e))
+
+
+def adopted(pool: Pool, export: Export) -> Exported:
+    try:
+        pool.adopt(export)
+        return Exported(export, "")
     except Unreachable as e:
         return Exported(None, str(e))
 

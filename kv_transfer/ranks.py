@@ -192,6 +192,17 @@ class RankedPool:
             found.append(exported.export)
         return join(found)
 
+    def adopt(self, export: Export) -> None:
+        self._own.adopt(export)
+        for channel in self._channels:
+            channel.send(ExportIn(0, export))
+        for i, channel in enumerate(self._channels):
+            while (opened := self._opened[i].pop(0, None)) is None:
+                wait([channel.fileno()], None)
+                self._receive()
+            if not opened.reached:
+                raise Unreachable(f"rank {i + 1}: {opened.why}")
+
     def open(self, export: Export) -> PeerMemory:
         own = self._own.open(export)
         self._memories += 1
@@ -298,9 +309,12 @@ class RankCopier:
     The threads end when rank 0 closes its channels, and close their pools. If one dies, it closes its
     channel, which rank 0 sees."""
 
-    def __init__(self, kv: PagedKV, sending: ArenaEnd, receiving: ArenaEnd, *, exports: bool = False) -> None:
-        """`exports`: peers on this host read slots, and slots of peers are read."""
-        self._exports = exports
+    def __init__(
+        self, kv: PagedKV, sending: ArenaEnd, receiving: ArenaEnd, *, exports: bool = False,
+        adopts: bool = False,
+    ) -> None:  # fmt: skip
+        """`exports` and `adopts` as in `ArenaTransport`."""
+        self._exports = exports and not adopts
         self._layers_ready = 0
         # By the count of layers that are ready with it. Older ones have passed: few steps are under way.
         self._events: dict[int, Event] = {}
@@ -350,7 +364,7 @@ class RankCopier:
                 if self._wake in wait(watched, look):
                     os.eventfd_read(self._wake)
                 try:
-                    orders += self._orders(channel, pool)
+                    orders += self._orders(channel, pool, is_gather=is_gather)
                     while batch := self._ready(orders, most):
                         staged = [_staged(table, order) for order in batch]
                         under_way.append(self._start(pool, batch, staged, is_gather=is_gather))
@@ -376,7 +390,7 @@ class RankCopier:
             done = pool.scatter(staged)[1]
         return done, lambda: [True] * len(batch)
 
-    def _orders(self, channel: Channel, pool: Pool) -> Sequence[Copy]:
+    def _orders(self, channel: Channel, pool: Pool, *, is_gather: bool) -> Sequence[Copy]:
         """Those that came, without orders to open and close memory: these it carries out."""
         orders: list[Copy] = []
         for message in channel.receive():
@@ -385,7 +399,10 @@ class RankCopier:
                     orders.append(message)
                 case ExportIn(number, export):
                     try:
-                        self._memories[number] = pool.open(export)
+                        if is_gather:
+                            pool.adopt(export)
+                        else:
+                            self._memories[number] = pool.open(export)
                         channel.send(Opened(number, True, ""))
                     except Unreachable as e:
                         channel.send(Opened(number, False, str(e)))

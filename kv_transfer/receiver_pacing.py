@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kv_transfer.config import GPU_TRANSPORTS
+
 # Engine process. All but the last are seconds.
 EVENT_POLL = 0.00005  # between looks at CUDA events while some are awaited
 INJECTING = 0.0005  # that one injection may take the host, rarely longer
@@ -18,4 +20,4 @@ _LEAST_LANES = 4  # a session with fewer lanes gets the credit of so many
 def credit(missing_frames: int, lanes: int, transport: str = "tcp") -> int:
     """The credit that a session can use. One frame more per lane: slices need not have their full size."""
     wanted = missing_frames + lanes
-    return wanted if transport == "cuda_ipc" else min(wanted, _CREDIT_PER_LANE * max(lanes, _LEAST_LANES))
+    return wanted if transport in GPU_TRANSPORTS else min(wanted, _CREDIT_PER_LANE * max(lanes, _LEAST_LANES))

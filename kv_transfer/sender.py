@@ -21,6 +21,7 @@ from kv_transfer.channel import (
     Channel,
     CloseOut,
     CommitOut,
+    Exported,
     FetchWaits,
     Finished,
     Granted,
@@ -31,6 +32,7 @@ from kv_transfer.channel import (
     Recalled,
     RefuseFetch,
     ReleasedOut,
+    RingOut,
     SessionGone,
     SliceOut,
     SlicesOut,
@@ -42,7 +44,7 @@ from kv_transfer.channel import (
 from kv_transfer.layout import Slice, cut, cut_state, heads_of, intersect, rank_of, slice_bytes
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
-from kv_transfer.pulls import exported
+from kv_transfer.pulls import adopted, exported
 from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
 from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import ContentWanted, PagedKV, Released
@@ -69,8 +71,9 @@ class ArenaSender:
         trace: TraceWriter,
         *,
         exports: bool = False,
+        adopts: bool = False,
     ) -> None:
-        """`exports`: peers on this host may read slots themselves."""
+        """`exports` and `adopts` as in `ArenaTransport`."""
         from kv_transfer.ranks import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end, exported=exports)
@@ -100,7 +103,8 @@ class ArenaSender:
         self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
         self._stopping = False
         self._generations = itertools.count(1)
-        self._exports = exports
+        self._exports = exports and not adopts
+        self._adopts = adopts
         self._exported_slot_bytes = 0
         self._thread = threading.Thread(target=self._pump, name="kv pump", daemon=True)
         self._thread.start()
@@ -166,10 +170,7 @@ class ArenaSender:
             self._pool.enter_thread()
             channel, waiting = self._channel, False
             if self._exports:
-                export = exported(self._pool)
-                if export.export is not None:
-                    self._exported_slot_bytes = export.export.slot_bytes
-                channel.send(export)
+                self._send_export(exported(self._pool))
             fd = channel.fileno()
             while not self._stopping:
                 watched, look = [self._wake, fd], None
@@ -247,7 +248,8 @@ class ArenaSender:
         generation = rank = 0
         if transfer.account.reached or transfer.large:
             generation = next(self._generations)
-            rank = rank_of(self._layout, piece.head_start, self._ranks, piece.state)
+            if not self._adopts:  # else all ranks fill the same slots
+                rank = rank_of(self._layout, piece.head_start, self._ranks, piece.state)
         message = SliceOut(
             transfer.id, slot, transfer.seq, piece.layer, piece.state, piece.head_start, piece.head_count,
             piece.token_start, piece.token_count, slice_bytes(self._layout, piece), generation,
@@ -329,14 +331,12 @@ class ArenaSender:
         match message:
             case SlotFree(slot, unsent):
                 self._slots.give_back(slot, unsent=unsent)
-            case Granted(number, total, recall):
-                account = self._slots.account(number)
-                if recall:
-                    self._channel.send(Recalled(number, total, account.recall()))
-                else:
-                    account.grant(total)
+            case Granted():
+                self._granted(message)
             case Reached(number, reached):
                 self._slots.account(number).reached = reached
+            case RingOut(export):
+                self._send_export(adopted(self._pool, export))
             case StartOut():
                 self._start(message)
             case PinOut(pin_id, chunks, first_chunk):
@@ -350,6 +350,18 @@ class ArenaSender:
             case ReleasedOut(prefill_id, reason):
                 if prefill_id in self._prefills:
                     self._end(self._prefills[prefill_id], reason)
+
+    def _granted(self, m: Granted) -> None:
+        account = self._slots.account(m.session)
+        if m.recall:
+            self._channel.send(Recalled(m.session, m.total, account.recall()))
+        else:
+            account.grant(m.total)
+
+    def _send_export(self, export: Exported) -> None:
+        if export.export is not None:
+            self._exported_slot_bytes = export.export.slot_bytes
+        self._channel.send(export)
 
     def _start(self, m: StartOut) -> None:
         prefill = self._prefills.get(m.prefill_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kv_transfer.config import GPU_TRANSPORTS
+
 # Engine process. Seconds between looks at CUDA events. Each look and each gather takes the GIL from the
 # thread that launches a forward pass, and until all is launched the pass hides the transfer.
 LOOK = 0.002
@@ -20,4 +22,4 @@ def window(lanes: int, num_slots: int, transport: str = "tcp") -> int:
 
     A GPU has no cache to spare, and copies of many slots are fast."""
     most = max(1, num_slots // 2)
-    return most if transport == "cuda_ipc" else min(max(lanes, _LEAST_LANES) * _SLOTS_PER_LANE, most)
+    return most if transport in GPU_TRANSPORTS else min(max(lanes, _LEAST_LANES) * _SLOTS_PER_LANE, most)

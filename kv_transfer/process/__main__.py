@@ -74,7 +74,7 @@ class TransferProcess:
         nixl = None
         if config.nixl:
             listen_on(config.host)
-            nixl = NixlMemory(config.incarnation, sending.arena, receiving.arena)
+            nixl = NixlMemory(config.incarnation, sending.arena, receiving.arena, device=config.nixl_device)
         self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
         self._loop = Loop(self._flush)

@@ -28,7 +28,7 @@ from kv_transfer.channel import (
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Connect, ProtocolError, Session
 from kv_transfer.process.nixl_memory import NixlMemory
-from kv_transfer.process.peer_exports import PeerExports
+from kv_transfer.process.peer_exports import RING, PeerExports
 from kv_transfer.process.peers import Peers
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
@@ -75,10 +75,11 @@ class _Pull:
     """A slice that is read in memory that the peer exports: by the engine, or with NIXL."""
 
     session: int
-    there: int  # its slot in that memory
+    m: SliceAt  # its slot in that memory, and more
     header: Header
     ticket: _Ticket
-    here: bool  # it is read into the slot that was set aside
+    here: bool  # it is read into the arena slot that was set aside
+    taken: bool = False  # the peer knows that it is read
 
 
 class DecodeSide:
@@ -263,13 +264,31 @@ class DecodeSide:
         if self._nixl is None or self._nixl.look_within() is None:
             return None
         for number, why in self._nixl.opened():
-            self._exports.opened(number, not why, why)
+            self._exports.token_read(number, why)
         self._take_finished(self._nixl)
         return self._nixl.look_within()
 
     def _take_finished(self, nixl: NixlMemory) -> None:
-        if finished := dict(nixl.finished()):
+        finished = dict(nixl.finished())
+        if nixl.for_receiver:
+            finished = self._handed_to_engine(finished)
+        if finished:
             self._pulled(finished)
+
+    def _handed_to_engine(self, read: Mapping[int, bool]) -> dict[int, bool]:
+        """Of slots with marks that NIXL has read: the engine verifies them. Returns those that it does not
+        need to see: they could not be read, or their transfer has ended."""
+        over: dict[int, bool] = {}
+        for slot, whole in read.items():
+            pull = self._pulls[slot]
+            transfer = self._fetches.open.get(pull.ticket.transfer.id) if pull.ticket.transfer else None
+            if not (whole and transfer):
+                over[slot] = False
+                continue
+            self._take_there({pull.session: [pull.m.slot]})
+            pull.taken = True
+            self._arrived_at(transfer, slot, RING, slot, pull.header, pull.m)
+        return over
 
     def _slices_at(self, session: Session, transfer_id: bytes, slices: Sequence[SliceAt]) -> None:
         """Instead of frames. Each uses a credit and a slot, too, though the engine writes nothing into it."""
@@ -291,25 +310,26 @@ class DecodeSide:
         except FrameError as e:
             raise ProtocolError("credit", str(e)) from None
         ticket = self.kv_begins(session, header, slot)
-        self._pulls[slot] = _Pull(session.number, m.slot, header, ticket, here=nixl is not None)
+        here = nixl is not None and nixl.for_receiver is None
+        self._pulls[slot] = _Pull(session.number, m, header, ticket, here)
         if ticket.transfer is None:
             self._pulled({slot: False})
         elif nixl is None:
-            self._arrived_at(ticket.transfer, slot, session, header, m)
+            self._arrived_at(ticket.transfer, slot, session.number, m.slot, header, m)
         elif nixl.read(session.number, m.slot, slot, m.length, m.generation):
             self._take_finished(nixl)  # while it was read, others may have been verified
         else:
             self._pulled({slot: False})
 
     def _arrived_at(
-        self, transfer: Transfer, slot: int, session: Session, header: Header, m: SliceAt
+        self, transfer: Transfer, slot: int, session: int, there: int, header: Header, m: SliceAt
     ) -> None:
         """The engine verifies it. Until then it counts as verified here: so the last slice needs no further
         message to the engine. The engine injects nothing with a slice that was wrong."""
         self._channel.post(
             ArrivedAt(
                 transfer.id, slot, m.seq, m.layer, m.state, m.head_start, m.head_count, m.token_start,
-                m.token_count, m.length, session.number, m.slot, m.generation, transfer.incoming.layout.dtype,
+                m.token_count, m.length, session, there, m.generation, transfer.incoming.layout.dtype,
             )
         )  # fmt: skip
         if self._handed_over(header, transfer):
@@ -332,11 +352,9 @@ class DecodeSide:
         pulls = {slot: self._pulls.pop(slot) for slot in slots}
         taken: dict[int, list[int]] = {}
         for pull in pulls.values():
-            taken.setdefault(pull.session, []).append(pull.there)
-        for number, there in taken.items():
-            if number in self._peers.by_session:
-                self._session(number).moved(time.monotonic())
-                self._session(number).send(Taken(tuple(there)))
+            if not pull.taken:
+                taken.setdefault(pull.session, []).append(pull.m.slot)
+        self._take_there(taken)
         for slot, pull in pulls.items():
             ticket, right = pull.ticket, slots[slot]
             transfer = self._fetches.open.get(ticket.transfer.id) if ticket.transfer else None
@@ -350,6 +368,13 @@ class DecodeSide:
             self._free(slot)
             if transfer:
                 self._verified(pull.header, transfer, right=right)
+
+    def _take_there(self, slots: Mapping[int, Sequence[int]]) -> None:
+        """The peer of each session may use these slots again."""
+        for number, there in slots.items():
+            if number in self._peers.by_session:
+                self._session(number).moved(time.monotonic())
+                self._session(number).send(Taken(tuple(there)))
 
     # ------------------------------------------------------------ credits and time
 

@@ -6,7 +6,7 @@
 NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX: RDMA where there is a NIC, else UCX's own
 shared memory or TCP. It has its own connections, which are neither authenticated nor encrypted; `listen_on`
 says where UCX listens for them. A slice that changed on the way, or that its owner overwrote too early, has
-another checksum than SLICES names.
+another checksum than SLICES names. With slots on a GPU the engines compute checksums (`nixl_slots`).
 
 NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process compute checksums:
 while they read a slice, the next is copied. Only this file imports NIXL, when a worker uses it.
@@ -14,28 +14,30 @@ while they read a slice, the next is copied. Only this file imports NIXL, when a
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from kv_transfer.arena import TOKEN, Arena
-from kv_transfer.config import NIXL_WHEELS
+from kv_transfer.arena import MARK, TOKEN, Arena
+from kv_transfer.config import NIXL_WHEELS, PAGE
+from kv_transfer.process.nixl_slots import make_slots
 from kv_transfer.protocol.messages import Export
 
 KIND = "nixl"
+"""Of memory without marks: the generation of a slice is its checksum."""
 _ADDRESS = struct.Struct("<Q")
 _END = 1 << 64  # of all addresses
 _PATIENCE, _RARELY = 1.0, 0.01  # seconds: after so long without an end, looks are so far apart
@@ -50,13 +52,12 @@ def checksum(slice_: memoryview) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """Bytes of a peer on their way into `place`, and then under verification."""
+    """Bytes of a peer on their way here, and then under verification."""
 
     handle: int
     peer: bytes
-    place: memoryview
-    expected: int  # their checksum
-    found: Future[int] | None = None  # their checksum; None: they are under way
+    is_right: Callable[[], bool] | None  # None: the engine will see
+    found: Future[bool] | None = None  # what `is_right` says; None: they are under way
 
 
 def listen_on(host: str) -> None:
@@ -82,7 +83,10 @@ def rdma_devices() -> list[str]:
 class NixlMemory:
     """Owns the agent of NIXL. Not safe for threads; no method blocks."""
 
-    def __init__(self, incarnation: int, sending: Arena, receiving: Arena) -> None:
+    def __init__(
+        self, incarnation: int, sending: Arena, receiving: Arena, *, device: str | None = None
+    ) -> None:
+        """`device` as in `TransferConfig.nixl_device`. Raises CudaError, or OSError without CUDA."""
         wheel = next(name for name in NIXL_WHEELS if find_spec(name))
         self._nixl: Any = importlib.import_module(f"{wheel}._bindings")
         found = vars(self._nixl).values()
@@ -91,15 +95,18 @@ class NixlMemory:
         config.useProgThread, config.pthrDelay = True, _SLEEP
         self._agent = self._nixl.nixlAgent(_name(incarnation).decode(), config)
         self._backend = [self._agent.createBackend("UCX", {})]
-        self._receiving = receiving
-        areas = [(_address(x.memory), len(x.memory) + len(x.marks), 0, b"") for x in (sending, receiving)]
-        self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, areas), self._backend)
-        sending.marks[:TOKEN] = sending.token
-        handle = _ADDRESS.pack(areas[0][0]) + self._agent.getLocalMD()
-        self.export = Export(KIND, "", handle, sending.num_slots, sending.slot_bytes, sending.token)
-        self._open: dict[
-            int, tuple[bytes, int, int]
-        ] = {}  # session → peer, address of its memory, slot_bytes
+        out, here = make_slots(sending, device), make_slots(receiving, device)
+        self._here = here
+        self._segment = self._nixl.DRAM_SEG if here.device is None else self._nixl.VRAM_SEG
+        areas = [(out.address, out.size), (here.address, here.size), (here.tokens, PAGE)]
+        number = here.device or 0
+        registered = [(address, size, number, b"") for address, size in areas]
+        self._agent.registerMem(self._nixl.nixlRegDList(self._segment, registered), self._backend)
+        handle = _ADDRESS.pack(out.address) + self._agent.getLocalMD()
+        self.export = Export(out.kind, "", handle, out.num_slots, out.slot_bytes, sending.token)
+        self.for_sender, self.for_receiver = out.export, here.export
+        """Slots with marks, which the engine opens."""
+        self._open: dict[int, tuple[bytes, Export]] = {}  # by session: the peer, and its memory
         self._users: Counter[bytes] = Counter()  # sessions and reads of each peer
         self._tokens: dict[int, _Read] = {}  # by session
         self._reads: dict[int, _Read] = {}  # by slot of ours
@@ -107,25 +114,34 @@ class NixlMemory:
         self._verifiers = ThreadPoolExecutor(threads, "checksums")
         self._moved = 0.0  # when a read began or ended (time.monotonic())
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of the slots that it reads into."""
+        return self._here.slot_bytes
+
     # ------------------------------------------------------------ sessions
 
     def open(self, session: int, incarnation: int, export: Export) -> str:
         """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
         try:
             (address,) = _ADDRESS.unpack(export.handle[: _ADDRESS.size])
-            token_at = address + export.num_slots * export.slot_bytes
+            token_at = address + export.num_slots * (export.slot_bytes + self._here.mark_bytes)
             if token_at + TOKEN > _END:
                 return (
                     f"{export.num_slots} slots of {export.slot_bytes} bytes do not fit behind their address"
                 )
+            if self._here.mark_bytes and export.slot_bytes > self.slot_bytes:
+                return f"slots of {export.slot_bytes} bytes, and those here have {self.slot_bytes}"
             name = self._agent.loadRemoteMD(export.handle[_ADDRESS.size :])
             self._users[name] += 1
             if name != _name(incarnation):
                 self._release(name)
                 return "the metadata is of another worker"
-            self._open[session] = name, address, export.slot_bytes
-            place = self._receiving.marks[session % self._receiving.num_slots * TOKEN :][:TOKEN]
-            self._tokens[session] = self._start(name, token_at, place, checksum(memoryview(export.token)))
+            self._open[session] = name, export
+            place = self._here.tokens + session % (PAGE // TOKEN) * TOKEN
+            self._tokens[session] = self._start(
+                name, [(place, token_at, TOKEN)], lambda: self._here.token_read(place) == export.token
+            )
         except (*self._errors, struct.error) as e:
             return f"NIXL: {e}"
         return ""
@@ -148,10 +164,18 @@ class NixlMemory:
     def read(self, session: int, there: int, slot: int, length: int, expected: int) -> bool:
         """Starts to read a slot of the peer into `slot`. If it starts, `finished` tells how it ends. UCX
         copies shared memory here, and returns when it is copied."""
-        name, address, slot_bytes = self._open[session]
-        place = self._receiving.slot(slot)[:length]
+        name, export = self._open[session]
+        here = self._here
+        (address,) = _ADDRESS.unpack(export.handle[: _ADDRESS.size])
+        pieces = [(here.slot(slot), address + there * export.slot_bytes, length)]
+        is_right = None
+        if here.mark_bytes:
+            marks = address + export.num_slots * export.slot_bytes
+            pieces.append((here.mark(slot), marks + there * MARK, MARK))
+        else:
+            is_right = partial(_is_right, here.arena.slot(slot)[:length], expected)
         try:
-            self._reads[slot] = read = self._start(name, address + there * slot_bytes, place, expected)
+            self._reads[slot] = read = self._start(name, pieces, is_right)
         except self._errors:
             return False
         self._finished(read)  # if it is over, its checksum is computed while the next slot is read
@@ -172,16 +196,18 @@ class NixlMemory:
 
     # ------------------------------------------------------------ inside
 
-    def _start(self, peer: bytes, address: int, place: memoryview, expected: int) -> _Read:
-        nixl = self._nixl
-        ours, theirs = (
-            nixl.nixlXferDList(nixl.DRAM_SEG, [(at, len(place), 0)]) for at in (_address(place), address)
-        )
+    def _start(
+        self, peer: bytes, pieces: Sequence[tuple[int, int, int]], is_right: Callable[[], bool] | None
+    ) -> _Read:
+        """`pieces`: of each the address here, the address there, and its bytes."""
+        nixl, number = self._nixl, self._here.device or 0
+        ours = nixl.nixlXferDList(self._segment, [(here, size, number) for here, _, size in pieces])
+        theirs = nixl.nixlXferDList(self._segment, [(there, size, 0) for _, there, size in pieces])
         handle = self._agent.createXferReq(nixl.NIXL_READ, ours, theirs, peer, b"", self._backend)
         self._agent.postXferReq(handle, b"")
         self._users[peer] += 1
         self._moved = time.monotonic()
-        return _Read(handle, peer, place, expected)
+        return _Read(handle, peer, is_right)
 
     def _finished(self, read: _Read) -> bool | None:
         """Whether the bytes are right; None: they are under way, or their checksum is computed."""
@@ -189,15 +215,14 @@ class NixlMemory:
             try:
                 if self._agent.getXferStatus(read.handle) == self._nixl.NIXL_IN_PROG:
                     return None
-                read.found = self._verifiers.submit(checksum, read.place)
+                read.found = self._verifiers.submit(read.is_right) if read.is_right else _known(True)
             except self._errors:  # the peer is gone
-                read.found = Future()
-                read.found.set_result(~read.expected)
+                read.found = _known(False)
             with suppress(*self._errors):
                 self._agent.releaseXferReq(read.handle)
             self._moved = time.monotonic()
             self._release(read.peer)
-        return read.found.result() == read.expected if read.found.done() else None
+        return read.found.result() if read.found.done() else None
 
     def _release(self, peer: bytes) -> None:
         self._users[peer] -= 1
@@ -212,5 +237,11 @@ def _name(incarnation: int) -> bytes:
     return f"{incarnation:x}".encode()
 
 
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+def _is_right(slice_: memoryview, expected: int) -> bool:
+    return checksum(slice_) == expected
+
+
+def _known(whole: bool) -> Future[bool]:
+    future: Future[bool] = Future()
+    future.set_result(whole)
+    return future

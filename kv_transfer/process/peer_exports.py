@@ -1,5 +1,7 @@
 """Memory that peers export, by session: for `DecodeSide`. The engine reads it, or NIXL does.
 
+NIXL may read into slots with marks, which the engine verifies (`nixl_slots`). It opens them once, as `RING`.
+
 EXPORT ─▶ the memory is opened ─▶ REACH(true) ─▶ SLICES ─▶ the session ends ─▶ it is closed
 """
 
@@ -12,8 +14,11 @@ from kv_transfer.channel import Channel, ExportGone, ExportIn
 from kv_transfer.config import MAX_SLOT_BYTES, PAGE
 from kv_transfer.peer_memory import count_slots
 from kv_transfer.process.connector import ProtocolError, Session
-from kv_transfer.process.nixl_memory import KIND, NixlMemory
+from kv_transfer.process.nixl_memory import NixlMemory
 from kv_transfer.protocol.messages import Export, Reach, SliceAt
+
+RING = 2**63 - 1
+"""Stands for a session that does not end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +35,11 @@ class PeerExports:
         self._channel = channel
         self._nixl = nixl
         self._memories: dict[int, _Memory] = {}  # by session
+        self._ring_opened: bool | None = None  # None: the engine has not answered
+        self._why_no_ring = ""
+        self._wait_for_ring: list[int] = []  # sessions of which NIXL has read the token
+        if nixl and nixl.for_receiver:
+            channel.post(ExportIn(RING, nixl.for_receiver))
 
     def open(self, session: Session, export: Export) -> None:
         """`opened` follows. Raises ProtocolError."""
@@ -47,7 +57,22 @@ class PeerExports:
         if why := nixl.open(number, session.peer.incarnation, export):
             self.opened(number, False, why)
 
+    def token_read(self, number: int, why: str) -> None:
+        """By NIXL, or why not."""
+        assert self._nixl is not None
+        if why or not self._nixl.for_receiver:
+            self.opened(number, not why, why)
+        elif self._ring_opened is None:
+            self._wait_for_ring.append(number)
+        else:
+            self.opened(number, self._ring_opened, self._why_no_ring)
+
     def opened(self, number: int, reached: bool, why: str) -> None:
+        if number == RING:
+            self._ring_opened, self._why_no_ring = reached, why
+            waiting, self._wait_for_ring = self._wait_for_ring, []
+            for session in waiting:
+                self.opened(session, reached, why)
         if memory := self._memories.get(number):
             memory.reached = memory.reached or reached
             memory.session.send(Reach(reached, why[:512]))
@@ -59,15 +84,15 @@ class PeerExports:
             raise ProtocolError("order", "SLICE without REACH")
         export, nixl = memory.export, self._reader(memory.export)
         most = export.slot_bytes
-        if nixl:  # it reads into an arena slot
-            most = min(session.slot_bytes, most)
+        if nixl:
+            most = min(nixl.slot_bytes, most)
         for m in slices:
             if m.slot >= memory.slots or m.length > most:
                 raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
         return nixl
 
     def _reader(self, export: Export) -> NixlMemory | None:
-        return self._nixl if export.kind == KIND else None
+        return self._nixl if self._nixl and export.kind == self._nixl.export.kind else None
 
     def transport(self, number: int) -> str:
         """How most KV of a session comes."""

@@ -24,6 +24,7 @@ from kv_transfer.channel import (
     Recalled,
     RefuseFetch,
     ReleasedOut,
+    RingOut,
     SessionGone,
     SliceOut,
     SlicesOut,
@@ -83,8 +84,14 @@ class PrefillSide:
         self._channel = channel
         self._counters = counters
         self._sessions: dict[int, SessionToDecode] = {}  # by number
-        self._export: Export | None = None if nixl is None else nixl.export
+        self._nixl = nixl
+        self._export: Export | None = None
         self._why_tcp = f"{TCP_ONLY} at the sender"  # without an export
+        if nixl and nixl.for_sender:
+            self._why_tcp = "the sender's engine has not opened the memory yet"
+            channel.post(RingOut(nixl.for_sender))
+        elif nixl:
+            self._export = nixl.export
         self._transports: dict[int, str] = {}  # session with a FETCH → how the peer gets KV, and why over TCP
         # By number over all ranks: slots with a slice, and the session that reads it.
         self._exported: dict[int, tuple[int, SliceOut]] = {}
@@ -110,11 +117,8 @@ class PrefillSide:
         match message:
             case SlicesOut(slices):
                 self._send(slices, now)
-            case Exported(export, why):
-                self._export, self._why_tcp = export, why
-                for number in list(self._transports):
-                    del self._transports[number]
-                    self._offer_memory(self._sessions[number])
+            case Exported():
+                self._exported_now(message)
             case Offer(prefill_id):
                 self._apply(self.table.offer(prefill_id, now))
             case Finished(prefill_id):
@@ -134,6 +138,14 @@ class PrefillSide:
                 if number in self._sessions:
                     self._sessions[number].send(CreditReturned(total, sent))
 
+    def _exported_now(self, m: Exported) -> None:
+        self._export, self._why_tcp = m.export, m.why
+        if self._nixl and m.export:  # the engine has opened it
+            self._export = self._nixl.export
+        for number in list(self._transports):
+            del self._transports[number]
+            self._offer_memory(self._sessions[number])
+
     def _send(self, slices: Sequence[SliceOut], now: float) -> None:
         exported: dict[bytes, list[AnySliceAt]] = {}  # by transfer
         for s in slices:
@@ -142,8 +154,8 @@ class PrefillSide:
             if held is None:
                 self._give_back(s.slot, unsent=True)
                 continue
-            generation = s.generation
-            if self._transports.get(held.session) == nixl_memory.KIND:
+            generation, hashed = s.generation, self._transports.get(held.session) == nixl_memory.KIND
+            if hashed:
                 generation = nixl_memory.checksum(self._arena.slot(s.slot)[: s.length])
             if not generation:
                 self._send_frame(s, held)
@@ -156,7 +168,13 @@ class PrefillSide:
                     s.token_count, s.length, s.state,
                 )
             )  # fmt: skip
-        for transfer_id, found in exported.items():
+            if hashed:  # the peer reads it while the next checksum is computed
+                self._announce_all(exported, now)
+        self._announce_all(exported, now)
+
+    def _announce_all(self, exported: dict[bytes, list[AnySliceAt]], now: float) -> None:
+        while exported:
+            transfer_id, found = exported.popitem()
             self.table.begin_send(transfer_id, now, len(found))
             self._announce(self._sessions[self.table.open[transfer_id].session], transfer_id, found)
 

@@ -44,6 +44,7 @@ class Worker(TransferProcess):
         super().__init__(layout, **settings)
         self.block_size = block_size
         self.exports = exports
+        self.adopts = "nixl_device" in config
         shape = (2, blocks, block_size, layout.num_kv_heads, layout.head_dim)
         dtype, each = getattr(torch, layout.dtype), layout.kv_layers
         layers = [self.filled(torch.zeros(shape, device=device)).to(dtype) for _ in each]
@@ -63,7 +64,7 @@ class Worker(TransferProcess):
         """Of each state and layer, four slots."""
         self.ranks = Ranks(
             layers, scales, block_size, layout, ranks, self.sending, self.receiving, self.states,
-            exports=exports,
+            exports=exports, adopts=self.adopts,
         )  # fmt: skip
         self.free = list(range(blocks))
         random.shuffle(self.free)
@@ -74,7 +75,9 @@ class Worker(TransferProcess):
 
     @property
     def transport(self) -> kv.Transport:
-        return kv.ArenaTransport(self.ranks.sending, self.ranks.receiving, NO_TRACE, self.exports)
+        return kv.ArenaTransport(
+            self.ranks.sending, self.ranks.receiving, NO_TRACE, self.exports, self.adopts
+        )
 
     @property
     def pool(self) -> list[torch.Tensor]:

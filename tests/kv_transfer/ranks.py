@@ -29,6 +29,7 @@ class Ranks:
         states: Sequence[Sequence[torch.Tensor]] = (),
         *,
         exports: bool = False,
+        adopts: bool = False,
     ) -> None:
         """`layers`: the cache with all heads, [2, blocks, block_size, heads, head_dim] each. `scales`: in FP8
         of each layer [2, blocks, heads, block_size]. `states`: of one rank, as in `PagedKV`."""
@@ -48,7 +49,7 @@ class Ranks:
         self.receiving, into = receiving.of_ranks(size)
         self.others = out  # the ends of the ranks from 1 on, for KV that they send
         self.copiers = [
-            RankCopier(cache, mapped(sends), mapped(receives), exports=exports)
+            RankCopier(cache, mapped(sends), mapped(receives), exports=exports, adopts=adopts)
             for cache, sends, receives in zip(kv[1:], out, into, strict=True)
         ]
 

@@ -11,7 +11,7 @@ import torch
 
 from kv_transfer import copy_kernels, staging
 from kv_transfer.arena import Arena
-from kv_transfer.cuda_memory import DeviceMemory
+from kv_transfer.cuda_memory import Slots
 from kv_transfer.cuda_pool import CudaPool
 from kv_transfer.device import HostPool, Pool, Staged
 from kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state
@@ -71,7 +71,7 @@ def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str) -> Paged
     return target
 
 
-def pulled(sent: str, kept: str, damage: Callable[[DeviceMemory], None]) -> tuple[PagedKV, list[bool]]:
+def pulled(sent: str, kept: str, damage: Callable[[Slots], None]) -> tuple[PagedKV, list[bool]]:
     """The same through exported memory, and which slices were right. `damage` comes after a first gather."""
     source, target = cache(sent, 16, 1), cache(kept, 32, 2)
     sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
@@ -97,7 +97,7 @@ def batches(layout: KVLayout, most: int) -> list[list[tuple[int, Slice]]]:
     return [list(zip((7, 3, 4, 5, 9, 11, 12), cuts[i : i + 7], strict=False)) for i in range(0, len(cuts), 7)]
 
 
-def nothing(_: DeviceMemory) -> None:
+def nothing(_: Slots) -> None:
     pass
 
 
@@ -112,10 +112,10 @@ def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: str, kept: str) 
 
 
 def test_a_slice_that_is_wrong_or_late_is_found() -> None:
-    def bend(memory: DeviceMemory) -> None:
+    def bend(memory: Slots) -> None:
         ctypes.memset(memory.slot(3) + 7, 0xA5, 1)
 
-    def use_again(memory: DeviceMemory) -> None:
+    def use_again(memory: Slots) -> None:
         ctypes.memset(memory.mark(9), 9, 1)
 
     for damage, wrong in ((bend, 1), (use_again, 4)):

@@ -391,7 +391,11 @@ def test_a_slice_is_at_most_as_large_as_its_slot(
     monkeypatch: pytest.MonkeyPatch, kind: str, most: int
 ) -> None:
     """NIXL reads it into a slot of the receiver."""
-    world = Side(monkeypatch, Network(), nixl=SimpleNamespace(open=lambda *_: "", read=lambda *_: False))
+    nixl = SimpleNamespace(
+        export=SimpleNamespace(kind="nixl"), for_receiver=None, slot_bytes=4096,
+        open=lambda *_: "", read=lambda *_: False,
+    )  # fmt: skip
+    world = Side(monkeypatch, Network(), nixl=nixl)
     world.fetch(b"t" * 16)
     session = cast("Session", world.up())
     export = Export(kind, "a host", b"a handle", 4, 8192, bytes(16))

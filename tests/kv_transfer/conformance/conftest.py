@@ -93,7 +93,12 @@ ENCRYPTED = Kind("tcp+aes", _bent_on_a_lane, {"encrypt": True}, found=("tag", "l
 KIND = "cuda_ipc" if DEVICE == "cuda" else "shared_memory"
 EXPORTED = Kind(KIND, _bent_in_memory, {"exports": True}, KIND)
 NIXL = Kind("nixl", _bent_after_its_checksum, {"nixl": True}, "nixl")
-KINDS = [TCP, ENCRYPTED, EXPORTED, NIXL]
+NIXL_DEVICE = "cuda:0" if DEVICE == "cuda" else "cpu"
+NIXL_KIND = "nixl_cuda" if DEVICE == "cuda" else "nixl_host"
+NIXL_WITH_MARKS = Kind(
+    NIXL_KIND, _bent_in_memory, {"nixl": True, "nixl_device": NIXL_DEVICE, "exports": True}, NIXL_KIND
+)
+KINDS = [TCP, ENCRYPTED, EXPORTED, NIXL, NIXL_WITH_MARKS]
 
 
 @pytest.fixture(scope="package", params=KINDS, ids=str)
