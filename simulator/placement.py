@@ -14,6 +14,7 @@ import itertools
 import math
 import random
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -32,6 +33,7 @@ from router.policy import (
     pace,
     patience,
     place,
+    place_without_room,
     prefill_offer,
     prefill_window,
     sticky,
@@ -50,6 +52,10 @@ SPREAD = 0x9E3779B97F4A7C15
 """Each request is a session of its own. Multiples of this are far apart, modulo 2⁶⁴."""
 
 Kind = Literal["policy", "split", "colocated"]
+Pool = Literal["prefill", "decode"]
+POOLS: tuple[Pool, Pool] = ("prefill", "decode")
+Flips = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping[Pool, int]]
+"""Takes the time and the reports of each pool. Returns the sizes that the pools should have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +79,10 @@ class Router:
         rng: random.Random,
         outcome: PlacementOutcome,
     ) -> None:
-        """The first half of the workers is the prefill pool, the second half the decode pool.
-
-        `seats`: requests that a worker decodes at once.
-        """
+        """All workers begin in the decode pool (`move`). `seats`: requests that a worker decodes at once."""
         self._workers = workers
-        self._prefills = len(workers) // 2
+        self._prefills: set[int] = set()
+        self._decoders = list(range(len(workers)))
         self._kind: Kind = kind
         self._clock = clock
         self._rng = rng
@@ -91,7 +95,14 @@ class Router:
         self._window = PrefillWindow()
         for row, worker in enumerate(workers):
             self._loads.join(worker.name, block_size=BLOCK, now=clock.now)
-            self._loads.serve(row, row < self._prefills)
+            self._loads.serve(row, False)
+
+    def move(self, row: int, pool: Pool) -> None:
+        """New work of the pool goes to this worker. What it has goes on to its end."""
+        (self._prefills.add if pool == "prefill" else self._prefills.discard)(row)
+        self._decoders = [other for other in range(len(self._workers)) if other not in self._prefills]
+        self._loads.serve(row, pool == "prefill")
+        self._dispatch()
 
     @property
     def idle(self) -> bool:
@@ -106,7 +117,7 @@ class Router:
 
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
         self._status[row] = status
-        apply_report(self._loads, row, status, row < self._prefills, self._clock.now)
+        apply_report(self._loads, row, status, row in self._prefills, self._clock.now)
         running = status.requests_running + status.reservations
         self._decodes[row].reported(blocks_free=status.blocks_free, running=running)
         if row == len(self._workers) - 1:
@@ -114,28 +125,46 @@ class Router:
         self._dispatch()
 
     def _update_window(self) -> None:
-        paces = [pace(status) for status in self._status[self._prefills :]]
+        paces = [pace(self._status[row]) for row in self._decoders]
         speed = self._loads.tokens_per_s()
-        self._window = prefill_window(
-            self._prefills * [BUDGET], speed, paces if self._kind == "policy" else []
-        )
+        budgets = len(self._prefills) * [BUDGET]
+        self._window = prefill_window(budgets, speed, paces if self._kind == "policy" else [])
 
     def _dispatch(self) -> None:
         while self._queue:
             if self._sent_tokens and self._sent_tokens >= self._window.holding(self._queue[0].prompt):
                 return
             tokens = self._queue[0].prompt + 1
-            decode = two_choices(self._decodes[self._prefills :], tokens=tokens, rng=self._rng)
-            if decode is None:
+            loads = [self._decodes[row] for row in self._decoders]
+            decode = two_choices(loads, tokens=tokens, rng=self._rng)
+            if decode is not None:
+                self._send(self._queue.popleft(), int(decode))
+            elif self._kind != "policy" or not self._send_without_room():
                 return
-            self._send(self._queue.popleft(), int(decode))
+
+    def _send_without_room(self) -> bool:
+        """Sends the first request while no decode worker has room for it. False: it waits."""
+        request = self._queue[0]
+        asked, snapshot, prefill = self._sticky(request)
+        load, utilisation = self._decodes[prefill], self._loads.utilisation(prefill)
+        offer = prefill_offer(snapshot, asked, prefill, self._status[prefill], load, utilisation)
+        if place_without_room(offer) is None:
+            return False
+        request.due = request.arrived + patience(request.prompt / float(snapshot.speed[prefill]))
+        self._outcome.places["prefill"] += 1
+        self._submit(self._queue.popleft(), prefill, prefill)
+        return True
+
+    def _sticky(self, request: Request) -> tuple[PrefillRequest, PrefillSnapshot, int]:
+        """The request, the prefill workers, and the one that `sticky` chooses."""
+        asked = PrefillRequest(key=request.number * SPREAD % 2**64, tokens=request.prompt)
+        snapshot = self._loads.snapshot(asked, self._clock.now)
+        assert snapshot is not None
+        return asked, snapshot, sticky(snapshot, asked)
 
     def _send(self, request: Request, decode: int) -> None:
         now = self._clock.now
-        asked = PrefillRequest(key=request.number * SPREAD % 2**64, tokens=request.prompt)
-        snapshot = self._loads.snapshot(asked, now)
-        assert snapshot is not None
-        prefill = sticky(snapshot, asked)
+        asked, snapshot, prefill = self._sticky(request)
         found = Placement("handover")
         if self._kind == "policy":
             found = self._place(request, asked, snapshot, prefill, decode)
@@ -204,58 +233,129 @@ class Router:
         self._dispatch()
 
 
+class _Cluster:
+    """All workers and routers, and the requests that arrive."""
+
+    def __init__(
+        self,
+        load: Callable[[float], Load],
+        kind: Kind,
+        *,
+        requests: int,
+        workers: int,
+        routers: int,
+        seed: int,
+        seats: int,
+        target_steps: float,
+    ) -> None:
+        self.outcome = PlacementOutcome()
+        self._load = load
+        self._kind: Kind = kind
+        self._clock = clock = Clock()
+        self._rng = random.Random(seed)
+        self._requests = requests
+        self._arrived = 0
+        self._workers = [
+            Worker(str(row), clock, self.outcome, colocated=kind == "colocated", target_steps=target_steps)
+            for row in range(workers)
+        ]
+        self._turns = [itertools.count(router * workers // routers) for router in range(routers)]
+        self._routers = [
+            Router(self._workers, seats, kind, clock, random.Random(seed), self.outcome)
+            for _ in range(routers)
+        ]
+        self._pools: dict[int, Pool] = dict.fromkeys(range(workers), "decode")
+
+    def run(self, prefills: int, flips: Flips | None) -> None:
+        for row in range(prefills):
+            self._move(row, "prefill")
+        arrival, workers = 0.0, len(self._workers)
+        for number in range(self._requests):
+            arrival += self._rng.expovariate(self._load(arrival).rate * workers / 2)
+            self._clock.after(arrival, partial(self._arrive, number))
+        for row in range(workers):
+            self._clock.after(0.0, partial(self._report, row))
+        if flips is not None:
+            self._clock.after(STATUS_INTERVAL, partial(self._balance, flips))
+        self._clock.run()
+        assert all(worker.idle for worker in self._workers), "requests left at workers"
+        assert all(router.idle for router in self._routers), "requests left in the view of a router"
+
+    def _arrive(self, number: int) -> None:
+        now, outcome = self._clock.now, self.outcome
+        self._arrived += 1
+        outcome.measures = self._arrived > WARM_UP * self._requests
+        load = self._load(now)
+        request = Request(number, load.prompt, load.answer, now, outcome.measures, load.prompt)
+        router = self._rng.randrange(len(self._routers))
+        if self._kind != "colocated":
+            self._routers[router].add(request)
+            return
+        worker = self._workers[next(self._turns[router]) % len(self._workers)]
+        request.first_token = partial(worker.decode, request)
+        worker.prefill(request)
+
+    def _report(self, row: int) -> None:
+        status = self._workers[row].status()
+        for router in self._routers:
+            router.reported(row, status)
+        if self._arrived < self._requests or not all(worker.idle for worker in self._workers):
+            self._clock.after(STATUS_INTERVAL, partial(self._report, row))
+
+    # ------------------------------------------------------------ pools
+
+    def _move(self, row: int, pool: Pool) -> None:
+        self._pools[row] = pool
+        for router in self._routers:
+            router.move(row, pool)
+
+    def _balance(self, flips: Flips) -> None:
+        """Moves the worker with the least work if one pool should shrink and the other grow."""
+        statuses = [worker.status() for worker in self._workers]
+        rows: dict[Pool, list[int]] = {"prefill": [], "decode": []}
+        for row, pool in self._pools.items():
+            rows[pool].append(row)
+        wanted = flips(self._clock.now, {pool: [statuses[row] for row in rows[pool]] for pool in rows})
+        more = wanted["prefill"] - len(rows["prefill"])
+        if more and wanted["decode"] - len(rows["decode"]) == -more:
+            source, target = POOLS if more < 0 else POOLS[::-1]
+            row = min(rows[source], key=lambda r: (statuses[r].tokens_waiting, statuses[r].requests_running))
+            self._move(row, target)
+            self.outcome.flips += 1
+        if self._arrived < self._requests:
+            self._clock.after(STATUS_INTERVAL, partial(self._balance, flips))
+
+
 def simulate(
-    load: Load,
+    load: Load | Callable[[float], Load],
     kind: Kind,
     *,
     requests: int,
     workers: int = 2,
+    prefills: int = 0,
+    flips: Flips | None = None,
     routers: int = 1,
     seed: int = 1,
     seats: int = SEATS,
     target_steps: float = LONG,
 ) -> PlacementOutcome:
-    """Serves requests that arrive at random times. The times depend on the seed only.
+    """Serves requests that arrive at random times. The times depend on the load and the seed only.
 
-    `seats` and `target_steps`: of each worker, as `--max-num-seqs` and the gap target in fastest steps.
+    `load`: what arrives, or what arrives at a time. `prefills`: workers of the prefill pool; 0: half of them.
+    `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
+    as `--max-num-seqs` and the gap target in fastest steps.
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
-    clock, outcome, rng, arrived = Clock(), PlacementOutcome(), random.Random(seed), 0
-    fleet = [
-        Worker(str(row), clock, outcome, colocated=kind == "colocated", target_steps=target_steps)
-        for row in range(workers)
-    ]
-    turns = [itertools.count(router * workers // routers) for router in range(routers)]
-    views = [Router(fleet, seats, kind, clock, random.Random(seed), outcome) for _ in range(routers)]
-
-    def arrive(number: int) -> None:
-        nonlocal arrived
-        arrived += 1
-        outcome.measures = arrived > WARM_UP * requests
-        request = Request(number, load.prompt, load.answer, clock.now, outcome.measures, load.prompt)
-        router = rng.randrange(routers)
-        if kind != "colocated":
-            views[router].add(request)
-            return
-        worker = fleet[next(turns[router]) % workers]
-        request.first_token = partial(worker.decode, request)
-        worker.prefill(request)
-
-    def report(row: int) -> None:
-        status = fleet[row].status()
-        for view in views:
-            view.reported(row, status)
-        if arrived < requests or not all(worker.idle for worker in fleet):
-            clock.after(STATUS_INTERVAL, partial(report, row))
-
-    arrival = 0.0
-    for number in range(requests):
-        arrival += rng.expovariate(load.rate * workers / 2)
-        clock.after(arrival, partial(arrive, number))
-    for row in range(workers):
-        clock.after(0.0, partial(report, row))
-    clock.run()
-    assert all(worker.idle for worker in fleet), "requests left at workers"
-    assert all(view.idle for view in views), "requests left in the view of a router"
-    return outcome
+    cluster = _Cluster(
+        (lambda now: load) if isinstance(load, Load) else load,
+        kind,
+        requests=requests,
+        workers=workers,
+        routers=routers,
+        seed=seed,
+        seats=seats,
+        target_steps=target_steps,
+    )
+    cluster.run(prefills or workers // 2, flips)
+    return cluster.outcome

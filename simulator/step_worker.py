@@ -59,6 +59,8 @@ class PlacementOutcome:
         first_gaps: times between the first two tokens.
         places: how many requests went to each place.
         seconds: until the last token.
+        answers: of each request the time to its first token, and the mean of its gaps.
+        flips: how many workers moved to the other pool.
     """
 
     measures: bool = False
@@ -67,6 +69,12 @@ class PlacementOutcome:
     first_gaps: list[float] = field(default_factory=list)
     places: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    answers: list[tuple[float, float]] = field(default_factory=list)
+    flips: int = 0
+
+    def goodput(self, ttft: float, gap: float) -> float:
+        """Share of the requests with first tokens within `ttft` seconds, and gaps of `gap` on average."""
+        return sum(first <= ttft and mean <= gap for first, mean in self.answers) / len(self.answers)
 
     def quantiles(self) -> Quantiles:
         ttft, first = sorted(self.ttft), sorted(self.first_gaps)
@@ -222,6 +230,8 @@ class Worker:
             reservations=self.reserved,
             tokens_waiting=sum(request.left for request in self._prompts),
             blocks_free=BLOCKS - self._positions // BLOCK,
+            blocks_total=BLOCKS,
+            requests_waiting=len(self._prompts) - started,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             step_seconds=self._meters.step_seconds,
             prompt_tokens=self._computed,
@@ -330,6 +340,9 @@ class Worker:
             _, _, request = heapq.heappop(self._decodes)
             self._context -= request.prompt + request.answer
             self._positions -= request.prompt + request.answer
+            if request.measured:
+                ttft = request.token_at - request.arrived + OVERHEAD_SECONDS
+                outcome.answers.append((ttft, (now - request.token_at) / (request.answer - 1)))
             request.ended()
         for request in computed:
             self._prompts.popleft()

@@ -56,6 +56,13 @@ class Chooser:
             self._span.set(place.why.attributes())
         return place
 
+    def place_without_room(self) -> Place | None:
+        """Returns where the request goes while no decode worker has room for it. None: it waits."""
+        place = self._pool.place_without_room(self.prefill())
+        if place is not None:
+            self._span.set(place.why.attributes())
+        return place
+
     def _avoid(self, other: PrefillAttempt | DecodeAttempt | None) -> Collection[str]:
         """Workers to choose only if there is no other: those that failed, and that of the other attempt."""
         avoid = self._failures.avoid

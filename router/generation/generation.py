@@ -126,6 +126,8 @@ class Generation:
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
         worker = self._choose.decode(tokens)
         if worker is None:
+            if self._pair.prefill is None and (place := self._choose.place_without_room()) is not None:
+                return self._prefill_on_prefill_worker(place)
             if self._pool.can_ever_hold(tokens):
                 self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
@@ -134,6 +136,13 @@ class Generation:
         if self._pair.prefill is not None:
             return self._fetch(self._pair.prefill, worker, output_ids)
         return self._prefill_and_decode(worker)
+
+    def _prefill_on_prefill_worker(self, place: Place) -> TurnResult:
+        """No decode worker has room, so a prefill worker also decodes."""
+        if not self._waits.may_prefill():
+            return TurnResult.PARKED
+        self._prefill_and_decode_on(place)
+        return TurnResult.SENT
 
     def _prefill_and_decode(self, worker: WorkerConnection) -> TurnResult:
         if not self._waits.may_prefill():

@@ -21,6 +21,7 @@ from router.policy.placement import (
     PrefillOffer,
     patience,
     place,
+    place_without_room,
 )
 from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads, PrefillWork
@@ -63,6 +64,7 @@ __all__ = [
     "pace",
     "patience",
     "place",
+    "place_without_room",
     "prefill_offer",
     "prefill_window",
     "round_robin",

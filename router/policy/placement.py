@@ -8,7 +8,8 @@ There are three places:
 
 A handover costs two decode steps and disturbs nothing. The decode worker is good for a prompt that fits into
 a step, and while prefill workers have a queue. The prefill worker is good for short answers: it saves the
-handover, but its other prompts are slower while it decodes. So two workers act as a prefill and a decode
+handover, but its other prompts are slower while it decodes. While decode workers have no room, it decodes
+every request that it has room for. So two workers act as a prefill and a decode
 worker under the loads that gain from it, and as two colocated engines under the others.
 
 The estimates are the costs that workers measure and report. Pure.
@@ -35,8 +36,8 @@ LEAST_UTILISATION = 0.1
 ANSWER_SECONDS = 5.0
 """The longest time for which the future prompts of a prefill worker are considered."""
 
-Reason = Literal["short", "cached", "saturated", "no_prefill", "no_handover"]
-REASONS: tuple[Reason, ...] = ("short", "cached", "saturated", "no_prefill", "no_handover")
+Reason = Literal["short", "cached", "saturated", "no_prefill", "no_handover", "no_room"]
+REASONS: tuple[Reason, ...] = ("short", "cached", "saturated", "no_prefill", "no_handover", "no_room")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,14 @@ def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequen
     if found.decode < found.handover:
         return replace(found, place="decode", reason=_reason(tokens, offer))
     return found
+
+
+def place_without_room(prefill: PrefillOffer) -> Placement | None:
+    """Returns where a request goes while no decode worker has room for it: to the prefill worker, if that has
+    room to decode it. None: it waits."""
+    if not prefill.decodes:
+        return None
+    return Placement("prefill", prefill=prefill.first_token, reason="no_room")
 
 
 def _reason(tokens: int, offer: DecodeOffer) -> Reason:

@@ -19,6 +19,7 @@ from router.policy import (
     pace,
     patience,
     place,
+    place_without_room,
     prefill_window,
     two_choices,
 )
@@ -265,6 +266,15 @@ class WorkerPool:
         if found.place == "prefill":
             return Place(prefill.worker, prefill.work, within, found)
         return Place(worker, None, within, found)
+
+    def place_without_room(self, prefill: PrefillTarget | None) -> Place | None:
+        """Chooses where a request is computed while no decode worker has room for it. None: it waits."""
+        if prefill is None or not self._may_overflow or not self.has_decode:
+            return None
+        found = place_without_room(prefill.offer)
+        if found is None:
+            return None
+        return Place(prefill.worker, prefill.work, patience(prefill.alone), found)
 
     # ------------------------------------------------------------ reports of the connections
 

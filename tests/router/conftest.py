@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,23 @@ class Cluster:
         async with asyncio.timeout(10):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+    async def rooms(self, blocks: Mapping[FakeWorker, int]) -> None:
+        """Makes workers report so many free blocks, and waits until the router knows it."""
+        for worker, free in blocks.items():
+            worker.status.blocks_free = free
+            worker.report()
+        wanted = {worker.address: free for worker, free in blocks.items()}
+        await self.until(
+            lambda: all(
+                c.status.blocks_free == wanted.get(c.address, c.status.blocks_free)
+                for c in self.router.services.pool.connections
+            )
+        )
+
+    async def full(self, *workers: FakeWorker) -> None:
+        """Without arguments: all workers."""
+        await self.rooms(dict.fromkeys(workers or self.workers, 0))
 
     async def heard(self, prefill_id: bytes) -> None:
         """Waits until the router has the prefill's token. Real KV comes later; fake KV might come earlier.

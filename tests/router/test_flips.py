@@ -193,10 +193,7 @@ async def test_a_worker_with_an_open_breaker_serves_when_the_others_leave_its_po
 async def test_a_status_that_takes_a_worker_away_starts_nothing_there(cluster: Cluster, change: str) -> None:
     """The same status reports free blocks, for which a request waits in the queue."""
     [decode], admission = cluster.decodes, cluster.router.services.admission
-    decode.status.blocks_free = 0
-    decode.report()
-    [load] = cluster.router.services.pool._candidates.decodes
-    await cluster.until(lambda: load.blocks_free == 0)
+    await cluster.full()
     request = asyncio.create_task(answered_whole(cluster))
     await cluster.until(lambda: admission.waiting_for_decode == 1)
     decode.status.blocks_free = 512

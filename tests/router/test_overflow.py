@@ -352,6 +352,20 @@ async def test_a_full_prefill_worker_hands_over(cluster: Cluster) -> None:
     assert (len(prefills(prefill)), len(decodes(decode))) == (1, 1)
 
 
+async def test_a_prefill_worker_decodes_while_decode_workers_have_no_room(cluster: Cluster) -> None:
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+    await cluster.full(decode)
+    await answered_whole(cluster)
+    assert (len(decodes(prefill)), decodes(decode)) == (1, [])
+    assert await counted(cluster, "no_room") == 1
+    await cluster.full()
+    waits = asyncio.create_task(answered_whole(cluster))
+    await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
+    await cluster.rooms({decode: 100})
+    await waits
+    assert (len(prefills(prefill)), len(decodes(decode))) == (1, 1)
+
+
 async def test_a_request_for_one_token_needs_no_decode_worker(cluster: Cluster) -> None:
     await offering(cluster)
     await cluster.complete(max_tokens=1)
@@ -446,6 +460,7 @@ async def test_an_overflowed_request_survives_a_lost_decode_worker(pair: Cluster
 
 async def test_refused_and_handed_back_requests_go_on_elsewhere(pair: Cluster) -> None:
     await offering(pair)
+    await pair.full(*pair.prefills)
     for worker in pair.decodes:
         worker.no_room = 1
     request = asyncio.create_task(answered_whole(pair))

@@ -240,10 +240,8 @@ async def test_a_refused_reservation_goes_to_another_worker(pair: Cluster):
 
 async def test_capacity_is_given_in_order_of_arrival(cluster: Cluster):
     decode = cluster.decodes[0]
-    decode.status.blocks_free = 0
-    decode.report()
-    pool, admission = cluster.router.services.pool, cluster.router.services.admission
-    await cluster.until(lambda: pool.choose_decode([], 1, ()) is None)
+    await cluster.full()
+    admission = cluster.router.services.admission
     requests = []
     for i in range(4):
         requests.append(asyncio.create_task(cluster.complete(prompt=[10 + i])))

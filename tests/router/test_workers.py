@@ -99,6 +99,7 @@ async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(
     """The only worker that could hold it has gone. The request parks until such a worker comes."""
     pool, [decode] = cluster.router.services.pool, cluster.decodes
     [load] = pool._candidates.decodes
+    await cluster.full(*cluster.prefills)
     load.full = True  # as after a refused reservation
     long = asyncio.create_task(cluster.complete(prompt=[5] * 3000))
     await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
