@@ -96,7 +96,7 @@ def test_prefill_workers_decode_while_decode_workers_have_no_room():
         return simulate(swings, kind, requests=200, seats=16).goodput(ttft=0.25, gap=0.02)
 
     assert goodput("split") < 0.7
-    assert goodput("policy") > 0.95
+    assert goodput("policy") > 0.9
 
 
 def test_routers_that_hear_of_each_other_in_reports_leave_nothing_behind():
