@@ -19,15 +19,14 @@ from kv_transfer.channel import BlocksCopied, Channel, ChannelClosed, CopyBlocks
 from kv_transfer.receiver_pacing import EVENT_POLL
 from kv_transfer.wait import wait
 
-SILENCE = 10.0
-"""Seconds without an answer, while one is due, after which a rank counts as hung."""
-
 
 class RankedStore:
     """Implements `BlockStore` on rank 0. Owns the channels to the other ranks."""
 
-    def __init__(self, own: BlockStore, ranks: Sequence[socket.socket]) -> None:
+    def __init__(self, own: BlockStore, ranks: Sequence[socket.socket], silence: float) -> None:
+        """`silence`: seconds without a copy, while some are due, after which another rank counts as hung."""
         self.batch = own.batch
+        self._silence = silence
         self._most = own.room // own.batch
         self._own = own
         self._channels = [Channel(sock, BlocksCopied) for sock in ranks]
@@ -35,7 +34,7 @@ class RankedStore:
             deque() for _ in range(1 + len(ranks))
         ]  # of each rank, not reported
         self._batches: deque[int] = deque()  # blocks of each batch that is not over on all ranks
-        self._heard = 0.0
+        self._heard = [0.0] * len(ranks)  # when a rank last copied, or had nothing to do
 
     @property
     def room(self) -> int:
@@ -51,7 +50,7 @@ class RankedStore:
 
     def _order(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
         if not self._batches:
-            self._heard = time.monotonic()
+            self._heard = [time.monotonic()] * len(self._channels)
         for first in range(0, len(pairs), self.batch):
             some = pairs[first : first + self.batch]
             self._batches.append(len(some))
@@ -60,21 +59,23 @@ class RankedStore:
 
     def ended(self) -> list[bool]:
         """Raises `ChannelClosed` if a rank is gone, and `RuntimeError` if one hangs."""
-        now = time.monotonic()
+        now, due = time.monotonic(), sum(self._batches)
         self._whole[0] += self._own.ended()
-        for channel, whole in zip(self._channels, self._whole[1:], strict=True):
+        for i, (channel, whole) in enumerate(zip(self._channels, self._whole[1:], strict=True)):
             channel.flush()
             while messages := channel.receive():
-                self._heard = now
+                self._heard[i] = now
                 for message in messages:
                     whole += message.whole
+            if len(whole) >= due:
+                self._heard[i] = now
+            elif now - self._heard[i] > self._silence:
+                raise RuntimeError(f"rank {i + 1} has not copied blocks for {self._silence:g} s")
         found: list[bool] = []
         while self._batches and all(len(whole) >= self._batches[0] for whole in self._whole):
             for _ in range(self._batches.popleft()):
                 of_ranks = [whole.popleft() for whole in self._whole]
                 found.append(all(of_ranks))
-        if self._batches and now - self._heard > SILENCE:
-            raise RuntimeError(f"a rank has not copied blocks for {SILENCE:g} s")
         return found
 
     def close(self) -> None:

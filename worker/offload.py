@@ -19,8 +19,8 @@ from worker.paged_kv import paged_kv
 
 POLL = 0.0005
 """Seconds between two calls while copies are under way."""
-
-
+SILENCE = {Tier.HOST: 10.0, Tier.DISK: 60.0}
+"""Seconds without a copy after which another rank counts as hung. A disk may stand still for a while."""
 SHARE = 0.2
 """Of the time between two calls, how long a CPU may copy blocks to the host. It makes one batch in any
 case."""
@@ -90,7 +90,8 @@ def offload_pumps(
         except OSError as error:
             raise ValueError(f"--disk-cache-dir: {disk_cache_dir}: {error}") from error
         if rank_fds:
-            store = RankedStore(store, [socket.socket(fileno=fds[number]) for fds in rank_fds])
+            sockets = [socket.socket(fileno=fds[number]) for fds in rank_fds]
+            store = RankedStore(store, sockets, SILENCE[tier.tier])
         pumps.append(OffloadPump(tier, store))
     return pumps
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from kv_transfer import disk_store
+from kv_transfer import disk_store, ranked_store
 from kv_transfer.arena import channel_pair
-from kv_transfer.block_store import BlockStore, block_bytes, open_host_store
+from kv_transfer.block_store import BlockStore, CpuStore, block_bytes, open_host_store
 from kv_transfer.disk_store import DiskStore
 from kv_transfer.layout import FP8, KVLayout
 from kv_transfer.ranked_store import RankedStore, StoreServer
@@ -194,7 +196,7 @@ def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
     pairs = [channel_pair() for _ in kvs[1:]]
     for store, (_, theirs) in zip(stores[1:], pairs, strict=True):
         StoreServer(store, theirs)
-    ranked = RankedStore(stores[0], [ours for ours, _ in pairs])
+    ranked = RankedStore(stores[0], [ours for ours, _ in pairs], silence=20)
     before = [[content(kv, block) for block in (3, 5)] for kv in kvs]
     ranked.save([(3, 0), (5, 2)])
     assert ended(ranked, 2) == [True, True]
@@ -204,3 +206,28 @@ def test_a_block_is_whole_if_it_is_whole_on_all_ranks(
     for kv, right in zip(kvs, before, strict=True):
         assert all(map(torch.equal, content(kv, 8), right[0]))
     ranked.close()
+
+
+class Stalled(CpuStore):
+    """Its copies do not end."""
+
+    def ended(self) -> list[bool]:
+        return []
+
+
+def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(ranked_store, "time", SimpleNamespace(monotonic=lambda: now))
+    for own, other in ((Stalled, CpuStore), (CpuStore, Stalled)):
+        now, (ours, theirs) = 0.0, channel_pair()
+        StoreServer(other(paged("float32", "cpu"), 2), theirs)
+        ranked = RankedStore(own(paged("float32", "cpu"), 2), [ours], silence=10)
+        ranked.save([(3, 0)])
+        while other is CpuStore and not ranked._whole[1]:
+            ranked.ended()
+        now = 11.0
+        with pytest.raises(RuntimeError, match=r"rank 1 .* 10 s") if other is Stalled else nullcontext():
+            assert ranked.ended() == []
+        ranked.close()
