@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,6 +45,16 @@ NIXL_WHEELS = ("nixl_cu13", "nixl_cu12")  # the package `nixl` would import torc
 
 def nixl_installed() -> bool:
     return any(find_spec(name) for name in NIXL_WHEELS)
+
+
+def nics_read_gpus() -> bool:
+    """RDMA devices here can read memory of GPUs: with nvidia_peermem, or by dma-buf, which NVIDIA's open
+    kernel modules have."""
+    driver = Path("/proc/driver/nvidia/version")
+    is_open = driver.exists() and "Open Kernel Module" in driver.read_text()
+    return any(Path("/sys/class/infiniband").glob("*")) and (
+        is_open or Path("/sys/module/nvidia_peermem").exists()
+    )
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,8 @@ EXPORTED_SLOT_BYTES = 8 << 20
 BATCH_BYTES = 128 << 20
 """Of slices that are copied together. The next step begins when all of them are copied, so more bytes would
 wait for each other. A peer copies so many in 0.35 ms, about as long as the host needs for the next ones."""
+CONTEXT_BYTES = 600 << 20
+"""That a process takes on a GPU before it allocates anything."""
 LANDINGS = 2
 """Of a receiver, for slices that its kernels cannot read in the memory of the peer: while a kernel scatters
 slices from one, the next are copied into the other."""
@@ -39,10 +41,11 @@ def landing_bytes(slot_bytes: int) -> int:
     return scattered_at_once(slot_bytes) * (exported_slot_bytes(slot_bytes) + SLACK)
 
 
-def device_bytes(num_slots: int, slot_bytes: int) -> int:
-    """Memory of a GPU that KV transfer takes on each rank, if workers of one host read slots of each other:
-    slots for peers, and room for slices of peers."""
-    return exported_bytes(num_slots, exported_slot_bytes(slot_bytes)) + LANDINGS * landing_bytes(slot_bytes)
+def device_bytes(num_slots: int, slot_bytes: int, *, adopted: bool = False) -> int:
+    """Memory of a GPU that KV transfer takes on each rank, if peers read slots there: slots for peers, and
+    room for slices of peers. `adopted`: the transfer process has slots for both directions, and a context."""
+    slots = exported_bytes(num_slots, exported_slot_bytes(slot_bytes))
+    return slots + LANDINGS * landing_bytes(slot_bytes) + (slots + CONTEXT_BYTES if adopted else 0)
 
 
 def coalesce(

@@ -88,8 +88,8 @@ class WorkerConfig:
     """
     kv_connector: Literal["auto", "tcp", "nixl"] = "tcp"
     """auto: workers of one host read KV from memory of each other, where a test copy succeeds. They must run
-    as the same user, or use GPUs with peer access. nixl: with NIXL, from arena to arena; see
-    `TransferConfig`."""
+    as the same user, or use GPUs with peer access. nixl: with NIXL, from arena to arena, or from GPU to GPU
+    where NICs read their memory; see `TransferConfig`."""
     kv_encrypt: bool = False
     """Encrypt KV lanes, and refuse peers that do not."""
     kv_lanes: int = 4
@@ -160,6 +160,14 @@ class WorkerConfig:
                 "address of the network that carries KV"
             )
         self.kv_address()  # a wrong --kv-host must fail before the weights are loaded
+
+    def nixl_device(self) -> str | None:
+        """As in `TransferConfig`."""
+        from kv_transfer.config import nics_read_gpus
+
+        kind, _, number = self.engine.device.partition(":")
+        is_gpu = self.kv_connector == "nixl" and kind == "cuda" and nics_read_gpus()
+        return f"cuda:{number or 0}" if is_gpu else None
 
     def _check_nixl(self) -> None:
         from kv_transfer.config import nixl_installed

@@ -146,7 +146,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
         ArenaEnd.inherited(fds, config.kv_slots, config.kv_slot_bytes)
         for fds in (config.sending_fds, config.receiving_fds)
     )
-    transport = ArenaTransport(sending, receiving, trace, exports=config.kv_connector == "auto")
+    transport = ArenaTransport(sending, receiving, trace, config.exports, config.adopts)
     heartbeat = Heartbeat(config.heartbeat_fd)
     parts = Parts(config, link, heartbeat, transport, trace, Attempts(link.send))
     heartbeat.tick()

@@ -36,7 +36,8 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     offload_fds: Sequence[Sequence[int]]  # inherited: to each other rank, one for each tier
     disk_cache_dir: str | None
     heartbeat_fd: int  # inherited
-    kv_connector: str
+    exports: bool  # as in `ArenaTransport`, and the next
+    adopts: bool
     kv_slots: int
     kv_slot_bytes: int
     trace_path: str | None

@@ -35,7 +35,7 @@ _REFUSED = ("hello", "secret", "version", "limits", "transfer_id")
 _DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
 _TRANSFERS = ("acked", "busy", "injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost")
 _TIERS = tuple(tier.name.lower() for tier in Tier)
-_TRANSPORTS = ("cuda_ipc", "nixl", "shared_memory", "tcp")
+_TRANSPORTS = ("cuda_ipc", "nixl", "nixl_cuda", "shared_memory", "tcp")
 _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 

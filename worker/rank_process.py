@@ -29,8 +29,9 @@ class RankArenas(msgspec.Struct, frozen=True):
     receiving_fds: Sequence[int]
     num_slots: int
     slot_bytes: int
-    exported: bool
-    """Workers of one host may read slots of each other."""
+    exports: bool
+    """As in `ArenaTransport`, and the next."""
+    adopts: bool
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True):
@@ -83,7 +84,9 @@ def main() -> int:
             ArenaEnd.inherited(fds, arenas.num_slots, arenas.slot_bytes)
             for fds in (arenas.sending_fds, arenas.receiving_fds)
         )
-        copier = RankCopier(paged_kv(follower), sending, receiving, exports=arenas.exported)
+        copier = RankCopier(
+            paged_kv(follower), sending, receiving, exports=arenas.exports, adopts=arenas.adopts
+        )
         layer_done = copier.layer_done
     serve_offload(config.engine, follower, config.offload_fds)
     gc.collect()

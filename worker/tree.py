@@ -52,8 +52,11 @@ class WorkerTree:
 
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._config = config
-        self._exported = config.kv_connector == "auto"
-        other = device_bytes(config.kv_slots, config.kv_slot_bytes) if self._exported else 0
+        self._adopted = config.nixl_device() is not None
+        self._exported = self._adopted or config.kv_connector == "auto"
+        other = 0
+        if self._exported:
+            other = device_bytes(config.kv_slots, config.kv_slot_bytes, adopted=self._adopted)
         self._engine_config = replace(config.engine, other_bytes=other)  # of each rank
         self._incarnation = incarnation
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -98,7 +101,8 @@ class WorkerTree:
             offload_fds=[[ours.fileno() for ours, _ in ends] for ends in self._offload_ends],
             disk_cache_dir=config.engine.disk_cache_dir,
             heartbeat_fd=self._heartbeat.fd,
-            kv_connector=config.kv_connector,
+            exports=self._exported,
+            adopts=self._adopted,
             kv_slots=config.kv_slots,
             kv_slot_bytes=config.kv_slot_bytes,
             trace_path=config.trace_path("engine"),
@@ -151,6 +155,7 @@ class WorkerTree:
                     config.kv_slots,
                     config.kv_slot_bytes,
                     self._exported,
+                    self._adopted,
                 ),
                 offload_fds=[theirs.fileno() for _, theirs in self._offload_ends[rank - 1]],
             )
@@ -205,6 +210,7 @@ class WorkerTree:
             bind=config.kv_bind,
             encrypt=config.kv_encrypt,
             nixl=config.kv_connector == "nixl",
+            nixl_device=config.nixl_device(),
             deadlines=TransferDeadlines(
                 fetch_wait=deadlines.hold,
                 hold=deadlines.hold,

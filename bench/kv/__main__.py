@@ -23,7 +23,8 @@
 `….default_slots`      with the slots that workers have by default: smaller copies, less memory
 
 `--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: in turns with these engines, each installed for that Python.
-`kv.nixl.256MiB`: --kv-connector nixl against NIXL alone, if NIXL is also installed for this Python.
+`kv.nixl.256MiB`: --kv-connector nixl against NIXL alone, if NIXL is also installed for this Python; with
+`.tcp` over UCX's TCP. `kv.nixl_cuda.256MiB`, with `--device cuda`: from pool to pool over memory of GPUs.
 `kv.vs.nixl_read.256MiB` is Baton's GB/s and the ratio to the engine (`peer_driver`; settings in PEERS).
 """
 
@@ -49,6 +50,7 @@ from bench.kv import exported
 from bench.kv.pair import BLOCK, Pair, Settings, children, cpu_seconds
 from bench.kv.raw_sockets import MIB, RawPair
 from kv_transfer.config import nixl_installed
+from kv_transfer.staging import EXPORTED_SLOT_BYTES
 
 PARTS = ("tcp", "encrypted", "nixl", "exported")
 SIZES = (64, 256)  # MiB
@@ -146,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         encrypted(report, settings, pairs)
     if "nixl" in parts and "nixl" in pythons and nixl_installed():
         nixl_connector(report, settings, pythons["nixl"], pairs)
+        if args.device == "cuda":
+            nixl_on_gpus(report, settings, pythons["nixl"], pairs)
     if "exported" in parts:
         without_sockets(report, args.device, pairs)
     report.finish()
@@ -195,7 +199,10 @@ def encrypted(report: Report, settings: Settings, pairs: int) -> None:
 
 def without_sockets(report: Report, device: str, pairs: int) -> None:
     for variant, settings in exported.variants(device).items():
-        with exported.opened(settings) as pair, closing(exported.PlainCopy(settings)) as plain:
+        with (
+            exported.opened(settings, exported.KINDS[device]) as pair,
+            closing(exported.PlainCopy(settings)) as plain,
+        ):
             for mib in exported.SIZES[device]:
                 name = f"kv.{exported.KINDS[device]}.{mib}MiB"
                 goal = None
@@ -238,16 +245,33 @@ def nixl_connector(report: Report, settings: Settings, python: str, pairs: int) 
     """Beside NIXL alone, which reads the same bytes in pieces of a slot, all at once."""
     most, slot = settings.most_bytes, settings.slot_bytes
     for over, environment in NIXL_OVER.items():
-        with patch.dict(os.environ, environment), closing(Pair(replace(settings, nixl=True))) as pair:
+        with (
+            patch.dict(os.environ, environment),
+            exported.opened(replace(settings, nixl=True), "nixl") as pair,
+        ):
             for mib in NIXL_SIZES:
                 size = mib * MIB
                 name = f"kv.nixl{over}.{mib}MiB"
-                pair.seconds(size)  # over TCP, until the test read is over
                 with closing(Peer("nixl_read", python, most, size // slot, environment)) as peer:
                     compare(
                         report, name, ours(pair), Way(peer.seconds, peer.cpu_seconds), size, pairs, 0.9,
                         f"{name}.alone", "NIXL alone",
                     )  # fmt: skip
+
+
+def nixl_on_gpus(report: Report, settings: Settings, python: str, pairs: int) -> None:
+    """Beside NIXL alone between the same GPUs, in pieces of a slot there. NIXL alone neither gathers nor
+    scatters."""
+    piece = max(settings.slot_bytes, EXPORTED_SLOT_BYTES)
+    settings = replace(settings, nixl=True, nixl_on_gpus=True, device="cuda")
+    with exported.opened(settings, "nixl_cuda") as pair:
+        for mib in NIXL_SIZES[1:]:
+            size = mib * MIB
+            with closing(Peer("nixl_read_cuda", python, settings.most_bytes, size // piece, {})) as peer:
+                compare(
+                    report, f"kv.nixl_cuda.{mib}MiB", ours(pair), Way(peer.seconds, peer.cpu_seconds), size,
+                    pairs, 0.9, f"kv.nixl_cuda.{mib}MiB.alone", "NIXL alone",
+                )  # fmt: skip
 
 
 def rows(report: Report, settings: Settings, device: str, raw: Way, cubic: Way, pairs: int) -> None:

@@ -38,11 +38,11 @@ def variants(device: str) -> dict[str, Settings]:
 
 
 @contextmanager
-def opened(settings: Settings) -> Iterator[Pair]:
-    """A pair that reads exported memory."""
+def opened(settings: Settings, kind: str) -> Iterator[Pair]:
+    """A pair that uses this transport."""
     with closing(Pair(settings)) as pair:
         deadline = time.monotonic() + 20
-        while (transport := pair.transport()) != KINDS[settings.device]:
+        while (transport := pair.transport()) != kind:
             assert time.monotonic() < deadline, transport
             pair.seconds(MIB)
         yield pair

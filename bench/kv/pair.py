@@ -53,6 +53,7 @@ class Settings:
     exports: bool = False  # the receiver reads slots itself
     encrypt: bool = False
     nixl: bool = False
+    nixl_on_gpus: bool = False  # from memory of one GPU to that of another, with `nixl`
 
     @property
     def most_tokens(self) -> int:
@@ -84,7 +85,7 @@ class Side:
             name=f"{role} 0", incarnation=_INCARNATIONS[role],
             model_fingerprint="bench", layout=LAYOUT, num_slots=settings.slots,
             slot_bytes=settings.slot_bytes, lanes=settings.lanes, encrypt=settings.encrypt,
-            nixl=settings.nixl,
+            nixl=settings.nixl, nixl_device=device if settings.nixl_on_gpus else None,
         )  # fmt: skip
         with _checksums(settings.checksums):
             self.process = kv.spawn_transfer(
@@ -108,7 +109,10 @@ class Side:
             torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(LAYOUT.num_layers)
         ]
 
-        self.transport = kv.ArenaTransport(self.sending, self.receiving, NO_TRACE, settings.exports)
+        self.transport = kv.ArenaTransport(
+            self.sending, self.receiving, NO_TRACE, settings.exports or settings.nixl_on_gpus,
+            settings.nixl_on_gpus,
+        )  # fmt: skip
         self.paged_kv = kv.PagedKV(self.pool, BLOCK, LAYOUT, device)
 
     def digest(self) -> str:

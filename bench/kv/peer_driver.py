@@ -1,6 +1,6 @@
 """Drives another transfer engine between two processes, between registered memory, for `bench.kv`.
 
-    PYTHON bench/kv/peer_driver.py nixl-read|nixl-write|mooncake BYTES PIECES
+    PYTHON bench/kv/peer_driver.py nixl-read|nixl-read-cuda|nixl-write|mooncake BYTES PIECES
 
 Needs a Python that has the engine installed, and imports nothing of Baton. Each line on stdin is a number of
 bytes: moves them and prints the seconds. Environment variables tune the engine.
@@ -24,12 +24,21 @@ class Nixl:
     def __init__(self, name: str, size: int, operation: str = "") -> None:
         wheel = next(name for name in ("nixl_cu13", "nixl_cu12") if find_spec(name))
         nixl = import_module(f"{wheel}._api")
-        self.memory = memory(size)
-        self._operation = operation
+        self._operation, _, device = operation.partition("-")
+        self._kind, self._number = "DRAM", 0
+        if device:
+            import torch
+
+            self._kind, self._number = "VRAM", int(name == "initiator") % torch.cuda.device_count()
+            self._memory = torch.ones(size, dtype=torch.uint8, device=f"cuda:{self._number}")
+            torch.cuda.synchronize()
+            self.address_of_memory = self._memory.data_ptr()
+        else:
+            self._memory = memory(size)
+            self.address_of_memory = self._memory.ctypes.data
         self._agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
-        self._agent.register_memory(
-            self._agent.get_reg_descs([(self.memory.ctypes.data, size, 0, "")], "DRAM")
-        )
+        area = (self.address_of_memory, size, self._number, "")
+        self._agent.register_memory(self._agent.get_reg_descs([area], self._kind))
         self._peer = b""
 
     def address(self) -> str:
@@ -41,8 +50,8 @@ class Nixl:
     def move(self, theirs: int, size: int, pieces: int) -> None:
         part = size // pieces
         ends = [
-            self._agent.get_xfer_descs([(base + i * part, part, 0) for i in range(pieces)], "DRAM")
-            for base in (self.memory.ctypes.data, theirs)
+            self._agent.get_xfer_descs([(base + i * part, part, number) for i in range(pieces)], self._kind)
+            for base, number in ((self.address_of_memory, self._number), (theirs, 0))
         ]
         transfer = self._agent.initialize_xfer(self._operation, *ends, self._peer)
         state = self._agent.transfer(transfer)
@@ -56,10 +65,11 @@ class Mooncake:
     def __init__(self, name: str, size: int) -> None:
         from mooncake.engine import TransferEngine  # pyrefly: ignore
 
-        self.memory = memory(size)
+        self._memory = memory(size)
+        self.address_of_memory = self._memory.ctypes.data
         self._engine = TransferEngine()
         assert self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-        assert self._engine.register_memory(self.memory.ctypes.data, size) == 0
+        assert self._engine.register_memory(self.address_of_memory, size) == 0
         self._peer = ""
 
     def address(self) -> str:
@@ -70,7 +80,7 @@ class Mooncake:
 
     def move(self, theirs: int, size: int, pieces: int) -> None:
         part = size // pieces
-        ours = self.memory.ctypes.data
+        ours = self.address_of_memory
         starts = [i * part for i in range(pieces)]
         done = self._engine.batch_transfer_sync_write(
             self._peer, [ours + at for at in starts], [theirs + at for at in starts], [part] * pieces
@@ -92,7 +102,7 @@ def main() -> None:
     what, size, pieces = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     if len(sys.argv) > 4:
         target = engine(what, "target", size)
-        print(json.dumps({"address": target.address(), "memory": target.memory.ctypes.data}), flush=True)
+        print(json.dumps({"address": target.address(), "memory": target.address_of_memory}), flush=True)
         sys.stdin.readline()
         return
     child = subprocess.Popen(

@@ -11,7 +11,7 @@ import torch
 
 from kv_transfer import copy_kernels, staging
 from kv_transfer.arena import Arena
-from kv_transfer.cuda_memory import Slots
+from kv_transfer.cuda_memory import DeviceMemory, Slots
 from kv_transfer.cuda_pool import CudaPool
 from kv_transfer.device import HostPool, Pool, Staged
 from kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state
@@ -71,12 +71,20 @@ def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str) -> Paged
     return target
 
 
-def pulled(sent: str, kept: str, damage: Callable[[Slots], None]) -> tuple[PagedKV, list[bool]]:
-    """The same through exported memory, and which slices were right. `damage` comes after a first gather."""
+def pulled(
+    sent: str, kept: str, damage: Callable[[Slots], None], *, adopts: bool = False
+) -> tuple[PagedKV, list[bool]]:
+    """The same through exported memory, and which slices were right. `damage` comes after a first gather.
+    `adopts`: the memory is that of another process."""
     source, target = cache(sent, 16, 1), cache(kept, 32, 2)
     sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
     receiver = CudaPool(target, Arena.create(SLOTS, SLOT_BYTES), exported=True)
-    memory = receiver.open(sender.export())
+    if adopts:
+        export = DeviceMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, bytes(16)).export
+        sender.adopt(export)
+    else:
+        export = sender.export()
+    memory = receiver.open(export)
     tables, whole = (sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)), []
     for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
         sender.gather([Staged(piece, slot, tables[0], generation=generation) for slot, piece in few])
@@ -119,5 +127,5 @@ def test_a_slice_that_is_wrong_or_late_is_found() -> None:
         ctypes.memset(memory.mark(9), 9, 1)
 
     for damage, wrong in ((bend, 1), (use_again, 4)):
-        _, whole = pulled("bfloat16", "bfloat16", damage)
+        _, whole = pulled("bfloat16", "bfloat16", damage, adopts=damage is bend)
         assert [i for i, right in enumerate(whole) if not right] == [wrong]

@@ -43,6 +43,24 @@ def test_an_error_names_the_flag_and_the_value(
         config(**fields)
 
 
+@pytest.mark.parametrize(
+    ("connector", "device", "nics", "slots"),
+    [
+        ("nixl", "cuda", True, "cuda:0"),
+        ("nixl", "cuda:2", True, "cuda:2"),
+        ("nixl", "cuda", False, None),
+        ("nixl", "cpu", True, None),
+        ("auto", "cuda", True, None),
+    ],
+)
+def test_nixl_reads_memory_of_gpus_where_nics_can(
+    connector: Any, device: str, nics: bool, slots: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer.config.nics_read_gpus", lambda: nics)
+    engine = EngineConfig("model", device=device)
+    assert config(kv_connector=connector, engine=engine).nixl_device() == slots
+
+
 def test_a_deadline_must_be_above_zero() -> None:
     with pytest.raises(ValueError, match="--engine-timeout: 0"):
         Deadlines(engine=0)
