@@ -11,6 +11,9 @@ Placement: five kinds of load on 2, 4 and 64 workers, and one on 1,000. The poli
 engines that take requests in turn and compute them in steps of 512 tokens, and with a fixed split. `--only
 placement` takes some minutes and prints a table of it.
 
+Swing: 4 workers whose load swings between long prompts and long answers: each fixed split, flips by the
+autoscaler, and the placement policy. A short run leaves this part out, unless --only names it.
+
 Profiles: what each value of `--optimize` gives on 2 workers, with a load that they can serve and with more.
 """
 
@@ -28,6 +31,7 @@ import bench.contract as contract
 from bench.contract import Report, Row
 from bench.load.traffic.datasets import SAMPLE_TRACE
 from bench.routing_sim.baselines import POLICIES, emptiest
+from bench.routing_sim.flips import Flips
 from bench.routing_sim.sizing import size
 from bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
 from cluster.optimize import PROFILES
@@ -64,7 +68,11 @@ PLACED_REQUESTS, PLACED_REQUESTS_SHORT = 600, 200
 LARGEST_LOADS = ((2000, 150, 12),)
 """Loads of 1,000 workers."""
 KINDS: tuple[placement.Kind, ...] = ("policy", "split", "colocated")
-PARTS = ("prefill", "decode", "placement", "profiles")
+PARTS = ("prefill", "decode", "placement", "swing", "profiles")
+SWING, SWING_SECONDS = ((2000, 50, 28), (200, 500, 28)), 30.0
+"""Loads of 4 workers that take turns, and for how long each of them comes."""
+SWING_TTFT, SWING_GAP = 0.25, 0.02
+"""Objectives of each request in seconds; the gap is the mean of a request."""
 OPTIMIZED = {(2000, 150): (22, 80), (500, 500): (24, 80)}
 """As `LOADS`, for profiles. Two workers cannot serve 80 of these requests per second."""
 
@@ -180,6 +188,46 @@ def add_placed(report: Report, name: str, found: dict[placement.Kind, Quantiles]
     report.add(Row(f"{name}.first_gap_p99", 1e3 * ours.first_gap_p99, "ms"))
 
 
+def add_swing(report: Report) -> None:
+    loads = [placement.Load(*load) for load in SWING]
+    requests = round(2 * len(loads) * SWING_SECONDS * 2 * loads[0].rate)
+
+    def goodput(kind: placement.Kind, prefills: int, *, flip: bool = False) -> float:
+        flips = Flips(most=3, ttft=SWING_TTFT, gap=SWING_GAP, seats=placement.SEATS) if flip else None
+        found = placement.simulate(
+            lambda now: loads[int(now / SWING_SECONDS) % len(loads)],
+            kind,
+            requests=requests,
+            workers=4,
+            prefills=prefills,
+            flips=flips,
+            seed=SEED,
+        )
+        return found.goodput(SWING_TTFT, SWING_GAP)
+
+    splits = {prefills: goodput("split", prefills) for prefills in (1, 2, 3)}
+    for prefills, share in splits.items():
+        report.add(Row(f"routing_sim.swing.split.{prefills}p{4 - prefills}d", share, "of requests"))
+    best = max(splits.values())
+    for name, kind, flip in (
+        ("flips", "split", True),
+        ("policy", "policy", False),
+        ("policy_flips", "policy", True),
+    ):
+        share = goodput(kind, 2, flip=flip)
+        report.add(
+            Row(
+                f"routing_sim.swing.{name}",
+                share,
+                "of requests",
+                ratio=share / best,
+                ratio_to="best fixed split",
+                goal=1.1,
+                better="higher",
+            )
+        )
+
+
 def add_profiles(report: Report, short: bool) -> None:
     requests = 2 * PLACED_REQUESTS_SHORT if short else 4 * PLACED_REQUESTS
     for (prompt, answer), rates in OPTIMIZED.items():
@@ -214,7 +262,7 @@ def main() -> int:
     p.add_argument("--only", choices=PARTS, help="simulate this part")
     args = p.parse_args()
     report = Report("routing_sim", {"short": args.short, "seed": SEED}, args.json)
-    parts = [args.only] if args.only else PARTS
+    parts = [args.only] if args.only else [part for part in PARTS if part != "swing" or not args.short]
     table: list[str] = []
     if "prefill" in parts:
         add_prefill(report, args.short)
@@ -222,6 +270,8 @@ def main() -> int:
         add_decode(report, args.short)
     if "placement" in parts:
         table = add_placement(report, args.short)
+    if "swing" in parts:
+        add_swing(report)
     if "profiles" in parts:
         add_profiles(report, args.short)
     report.finish()

@@ -8,13 +8,14 @@ from functools import cache
 
 import pytest
 
+from bench.routing_sim.flips import Flips
 from bench.routing_sim.sizing import h200
-from cluster.balancer import FLIP_EVERY, Balancer, Sample
+from cluster.balancer import FLIP_EVERY, Balancer
 from cluster.options import PoolOptions, PoolSize
 from cluster.plan import Pool
 from cluster.scaling import GROW_AFTER
 from rpc import worker_pb2 as pb
-from simulator.pools import Load, PoolsOutcome, Slo, simulate
+from simulator.pools import SEATS, Load, PoolsOutcome, Slo, simulate
 
 SLO = Slo(ttft=1.0, ttit=0.015)
 PROMPTS = Load(45, prompt=2000, output=50)  # needs 3 prefill workers and 1 decode worker
@@ -27,22 +28,8 @@ def balancer(least: int = 1, most: int = 3) -> Balancer:
     return Balancer(PoolOptions(size, size, ttft_target=1e3 * SLO.ttft, ttit_target=1e3 * SLO.ttit))
 
 
-class Flips:
-    """The balancer as a policy of the simulator."""
-
-    def __init__(self) -> None:
-        self._balancer = balancer()
-        self._computed = 0
-
-    def __call__(self, now: float, reports: Mapping[Pool, Sequence[pb.WorkerStatus]]) -> dict[Pool, int]:
-        computed = sum(status.prompt_tokens for statuses in reports.values() for status in statuses)
-        done, self._computed = computed - self._computed, computed
-        needed = {}
-        for pool, statuses in reports.items():
-            samples = [Sample(status, done if i == 0 else 0, 0) for i, status in enumerate(statuses)]
-            need = self._balancer.needed(now, pool, samples, 0)
-            needed[pool] = None if need is None else need.workers
-        return self._balancer.decide(now, needed, _sizes(reports), ())
+def flips() -> Flips:
+    return Flips(most=3, ttft=SLO.ttft, gap=SLO.ttit, seats=SEATS)
 
 
 def _sizes(reports: Mapping[Pool, Sequence[pb.WorkerStatus]]) -> dict[Pool, int]:
@@ -66,7 +53,7 @@ def fixed(prefill: int) -> float:
 
 
 def test_flips_serve_a_load_that_swings_better_than_each_fixed_split() -> None:
-    flipped = run(swings, Flips())
+    flipped = run(swings, flips())
     assert flipped.goodput >= 1.1 * max(map(fixed, (1, 2, 3)))
     assert {size for _, size in flipped.sizes} == {1, 2, 3}
     assert len(flipped.sizes) - 1 <= 2 * 4, "at most two flips a phase"
@@ -76,7 +63,7 @@ def test_flips_serve_a_load_that_swings_better_than_each_fixed_split() -> None:
 def test_a_steady_load_is_not_flipped_back(load: Load) -> None:
     noise = random.Random(1)
     noisy = [noise.uniform(0.8, 1.1) for _ in range(200)]
-    found = run(lambda now: Load(load.rate * noisy[int(now)], load.prompt, load.output), Flips(), seconds=180)
+    found = run(lambda now: Load(load.rate * noisy[int(now)], load.prompt, load.output), flips(), seconds=180)
     assert len(found.sizes) - 1 <= 1
     assert found.goodput > 0.9
 
