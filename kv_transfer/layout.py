@@ -16,7 +16,8 @@ import msgspec
 
 WIRE_VERSION = 3  # of the frames; later versions add messages to it
 EXPORT_VERSION = 4  # adds exported memory
-NEWEST_VERSION = 5  # adds messages about several slices there
+SLICES_VERSION = 5  # adds messages about several slices there
+NEWEST_VERSION = SLICES_VERSION
 FP8 = "float8_e4m3fn"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 SCALE_BYTES = 4  # of each K and each V head of a position in FP8

@@ -33,7 +33,7 @@ from kv_transfer.channel import (
     StopOut,
 )
 from kv_transfer.config import TransferConfig
-from kv_transfer.layout import EXPORT_VERSION, NEWEST_VERSION
+from kv_transfer.layout import EXPORT_VERSION, SLICES_VERSION
 from kv_transfer.peer_memory import TCP_ONLY
 from kv_transfer.process import nixl_memory
 from kv_transfer.process.connector import ProtocolError, SessionToDecode
@@ -190,7 +190,7 @@ class PrefillSide:
     def _announce(self, session: SessionToDecode, transfer_id: bytes, slices: Sequence[AnySliceAt]) -> None:
         """Slices that the peer reads."""
         assert session.peer is not None
-        if session.peer.versions[1] >= NEWEST_VERSION:
+        if session.peer.versions[1] >= SLICES_VERSION:
             session.send(Slices(tuple(slices)), transfer_id)
             return
         for s in slices:
@@ -262,7 +262,9 @@ class PrefillSide:
     def _from_reader(self, session: SessionToDecode, message: Reach | Taken, now: float) -> None:
         match message:
             case Reach(reached, why):
-                if self._export is None or session.number not in self._transports:
+                assert session.peer is not None
+                is_old = session.peer.versions[1] < EXPORT_VERSION
+                if self._export is None or is_old or session.number not in self._transports:
                     raise ProtocolError("order", "REACH without EXPORT")
                 self._transports[session.number] = self._export.kind if reached else f"tcp: {why}"
                 if self._export.kind != nixl_memory.KIND:  # the engine fills slots as for TCP

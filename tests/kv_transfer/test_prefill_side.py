@@ -95,6 +95,11 @@ def test_memory_is_offered_with_the_first_fetch() -> None:
             "decode 1": "tcp: the test copy is under way",
             "decode 2": "tcp: the receiver speaks wire version 3",
         }
+        reach = Header(FrameType.REACH, NO_TRANSFER)
+        with pytest.raises(ProtocolError, match="REACH without EXPORT"):
+            side.control(peers[1], reach, Reach(True, ""))
+        side.control(peers[0], reach, Reach(True, ""))
+        assert side.transports()["decode 1"] == "shared_memory"
 
 
 def test_statistics_of_the_most_sessions_fit_into_one_message() -> None:
