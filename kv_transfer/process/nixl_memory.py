@@ -15,6 +15,7 @@ while they read a slice, the next is copied. Only this file imports NIXL, when a
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import socket
 import struct
@@ -33,8 +34,11 @@ import xxhash
 
 from kv_transfer.arena import MARK, TOKEN, Arena
 from kv_transfer.config import NIXL_WHEELS, PAGE
-from kv_transfer.process.nixl_slots import make_slots
+from kv_transfer.cuda_memory import CudaError
+from kv_transfer.process.nixl_slots import NixlSlots, make_slots
 from kv_transfer.protocol.messages import Export
+
+log = logging.getLogger("baton.kv")
 
 KIND = "nixl"
 """Of memory without marks: the generation of a slice is its checksum."""
@@ -86,7 +90,7 @@ class NixlMemory:
     def __init__(
         self, incarnation: int, sending: Arena, receiving: Arena, *, device: str | None = None
     ) -> None:
-        """`device` as in `TransferConfig.nixl_device`. Raises CudaError, or OSError without CUDA."""
+        """`device` as in `TransferConfig.nixl_device`. The arenas are registered if its memory cannot be."""
         wheel = next(name for name in NIXL_WHEELS if find_spec(name))
         self._nixl: Any = importlib.import_module(f"{wheel}._bindings")
         found = vars(self._nixl).values()
@@ -95,13 +99,14 @@ class NixlMemory:
         config.useProgThread, config.pthrDelay = True, _SLEEP
         self._agent = self._nixl.nixlAgent(_name(incarnation).decode(), config)
         self._backend = [self._agent.createBackend("UCX", {})]
-        out, here = make_slots(sending, device), make_slots(receiving, device)
+        try:
+            out, here = self._registered(sending, receiving, device)
+        except (CudaError, OSError, *self._errors) as e:
+            if device is None:
+                raise
+            log.warning("NIXL cannot use memory of %s, and uses the host's: %s", device, e)
+            out, here = self._registered(sending, receiving, None)
         self._here = here
-        self._segment = self._nixl.DRAM_SEG if here.device is None else self._nixl.VRAM_SEG
-        areas = [(out.address, out.size), (here.address, here.size), (here.tokens, PAGE)]
-        number = here.device or 0
-        registered = [(address, size, number, b"") for address, size in areas]
-        self._agent.registerMem(self._nixl.nixlRegDList(self._segment, registered), self._backend)
         handle = _ADDRESS.pack(out.address) + self._agent.getLocalMD()
         self.export = Export(out.kind, "", handle, out.num_slots, out.slot_bytes, sending.token)
         self.for_sender, self.for_receiver = out.export, here.export
@@ -195,6 +200,16 @@ class NixlMemory:
         return 0.0 if time.monotonic() < self._moved + _PATIENCE else _RARELY
 
     # ------------------------------------------------------------ inside
+
+    def _registered(
+        self, sending: Arena, receiving: Arena, device: str | None
+    ) -> tuple[NixlSlots, NixlSlots]:
+        out, here = make_slots(sending, device), make_slots(receiving, device)
+        self._segment = self._nixl.DRAM_SEG if here.device is None else self._nixl.VRAM_SEG
+        areas = [(out.address, out.size), (here.address, here.size), (here.tokens, PAGE)]
+        registered = [(address, size, here.device or 0, b"") for address, size in areas]
+        self._agent.registerMem(self._nixl.nixlRegDList(self._segment, registered), self._backend)
+        return out, here
 
     def _start(
         self, peer: bytes, pieces: Sequence[tuple[int, int, int]], is_right: Callable[[], bool] | None

@@ -74,7 +74,7 @@ NixlSlots = ArenaSlots | GpuSlots
 
 
 def make_slots(arena: Arena, device: str | None) -> NixlSlots:
-    """`device` as in `TransferConfig.nixl_device`. Raises CudaError, or OSError without CUDA."""
+    """`device` as in `TransferConfig.nixl_device`. Raises CudaError; OSError if there is no driver."""
     if device is None:
         arena.marks[:TOKEN] = arena.token
         return ArenaSlots(arena)

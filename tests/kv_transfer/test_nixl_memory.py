@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 import kv_transfer as kv
+from kv_transfer.cuda_memory import CudaError
+from kv_transfer.process import nixl_slots
 from kv_transfer.process.nixl_memory import NixlMemory, checksum, listen_on
 
 from .conftest import until
@@ -51,6 +53,19 @@ def test_slots_are_read_and_verified(pair: tuple[NixlMemory, kv.Arena, NixlMemor
     reader.close(1)  # the session ends, the read goes on
     assert not ended(reader, 0)
     assert reader.look_within() is None
+
+
+def test_arenas_are_registered_where_memory_of_the_gpu_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise CudaError("no GPU")
+
+    monkeypatch.setattr(nixl_slots, "enter_device", fail)
+    arenas = [kv.Arena.create(4, 4096) for _ in range(2)]
+    memory = NixlMemory(OWNER, arenas[0], arenas[1], device="cuda:0")
+    assert (memory.export.kind, memory.for_sender, memory.for_receiver) == ("nixl", None, None)
+    assert "no GPU" in caplog.text
 
 
 @pytest.mark.parametrize(
