@@ -98,7 +98,9 @@ NIXL_KIND = "nixl_cuda" if DEVICE == "cuda" else "nixl_host"
 NIXL_WITH_MARKS = Kind(
     NIXL_KIND, _bent_in_memory, {"nixl": True, "nixl_device": NIXL_DEVICE, "exports": True}, NIXL_KIND
 )
-KINDS = [TCP, ENCRYPTED, EXPORTED, NIXL, NIXL_WITH_MARKS]
+EVERY_KIND = [TCP, ENCRYPTED, EXPORTED, NIXL, NIXL_WITH_MARKS]
+# On a CPU the last is NIXL's reads and the marks of exported memory: what only both together do has tests.
+KINDS = EVERY_KIND if DEVICE == "cuda" else EVERY_KIND[:-1]
 
 
 @pytest.fixture(scope="package", params=KINDS, ids=str)

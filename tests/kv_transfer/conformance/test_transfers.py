@@ -16,7 +16,7 @@ import kv_transfer as kv
 from kv_transfer.wait import wait
 from tests.kv_transfer.conftest import Pair, until
 
-from .conftest import KINDS, TCP, TCP_WITH_MOVERS, Kind
+from .conftest import EVERY_KIND, TCP, TCP_WITH_MOVERS, Kind
 
 GROUPS = pytest.mark.parametrize("ranks", [(1, 1), (2, 4)], ids=["one rank", "2 to 4 ranks"])
 """Ranks of the prefill worker and of the decode worker. 4 ranks share 2 KV heads."""
@@ -94,7 +94,7 @@ def test_nothing_missing_is_a_commit_of_no_frames(pair: Pair) -> None:
     pair.assert_whole()
 
 
-@pytest.mark.parametrize("transport", [*KINDS, TCP_WITH_MOVERS], indirect=True, ids=str)
+@pytest.mark.parametrize("transport", [*EVERY_KIND, TCP_WITH_MOVERS], indirect=True, ids=str)
 def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> None:
     """Far more data in flight than slots, from both ends of the size range: no mix blocks another."""
     both = {"slot_bytes": 32 << 10}  # 128 positions
@@ -257,7 +257,7 @@ def test_asking_for_positions_that_are_not_there(pair: Pair) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("transport", "ranks"),
-    [(TCP, (2, 4)), (TCP, (4, 2)), *((kind, (1, 1)) for kind in [*KINDS, TCP_WITH_MOVERS])],
+    [(TCP, (2, 4)), (TCP, (4, 2)), *((kind, (1, 1)) for kind in [*EVERY_KIND, TCP_WITH_MOVERS])],
     indirect=["transport"],
     ids=str,
 )
@@ -357,6 +357,7 @@ def test_drain_lets_what_runs_end(make_pair: Any) -> None:
     pair.assert_whole()
 
 
+@pytest.mark.parametrize("transport", EVERY_KIND, indirect=True, ids=str)
 def test_a_byte_that_changes_between_gather_and_scatter(make_pair: Any, transport: Kind) -> None:
     """It is found, and the KV is fetched again by itself."""
     pair = make_pair()
