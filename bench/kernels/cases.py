@@ -78,7 +78,8 @@ class Cases:
         for tokens in shape.prompts:
             yield lambda tokens=tokens: self.prefill(0, tokens)
         yield lambda: self.prefill(3 * shape.prompts[0], shape.prompts[0])
-        yield lambda: self.prefill(shape.prompts[-1], 40, in_graph=True)  # the next turn of a chat
+        for tokens in (40, 300):  # the next turn of a chat, and one that computes the answer before it, too
+            yield lambda tokens=tokens: self.prefill(shape.prompts[-1], tokens, in_graph=True)
         yield self.gather
         yield self.scatter
         yield from self._sampling()

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from engine.execution.upload import aligned
 from engine.kernels.attention import AttentionMetadata
-from engine.kernels.tiles import TILE_FIELDS, scan_work, tile_work
+from engine.kernels.tiles import TILE_FIELDS, most_pieces, scan_work, tile_work
 from engine.layers.ranks import Ranks
 from engine.step import Draws, Step, Variant
 
@@ -79,7 +79,7 @@ class Widths(NamedTuple):
 
     def pieces(self, rows: int) -> int:
         """The most pieces of tiles in a step of so many rows."""
-        return max(rows // self.tile + CHUNKS, self.programs)
+        return max(rows // self.tile + CHUNKS, most_pieces(rows, self.tile, self.programs))
 
 
 class Size(NamedTuple):

@@ -1,6 +1,5 @@
 """Cuts the work of prefill chunks into parts, one for each program. Pure, on the host."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,6 +30,11 @@ LARGEST_N = 128
 """Keys are cut at multiples of it, which are tiles of keys in every shape."""
 LEAST_KEYS = 4 * LARGEST_N
 """Of a piece that is not alone: a shorter one saves less than putting pieces together takes."""
+MOST_WAVES = 3
+"""How often all programs that run at once may get a piece."""
+PIECE_KEYS = 2048
+"""A program attends to so many keys in the time that a piece takes besides: for its queries, and to put it
+together with others. Measured on an H200, with two programs on each multiprocessor."""
 
 
 def shape_for(prefills: Sequence[tuple[int, int]]) -> Shape:
@@ -46,8 +50,9 @@ def tile_work(
     of pieces of its tile.
 
     The chunks (start, stop) follow `num_decodes` requests of one row each. Tiles that see most keys come
-    first, so that the last programs are short. If there are fewer tiles than `programs`, the keys of the
-    longest ones are cut into pieces, until there are about as many pieces. A tile of one piece has no place.
+    first, so that the last programs are short. The keys of the longest ones are cut into pieces, if
+    `programs` at once are then over sooner. There are at most `most_pieces`, or one for each tile. A tile of
+    one piece has no place.
     """
     tiles, row = [], num_decodes
     for request, (start, stop) in enumerate(prefills, num_decodes):
@@ -57,7 +62,8 @@ def tile_work(
         ]
         row += stop - start
     tiles.sort(key=lambda tile: -tile[3])
-    length = _piece_length([position for *_, position in tiles], programs)
+    most = most_pieces(row - num_decodes, tokens, programs)
+    length = _piece_length([position for *_, position in tiles], programs, most)
     work, place = [], 0
     for tile in tiles:
         # The last piece begins before the first token, so each token sees a key of each piece.
@@ -68,18 +74,33 @@ def tile_work(
     return np.array(work, dtype=np.int32).reshape(-1, TILE_FIELDS)
 
 
-def _piece_length(positions: Sequence[int], programs: int) -> int:
-    """The fewest keys of a piece that give at most `programs` pieces to tiles from these positions on."""
+def most_pieces(rows: int, tokens: int, programs: int) -> int:
+    """The most pieces of chunks with so many tokens in all, unless there are more tiles. With few tiles, two
+    and more pieces of each are computed at once, and no smaller ones are sooner."""
+    return programs if rows <= programs // 2 * tokens else MOST_WAVES * programs
+
+
+def _piece_length(positions: Sequence[int], programs: int, most: int) -> int:
+    """The most keys of a piece, for tiles from these positions on."""
     longest = max(positions, default=0)
-    if len(positions) >= programs:
+    if not longest or not programs:
         return max(longest, 1)
-
-    def enough(units: int) -> bool:
-        length = units * LARGEST_N
-        return sum(max(1, math.ceil(position / length)) for position in positions) <= programs
-
     units = range(LEAST_KEYS // LARGEST_N, longest // LARGEST_N + 2)
-    return LARGEST_N * (units.start + bisect_left(units, True, key=enough))
+
+    def pieces(length: int) -> int:
+        return sum(-(-position // length) or 1 for position in positions)
+
+    def keys(length: int) -> int:
+        """Keys that a program attends to, one piece after the other."""
+        return -(-pieces(length) // programs) * (length + PIECE_KEYS)
+
+    lengths = [longest]
+    for at_most in range(programs, most + 1, programs):
+        # If most tiles stayed whole in a second wave, it would be over no sooner.
+        if len(positions) <= max(programs, at_most // 2):
+            found = bisect_left(units, True, key=lambda n, most=at_most: pieces(n * LARGEST_N) <= most)
+            lengths.append(LARGEST_N * (units.start + found))
+    return min(lengths, key=keys)
 
 
 def scan_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int) -> np.ndarray:

@@ -39,7 +39,7 @@ from engine.kernels.prefill_attention import Tiles, prefill_attention
 from engine.kernels.shuffle import shuffle
 from engine.kernels.split_k import multiprocessors
 from engine.kernels.thresholds import thresholds
-from engine.kernels.tiles import SHORT, SHORT_PER_SM, scan_work, shape_for, tile_work
+from engine.kernels.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, scan_work, shape_for, tile_work
 from engine.model_config import ClampedSwiGLU, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -172,7 +172,7 @@ class TritonKernels:
                 tokens = shape.tokens(num_heads // num_kv_heads)
                 made = tile_work(metadata.prefills, decodes, tokens, programs)
                 work = torch.from_numpy(made).to(device, non_blocking=True)
-            finished = torch.zeros((programs, num_kv_heads), dtype=torch.int32, device=device)
+            finished = torch.zeros((MOST_WAVES * programs, num_kv_heads), dtype=torch.int32, device=device)
             tiles = Tiles(work, shape, finished if programs else None)
         prefills = () if metadata.tiles is not None else metadata.prefills
         return TritonPlan(decodes, metadata.block_size, metadata.block_tables, pieces, prefills, tiles, span)
