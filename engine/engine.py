@@ -95,7 +95,9 @@ class Engine:
                     f"--{tier.name.lower()}-cache-size {size}: a block takes {self.block_bytes} bytes"
                 )
         has_cache = config.enable_prefix_caching and (num_copies > 0 or not num_slots)
-        copies = StateCopies(num_slots, num_copies, COPY_TOKENS, self.block_size) if num_copies else None
+        copies = None
+        if num_copies:
+            copies = StateCopies(num_slots, num_copies, COPY_TOKENS, self.block_size, runner.chunk_tokens)
         offload = {} if num_slots else config.offload_sizes
         self._scheduler = Scheduler(
             BlockPool(num_blocks),

@@ -68,6 +68,17 @@ class Step:
     state_slots: np.ndarray | None = None  # [requests] int32: their states; None: no layer has states
     restores: Sequence[tuple[int, int]] = ()  # (from, to) slots of states that are copied before the step
     saves: Sequence[tuple[int, int]] = ()  # the same, after the step
+    copies: Sequence[tuple[int, int]] = ()
+    """(row, slot): the states after this row of a prompt are copied to the slot, before the step computes
+    later rows. As `AttentionMetadata.state_copies`."""
+
+
+def copies_by_row(step: Step) -> np.ndarray:
+    """`AttentionMetadata.state_copies` of a step."""
+    slots = np.zeros(len(step.token_ids), dtype=np.int32)
+    for row, slot in step.copies:
+        slots[row] = slot + 1
+    return slots
 
 
 def arrange(
@@ -86,6 +97,7 @@ def arrange(
     state_slots: Sequence[int] | None = None,
     restores: Sequence[tuple[int, int]] = (),
     saves: Sequence[tuple[int, int]] = (),
+    copies: Sequence[tuple[int, int]] = (),
 ) -> Step:
     """Lays out a step.
 
@@ -117,6 +129,7 @@ def arrange(
         state_slots=None if state_slots is None else np.array(state_slots, dtype=np.int32),
         restores=restores,
         saves=saves,
+        copies=copies,
     )
 
 

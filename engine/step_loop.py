@@ -116,7 +116,7 @@ class StepLoop:
             table_width=self._runner.table_width,
             has_states=self._scheduler.states is not None,
             restores=memory.take_restores(),
-            saves=memory.saves((chunk.live, chunk.stop) for chunk in plan.chunks),
+            saves=memory.saves(plan.chunks),
         )
         moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
 

@@ -114,7 +114,7 @@ class Mamba2Cases:
             name,
             nbytes(rows) + nbytes(dt) + nbytes(y) + 2 * nbytes(state),
             len(rows) * shape.heads * each,
-            lambda: ssd.scan(rows, dt, layer, state, slots, scans, requests, units, y),
+            lambda: ssd.scan(rows, dt, layer, state, slots, scans, None, requests, units, y),
             theirs,
             theirs_is,
         )

@@ -1,6 +1,5 @@
 """What requests hold: blocks of KV, and a state slot if the model has state layers. Pure."""
 
-import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,6 +9,8 @@ from engine.core.live_request import LiveRequest, Phase
 from engine.core.offload_tier import OffloadTier
 from engine.core.prefix_cache import PrefixCache
 from engine.core.prefix_names import PrefixNames
+from engine.core.schedule import Chunk
+from engine.core.state_copies import Save
 from engine.core.state_pool import StatePool
 
 
@@ -175,12 +176,12 @@ class RequestMemory:
 
     # Copies of states
 
-    def until_copy(self, live: LiveRequest) -> float:
-        """Most tokens of the next chunk of a request, so that a copy can be taken at its end."""
-        if self._copies is None:
-            return math.inf
-        at = self._copies.next_position(live.num_cached, live.num_computed, len(live.token_ids))
-        return at - live.num_computed
+    def until_copy(self, live: LiveRequest, count: int) -> int:
+        """`count` tokens, or fewer, so that the next chunk of a request ends where a copy is taken."""
+        if self._copies is None or count == 1:
+            return count
+        start = live.num_computed
+        return self._copies.cut(live.num_cached, start, start + count, len(live.token_ids)) - start
 
     def take_restores(self) -> list[tuple[int, int]]:
         """(from, to): the slots of states to copy before the step that is launched now."""
@@ -188,26 +189,25 @@ class RequestMemory:
         self._restores.clear()
         return restores
 
-    def saves(self, ends: Iterable[tuple[LiveRequest, int]]) -> list[tuple[int, int]]:
-        """(from, to): the slots of states to copy after the step that is launched now. `ends`: its requests,
-        and the position at which each chunk ends."""
-        saves: list[tuple[int, int]] = []
+    def saves(self, chunks: Iterable[Chunk]) -> list[Save]:
+        """The copies of states that the step of these chunks makes, which is launched now."""
+        saves: list[Save] = []
         copies = self._copies
         if copies is None or self._cache is None:
             return saves
-        for live, stop in ends:
-            if stop - live.num_computed < self.until_copy(live):
-                continue
-            if stop <= live.num_known:
-                name = self._names(live, self._cache).blocks[stop // self._block_size - 1]
-                if name in copies:
-                    copies.use(name)
-                    continue
-            own = live.state_copies
-            slot = own.pop(0)[1] if len(own) >= copies.most_written else copies.allocate()
-            if slot is not None:
-                own.append((stop, slot))
-                saves.append((live.state_slot, slot))
+        for live, start, stop in chunks:
+            positions = [*copies.positions(live.num_cached, start, stop, len(live.token_ids))]
+            for position in positions[-copies.most_written :]:
+                if position <= live.num_known:
+                    name = self._names(live, self._cache).blocks[position // self._block_size - 1]
+                    if name in copies:
+                        copies.use(name)
+                        continue
+                own = live.state_copies
+                slot = own.pop(0)[1] if len(own) >= copies.most_written else copies.allocate()
+                if slot is not None:
+                    own.append((position, slot))
+                    saves.append(Save(live.state_slot, position, slot))
         return saves
 
     def _usable(self, live: LiveRequest) -> int:

@@ -270,8 +270,9 @@ class Scheduler:
 
     def _add_chunk(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
         """Adds the next chunk of a request to the plan. Returns its number of tokens."""
-        count = int(min(live.num_computable, budget, self.memory.until_copy(live)))
+        count = min(live.num_computable, budget)
         if count:
+            count = self.memory.until_copy(live, count)
             plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
             if live.tag > self._shares.now:  # never so for a decode, of which a step has hundreds
                 self._shares.served(live.tag - live.num_left + count)

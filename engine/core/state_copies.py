@@ -2,8 +2,8 @@
 
 A request can begin with cached blocks only if the cache also has its states at the end of these blocks. A
 state cannot be cut to fewer tokens. So a copy serves exactly its own position. A request gets copies at each
-multiple of an interval, and at the last block boundary of its prompt. The states are copied right after the
-step that ends there, before a later step changes them.
+multiple of an interval, and at the last block boundary of its prompt. The scan of a prompt copies them on its
+way if a scanned chunk ends there. Else a step ends there, and they are copied right after it.
 
     free ──allocate──▶ written by a step ──publish──▶ cached ──drop──▶ free
       ▲                     │ release                   │ allocate (evicts the least recently used)
@@ -15,17 +15,32 @@ one there is no copy.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
 
 END_TOKENS = 512
 """The end of a prompt gets a copy only this many tokens past the copy before it. Fewer tokens take a step
-about as long as one, and the copy costs a step: the prompt's last tokens need one of their own."""
+about as long as one."""
+
+
+class Save(NamedTuple):
+    """A copy that a step makes."""
+
+    state_slot: int
+    """Of the request."""
+    position: int
+    to: int
 
 
 class StateCopies:
     """Owns the slots of copies, and finds cached copies by the name of the last block before them."""
 
-    def __init__(self, first_slot: int, count: int, interval: int, block_size: int) -> None:
-        """The slots are `count` in a row. Positions between two copies: `interval`, rounded up to blocks."""
+    def __init__(
+        self, first_slot: int, count: int, interval: int, block_size: int, chunk_tokens: int
+    ) -> None:
+        """The slots are `count` in a row. Positions between two copies: `interval`, rounded up to blocks.
+        `chunk_tokens`: as `Kernels.chunk_tokens`."""
+        self._chunk_tokens = chunk_tokens
         self._interval = -(-interval // block_size) * block_size
         self._block_size = block_size
         self._count = count
@@ -44,6 +59,21 @@ class StateCopies:
         if computed < end < at_interval and end - before_end >= END_TOKENS:
             return end
         return at_interval
+
+    def positions(self, cached: int, start: int, stop: int, tokens: int) -> Iterator[int]:
+        """The positions at which the chunk [start, stop) of a request gets copies. The first one that the
+        scan cannot copy at is the last one here: the chunk has to end there."""
+        position = self.next_position(cached, start, tokens)
+        while position <= stop:
+            yield position
+            if (position - start) % self._chunk_tokens:
+                return
+            position = self.next_position(cached, position, tokens)
+
+    def cut(self, cached: int, start: int, stop: int, tokens: int) -> int:
+        """`stop`, or the position before it where the chunk has to end."""
+        *_, last = 0, *self.positions(cached, start, stop, tokens)
+        return last if last and (last - start) % self._chunk_tokens else stop
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._slot_of

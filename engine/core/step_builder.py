@@ -6,12 +6,14 @@ knows the tokens of the step before, which a grammar needs.
 
 from array import array
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 from operator import attrgetter
 
 import numpy as np
 
 from engine.core.live_request import DRAW, PENDING, LiveRequest
 from engine.core.schedule import Chunk
+from engine.core.state_copies import Save
 from engine.step import Adjustments, Bias, Draws, Penalties, Scored, Step, TokenMask, Variant, arrange
 
 NO_TOP_P = np.float32(2)
@@ -28,11 +30,11 @@ def build_step(
     table_width: int | None,
     has_states: bool = False,
     restores: Sequence[tuple[int, int]] = (),
-    saves: Sequence[tuple[int, int]] = (),
+    saves: Sequence[Save] = (),
 ) -> tuple[Step, list[LiveRequest], list[Chunk]]:
     """The step, the requests that get a token in the order of its sampled rows, and the positions that
-    `Step.scored` has in its order. `has_states`: the model has state layers. `restores` and `saves` are as
-    in `Step`."""
+    `Step.scored` has in its order. `has_states`: the model has state layers. `restores` is as in
+    `Step`."""
     # Decodes are sorted by length: attention groups requests of similar length.
     decodes = sorted([c for c in chunks if c.stop - c.start == 1], key=attrgetter("stop"))
     prefills = [c for c in chunks if c.stop - c.start > 1]
@@ -45,6 +47,7 @@ def build_step(
     sampled = [i for i, c in enumerate(chunks) if c.stop == len(c.live.token_ids)]
     requests = [chunks[i].live for i in sampled]
     scored, scores = _scored(chunks)
+    after, within = _saves(chunks, saves) if saves else ((), ())
     step = arrange(
         tokens,
         [c.start for c in chunks],
@@ -58,9 +61,27 @@ def build_step(
         scored=scored,
         state_slots=[c.live.state_slot for c in chunks] if has_states else None,
         restores=restores,
-        saves=saves,
+        saves=after,
+        copies=within,
     )
     return step, requests, scores
+
+
+def _saves(
+    chunks: Sequence[Chunk], saves: Sequence[Save]
+) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
+    """`Step.saves` and `Step.copies`: what is copied after the step, and what while it computes."""
+    begins = accumulate([c.stop - c.start for c in chunks[:-1]], initial=0)
+    of_slot = {c.live.state_slot: (begin, c) for begin, c in zip(begins, chunks, strict=True)}
+    after: list[tuple[int, int]] = []
+    within: list[tuple[int, int]] = []
+    for slot, position, to in saves:
+        begin, chunk = of_slot[slot]
+        if position == chunk.stop:
+            after.append((slot, to))
+        else:
+            within.append((begin + position - chunk.start - 1, to))
+    return after, within
 
 
 def _scored(chunks: Sequence[Chunk]) -> tuple[Scored | None, list[Chunk]]:

@@ -55,7 +55,7 @@ class Followers:
 
 
 HEAD = 16  # int64: kind, the sizes of the arrays, and the other fields of a step
-TYPES = tuple(map(np.dtype, "qqqiiiqqqqqqfiiff"))  # q: int64, i: int32, f: float32
+TYPES = tuple(map(np.dtype, "qqqiiiqqqqqqqfiiff"))  # q: int64, i: int32, f: float32
 """Of the arrays of a step, in the order of `_arrays`."""
 
 
@@ -66,6 +66,7 @@ def _shapes(
     states: int,
     restores: int,
     saves: int,
+    copies: int,
     prefills: int,
     sampled: int,
     scored: int,
@@ -79,6 +80,7 @@ def _shapes(
         (states,),
         (restores, 2),
         (saves, 2),
+        (copies, 2),
         (prefills, 2),
         (sampled,),
         (scored,),
@@ -88,7 +90,8 @@ def _shapes(
 
 
 def _arrays(step: Step) -> list[np.ndarray]:
-    pairs = [np.array(x, dtype=np.int64).reshape(-1, 2) for x in (step.restores, step.saves, step.prefills)]
+    lists = step.restores, step.saves, step.copies, step.prefills
+    pairs = [np.array(x, dtype=np.int64).reshape(-1, 2) for x in lists]
     none = np.zeros(0, np.int64)
     scored = (none, none) if step.scored is None else (step.scored.rows, step.scored.tokens)
     states = none if step.state_slots is None else step.state_slots
@@ -106,7 +109,7 @@ class Commands(Followers):
     def __init__(self, files: RankFiles, *, tokens: int, requests: int, table_width: int) -> None:
         """`tokens`, `requests`: most of them in a step."""
         shapes = _shapes(
-            tokens, requests, table_width, requests, requests, requests, requests, requests, tokens
+            tokens, requests, table_width, requests, requests, requests, tokens, requests, requests, tokens
         )
         most = zip(shapes, TYPES, strict=True)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in most]
@@ -129,8 +132,8 @@ class Commands(Followers):
         scored = (0, 0) if step.scored is None else (len(step.scored.rows), step.scored.top)
         head = [
             Kind.RUN, len(step.token_ids), requests, width, 0 if step.state_slots is None else requests,
-            len(step.restores), len(step.saves), len(step.prefills), len(step.sampled_rows), *scored,
-            step.num_decodes, step.hands_over, step.variant.value,
+            len(step.restores), len(step.saves), len(step.copies), len(step.prefills),
+            len(step.sampled_rows), *scored, step.num_decodes, step.hands_over, step.variant.value,
         ]  # fmt: skip
         slot = self._next(head)
         at = 8 * HEAD
@@ -178,13 +181,13 @@ def _step(slot: np.ndarray) -> Step:
     head = slot[: 8 * HEAD].view(np.int64).tolist()
     arrays = []
     at = 8 * HEAD
-    for shape, dtype in zip(_shapes(*head[1:10]), TYPES, strict=True):
+    for shape, dtype in zip(_shapes(*head[1:11]), TYPES, strict=True):
         arrays.append(np.ndarray(shape, dtype, slot, at))
         at += aligned(arrays[-1].nbytes)
-    token_ids, positions, slots, block_tables, contexts, states, *pairs = arrays[:9]
-    restores, saves, prefills = ([(first, second) for first, second in x.tolist()] for x in pairs)
-    sampled_rows, rows, tokens, *draws = arrays[9:]
-    scored, top, num_decodes, hands_over, variant = head[9:14]
+    token_ids, positions, slots, block_tables, contexts, states, *pairs = arrays[:10]
+    restores, saves, copies, prefills = ([(first, second) for first, second in x.tolist()] for x in pairs)
+    sampled_rows, rows, tokens, *draws = arrays[10:]
+    scored, top, num_decodes, hands_over, variant = head[10:15]
     return Step(
         token_ids=token_ids,
         positions=positions,
@@ -201,4 +204,5 @@ def _step(slot: np.ndarray) -> Step:
         state_slots=states if len(states) else None,
         restores=restores,
         saves=saves,
+        copies=copies,
     )

@@ -36,7 +36,7 @@ from engine.execution.upload import aligned
 from engine.kernels.attention import AttentionMetadata
 from engine.kernels.tiles import TILE_FIELDS, most_pieces, scan_work, tile_work
 from engine.layers.ranks import Ranks
-from engine.step import Draws, Step, Variant
+from engine.step import Draws, Step, Variant, copies_by_row
 
 LARGEST = 2048
 """Most rows of a graph with chunks."""
@@ -136,6 +136,7 @@ class _Inputs:
         }
         if widths.scan:
             layout["state_slots"] = by_request, torch.int32
+            layout["state_copies"] = by_row, torch.int32
             layout["scans"] = (rows // widths.scan + CHUNKS, 6), torch.int32
         layout["tables"] = (requests, widths.table), torch.int32
         sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in layout.values()]
@@ -276,6 +277,8 @@ class StepGraphs:
         if step.state_slots is not None:
             inputs.put("state_slots", step.state_slots)
             inputs.put("scans", scan_work(step.prefills, step.num_decodes, widths.scan))
+            if step.prefills:  # else no row of the graph is part of a scan
+                inputs.put("state_copies", copies_by_row(step))
         inputs["tables"][: len(step.block_tables)].numpy()[:] = step.block_tables
         used = inputs.before_tables + step.block_tables.nbytes
         self._static.memory[:used].copy_(inputs.memory[:used], non_blocking=True)
@@ -327,6 +330,7 @@ class StepGraphs:
             scans=static["scans"][: rows // self._widths.scan + CHUNKS]
             if size.chunks and self._widths.scan
             else None,
+            state_copies=static["state_copies"][:rows] if self._widths.scan else None,
         )
         cut = layer_done if size.chunks else lambda _: None
         hidden = self._network.forward(static["token_ids"][:rows], static["positions"][:rows], attention, cut)

@@ -30,7 +30,7 @@ from engine.layers.ranks import Ranks
 from engine.model_config import ModelConfig
 from engine.models import attention_caches, state_caches
 from engine.models.cache_spec import CacheSpec
-from engine.step import Adjustments, Draws, Sampled, Step, Variant
+from engine.step import Adjustments, Draws, Sampled, Step, Variant, copies_by_row
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +105,8 @@ class ModelRunner:
         self._index = [sum(type(other) is type(spec) for other in cache[:i]) for i, spec in enumerate(cache)]
         """Of a layer among those of its kind."""
         self._dtype = dtype
+        self.chunk_tokens = kernels.chunk_tokens(dtype) if self._state else 0
+        """As `Kernels.chunk_tokens`; 0: no layer has states."""
         self._graphs: StepGraphs | None = None
         self._moment: Callable[[], Moment] = partial(moment, device)
         self.ranks = ranks
@@ -141,9 +143,10 @@ class ModelRunner:
         assert self.table_width is not None, "a CPU has no graphs"
         config = self._config
         tile = SHORT.tokens(config.num_heads // config.num_kv_heads)
-        scan = self._kernels.chunk_tokens(self._dtype) if self._state else 0
         programs = self._kernels.tile_programs(config.num_kv_heads)
-        widths = Widths(self.table_width, config.hidden_size, config.vocab_size, tile, programs, scan)
+        widths = Widths(
+            self.table_width, config.hidden_size, config.vocab_size, tile, programs, self.chunk_tokens
+        )
         self._graphs = StepGraphs(
             self,
             self._tokens,
@@ -187,11 +190,11 @@ class ModelRunner:
                 rows, step.variant, size, None, None, began, scored=self._score(graphs.hidden, step)
             )
         arrays = [step.token_ids, step.positions, step.slots, step.block_tables, step.contexts]
-        arrays += [] if step.state_slots is None else [step.state_slots]
+        arrays += [] if step.state_slots is None else [step.state_slots, copies_by_row(step)]
         token_ids, positions, slots, tables, contexts, *states = upload(arrays, self.device)
         attention = AttentionMetadata(
             self.block_size, slots, tables, contexts, step.num_decodes, step.prefills,
-            state_slots=states[0] if states else None,
+            state_slots=states[0] if states else None, state_copies=states[1] if states else None,
         )  # fmt: skip
         sampled, *draws = upload([step.sampled_rows, *step.draws], self.device)
         hidden = self.forward(token_ids, positions, attention, layer_done)

@@ -187,7 +187,7 @@ class Kernels(Protocol):
         ...
 
     def chunk_tokens(self, dtype: torch.dtype) -> int:
-        """Tokens of a chunk in `AttentionMetadata.scans`."""
+        """Tokens of a chunk in `AttentionMetadata.scans`. The states can be copied after each chunk."""
         ...
 
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: Any) -> Tensor:

@@ -50,6 +50,9 @@ class AttentionMetadata:
     graph."""
     state_slots: Tensor | None = None  # [requests] int32: their states; None: no layer has states
     scans: Tensor | None = None  # [chunks, 6] int32, from `scan_work`; replaces `prefills` for states
+    state_copies: Tensor | None = None
+    """[rows] int32: 1 + the slot that gets a copy of the states after this row of a prompt; 0: none. Only
+    rows that end a chunk of `Kernels.chunk_tokens` have one. None: there are no copies."""
 
 
 @dataclass(frozen=True, slots=True)

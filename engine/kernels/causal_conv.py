@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.kernels import overlap
 from engine.kernels.mamba2 import Convolution
 from engine.kernels.overlap import inputs_ready
+from engine.kernels.ssd import copy_after
 
 BLOCK_DECODE = 512  # channels of a program
 BLOCK_CHUNK, WARPS_CHUNK = 512, 4
@@ -43,10 +44,17 @@ def convolve_next(
 
 
 def convolve(
-    x: Tensor, layer: Convolution, state: Tensor, slots: Tensor, scans: Tensor, tokens: int, out: Tensor
+    x: Tensor,
+    layer: Convolution,
+    state: Tensor,
+    slots: Tensor,
+    scans: Tensor,
+    copies: Tensor | None,
+    tokens: int,
+    out: Tensor,
 ) -> None:
     """x, out [rows, channels], with dense rows at any stride; scans from `scan_work` with this number of
-    `tokens`, a power of 2."""
+    `tokens`, a power of 2. copies as `AttentionMetadata.state_copies`."""
     width, channels = layer.conv_weight.shape
     steps = min(STEPS, tokens)
     assert width <= steps + 1, "a program needs the one before it at most"
@@ -57,6 +65,7 @@ def convolve(
         state,
         slots,
         scans,
+        copies,
         out,
         x.stride(0),
         out.stride(0),
@@ -118,6 +127,7 @@ def _convolve(
     state,
     slots,
     scans,
+    copies,
     out,
     x_stride,
     out_stride,
@@ -160,6 +170,12 @@ def _convolve(
             total += inputs[step + i] * weights[i]
         y = (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty)
         tl.store(out + (row + step) * out_stride + at, y, mask=used)
+    if copies is not None:
+        to_slot = copy_after(copies, row, 0, tokens - first, STEPS)
+        if to_slot >= 0:
+            for i in tl.static_range(WIDTH - 1):
+                copy = state + (to_slot * (WIDTH - 1) + i) * channels + at
+                tl.store(copy, inputs[STEPS + i].to(state.dtype.element_ty), mask=inside)
     if begins:
         tl.debug_barrier()  # all threads have read the slot before one of them writes it
         last = tl.load(scan + 4) - (WIDTH - 1)

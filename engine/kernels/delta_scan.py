@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.kernels import overlap
 from engine.kernels.gated_delta import EPS, GatedDelta
 from engine.kernels.overlap import inputs_ready
-from engine.kernels.ssd import LARGEST_FEW, LEAST, prompt_of
+from engine.kernels.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of
 from engine.kernels.state_update import time_step
 
 SOLVE_WARPS = 4
@@ -40,6 +40,7 @@ def scan(
     state: Tensor,
     slots: Tensor,
     scans: Tensor,
+    copies: Tensor | None,
     prompts: int,
     multiprocessors: int,
     tokens: int,
@@ -47,7 +48,7 @@ def scan(
 ) -> None:
     """rows [rows, channels] after the convolution, beside [rows, 2 · heads], y [rows, heads · head_dim]:
     dense rows at any stride. scans from `scan_work` with this number of `tokens`, a power of 2, for at most
-    so many prompts."""
+    so many prompts. copies as `AttentionMetadata.state_copies`."""
     _, heads, head_dim, size = state.shape
     count, columns = len(rows), max(LEAST, triton.next_power_of_2(size))
     dims = max(LEAST, min(DIMS, triton.next_power_of_2(head_dim)))
@@ -87,6 +88,7 @@ def scan(
         state,
         slots,
         scans,
+        copies,
         systems,
         factors,
         y,
@@ -195,6 +197,7 @@ def _scan(
     state,
     slots,
     scans,
+    copies,
     systems,
     factors,
     y,
@@ -249,4 +252,11 @@ def _scan(
         tl.store(to, out.to(y.dtype.element_ty), mask=used[:, None] & in_head)
         moved = (written * of_written[:, None]).to(k.dtype)
         now = tl.dot(tl.trans(k), moved, now * of_state, input_precision="tf32x3")
+        if copies is not None:
+            to_slot = copy_after(copies, first, start, tokens, TOKENS)
+            if to_slot >= 0:
+                copied = (
+                    state + ((to_slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
+                )
+                tl.store(copied, now, mask=inside)
     tl.store(kept, now, mask=inside)

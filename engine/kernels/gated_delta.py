@@ -100,8 +100,7 @@ def _scan(
     decay, beta = decay.T, beta.T
     before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
     y = torch.empty_like(v)
-    for start in range(0, v.shape[1], CHUNK):
-        at = slice(start, start + CHUNK)
+    for at, copy in prompt.pieces(CHUNK):
         keys, queries, share = k[:, at], q[:, at], beta[:, at, None]
         total = decay[:, at].cumsum(dim=1)
         between = (total[:, :, None] - total[:, None]).tril_().exp_().tril_()
@@ -114,6 +113,8 @@ def _scan(
         y[:, at] = (queries @ before.mT).mul_(grown) + (queries @ keys.mT).mul_(between) @ written
         left = (total[:, -1:] - total).exp_()[..., None]
         before = before * grown[:, -1:] + (written * left).mT @ keys
+        if copy is not None:
+            state[copy] = before
     state[prompt.slot] = before
     return y.transpose(0, 1)
 

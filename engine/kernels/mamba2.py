@@ -18,7 +18,9 @@ A request keeps its state in a slot. At its first position a request has no stat
 not read, not even to multiply it by zero.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -69,6 +71,15 @@ class Prompt(NamedTuple):
     fresh: bool
     """It begins at position 0."""
     rows: slice
+    copies: Sequence[tuple[int, int]] = ()
+    """(tokens, slot): the state after so many tokens of the chunk is copied to the slot. Ascending."""
+
+    def pieces(self, tokens: int) -> Iterator[tuple[slice, int | None]]:
+        """Of at most so many tokens, which end where a copy is taken, too. With each the slot of the copy."""
+        length, to = self.rows.stop - self.rows.start, dict(self.copies)
+        ends = sorted({*range(tokens, length, tokens), *to, length})
+        for start, stop in pairwise([0, *ends]):
+            yield slice(start, stop), to.get(stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +92,19 @@ class TorchStatePlan:
 def plan_states(metadata: AttentionMetadata) -> TorchStatePlan:
     assert metadata.state_slots is not None, "each request of a model with states has a slot"
     decodes, slots = metadata.num_decodes, metadata.state_slots
+    copies = {} if metadata.state_copies is None else nonzero(metadata.state_copies)
     prompts, row = [], decodes
     for slot, (start, stop) in zip(slots[decodes:].tolist(), metadata.prefills, strict=True):
-        prompts.append(Prompt(slot, start == 0, slice(row, row + stop - start)))
-        row += stop - start
+        rows = range(row, row + stop - start)
+        own = [(at - row + 1, copies[at] - 1) for at in copies if at in rows]
+        prompts.append(Prompt(slot, start == 0, slice(rows.start, rows.stop), own))
+        row = rows.stop
     return TorchStatePlan(slots[:decodes].long(), metadata.contexts[:decodes] == 1, prompts)
+
+
+def nonzero(values: Tensor) -> dict[int, int]:
+    """By index, in ascending order."""
+    return {index: int(values[index]) for index in values.nonzero()[:, 0].tolist()}
 
 
 def mamba2(projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchStatePlan) -> Tensor:
@@ -109,6 +128,8 @@ def convolve(x: Tensor, layer: Convolution, state: Tensor, prompt: Prompt) -> Te
     before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot]
     inputs = torch.cat((before, x))
     state[prompt.slot] = inputs[tokens:]
+    for end, slot in prompt.copies:
+        state[slot] = inputs[end : end + width - 1]
     exact, weight = inputs.float(), layer.conv_weight.float()
     total = exact[:tokens] * weight[0]
     for i in range(1, width):
@@ -149,14 +170,12 @@ def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt)
     x, b, c = (part.transpose(0, 1) for part in in_float32(rows, layer.groups, state))  # [groups, tokens, …]
     step = _time_steps(dt, layer).unflatten(1, (layer.groups, -1)).transpose(0, 1)  # [groups, tokens, shared]
     decay = step * layer.a.view(layer.groups, 1, -1)
-    kept = state[prompt.slot].view(
-        layer.groups, -1, state.shape[3]
-    )  # [groups, shared · head_dim, state_size]
+    of_groups = layer.groups, -1, state.shape[3]
+    kept = state[prompt.slot].view(of_groups)  # [groups, shared · head_dim, state_size]
     before = torch.zeros_like(kept) if prompt.fresh else kept.clone()
     y = torch.empty_like(x)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
-    for start in range(0, x.shape[1], CHUNK):
-        at = slice(start, start + CHUNK)
+    for at, copy in prompt.pieces(CHUNK):
         total = decay[:, at].cumsum(dim=1)
         size = total.shape[1]
         moved = x[:, at] * step[:, at, :, None]
@@ -168,6 +187,8 @@ def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt)
         left = (total[:, -1:] - total).exp_()
         before.unflatten(1, moved.shape[2:]).mul_(total[:, -1].exp()[..., None, None])
         before += moved.mul_(left[..., None]).flatten(2).mT @ b[:, at]
+        if copy is not None:
+            state[copy].view(of_groups).copy_(before)
     kept.copy_(before)
     return y.addcmul_(x, layer.d.view(layer.groups, 1, -1, 1)).transpose(0, 1).flatten(1)
 

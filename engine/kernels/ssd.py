@@ -38,12 +38,14 @@ def scan(
     state: Tensor,
     slots: Tensor,
     scans: Tensor,
+    copies: Tensor | None,
     prompts: int,
     multiprocessors: int,
     y: Tensor,
 ) -> None:
     """rows [rows, channels] after the convolution, dt [rows, heads], y [rows, heads · head_dim]: dense
-    rows at any stride. scans from `scan_work` with `chunk_tokens`, for at most so many prompts."""
+    rows at any stride. scans from `scan_work` with `chunk_tokens`, for at most so many prompts. copies as
+    `AttentionMetadata.state_copies`."""
     _, heads, head_dim, size = state.shape
     count, tokens = len(rows), chunk_tokens(rows.dtype)
     steps = torch.empty(2, heads, count, device=rows.device)  # Δ, and the sums s of a chunk
@@ -85,6 +87,7 @@ def scan(
         state,
         slots,
         scans,
+        copies,
         steps,
         products,
         y,
@@ -162,6 +165,14 @@ def prompt_of(scans, number):
     return tl.load(chunk), tl.load(chunk + 1).to(tl.int64), tokens, tl.load(chunk + 5) > 0
 
 
+@triton.jit
+def copy_after(copies, row, start, tokens, COUNT: tl.constexpr):
+    """The slot that gets a copy of the state after COUNT tokens from `start` on, of a prompt with so many
+    `tokens` from `row` on. −1: none."""
+    last = start + COUNT - 1
+    return tl.load(copies + row + last, mask=last < tokens, other=0).to(tl.int64) - 1
+
+
 @triton.jit(do_not_specialize=["count"])
 def _scan(
     rows,
@@ -169,6 +180,7 @@ def _scan(
     state,
     slots,
     scans,
+    copies,
     steps,
     products,
     y,
@@ -227,4 +239,11 @@ def _scan(
         tl.store(to, out.to(y.dtype.element_ty), mask=used & in_head)
         moved = (x.to(tl.float32) * (tl.exp(whole - total) * step)[:, None]).to(x.dtype)
         now = tl.dot(tl.trans(b), moved, now * tl.exp(whole), input_precision="tf32x3")
+        if copies is not None:
+            to_slot = copy_after(copies, first, start, tokens, TOKENS)
+            if to_slot >= 0:
+                copied = (
+                    state + ((to_slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
+                )
+                tl.store(copied, now, mask=inside)
     tl.store(kept, now, mask=inside)

@@ -151,7 +151,7 @@ class TorchKernels:
         return 0
 
     def chunk_tokens(self, dtype: torch.dtype) -> int:
-        return mamba2.CHUNK
+        return 1  # states can be copied after any token
 
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchStatePlan) -> Tensor:
         return mamba2.mamba2(projected, layer, state, plan)

@@ -69,6 +69,7 @@ class TritonStatePlan:
     slots: Tensor  # [requests] int32
     contexts: Tensor  # [decodes] int32
     scans: Tensor | None  # [chunks, 6] int32; None: no chunks
+    copies: Tensor | None  # as `AttentionMetadata.state_copies`
     prompts: int  # at most so many have chunks
 
 
@@ -204,7 +205,7 @@ class TritonKernels:
         prompts = len(metadata.prefills)
         if metadata.scans is not None:
             prompts = min(len(slots), len(metadata.scans))
-        return TritonStatePlan(slots, metadata.contexts[:decodes], scans, prompts)
+        return TritonStatePlan(slots, metadata.contexts[:decodes], scans, metadata.state_copies, prompts)
 
     def chunk_tokens(self, dtype: torch.dtype) -> int:
         return ssd.chunk_tokens(dtype)
@@ -218,7 +219,7 @@ class TritonKernels:
             state_update.update(rows, dt, layer, state.ssm, slots, plan.contexts, y)
         if plan.scans is not None:
             units = self._multiprocessors
-            ssd.scan(rows, dt, layer, state.ssm, slots, plan.scans, plan.prompts, units, y)
+            ssd.scan(rows, dt, layer, state.ssm, slots, plan.scans, plan.copies, plan.prompts, units, y)
         return y
 
     def gated_delta(
@@ -232,9 +233,19 @@ class TritonKernels:
             delta_rule(rows, beside, layer, state.ssm, plan.slots, plan.contexts, y)
         if plan.scans is not None:
             tokens = ssd.chunk_tokens(x.dtype)
-            prompts, units = plan.prompts, self._multiprocessors
-            scans, slots = plan.scans, plan.slots
-            delta_scan.scan(rows, beside, layer, state.ssm, slots, scans, prompts, units, tokens, y)
+            delta_scan.scan(
+                rows,
+                beside,
+                layer,
+                state.ssm,
+                plan.slots,
+                plan.scans,
+                plan.copies,
+                plan.prompts,
+                self._multiprocessors,
+                tokens,
+                y,
+            )
         return y
 
     def _convolve(
@@ -245,7 +256,7 @@ class TritonKernels:
             causal_conv.convolve_next(x, layer, state.conv, plan.slots, plan.contexts, rows)
         if plan.scans is not None:
             tokens = ssd.chunk_tokens(x.dtype)
-            causal_conv.convolve(x, layer, state.conv, plan.slots, plan.scans, tokens, rows)
+            causal_conv.convolve(x, layer, state.conv, plan.slots, plan.scans, plan.copies, tokens, rows)
         return rows
 
     def norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -197,7 +197,10 @@ def main() -> None:
             projected = torch.zeros(80, heads * width + channels + heads, dtype=dtype)
             gate, inputs = projected.split((heads * width, channels + heads), dim=1)
             ones = torch.ones(3, dtype=torch.int32)
-            metadata = AttentionMetadata(16, ones, ones, ones, 2, [(0, 78)], state_slots=ones)
+            copies = torch.zeros(80, dtype=torch.int32)
+            metadata = AttentionMetadata(
+                16, ones, ones, ones, 2, [(0, 78)], state_slots=ones, state_copies=copies
+            )
             y = kernels.mamba2(inputs, layer, state, kernels.plan_states(metadata, dtype))
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, groups)
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, 1, kernels.gated_squares(y, gate))

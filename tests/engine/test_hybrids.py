@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, build_engine
+from engine import Engine, EngineConfig, build_engine, step_loop
 from engine.core import state_copies
+from engine.core.state_copies import StateCopies
 from engine.execution import memory
 from engine.execution.rehearsal import Rehearsal, warm_up
 from engine.loader import check_model
@@ -261,6 +262,58 @@ def test_a_hit_needs_blocks_and_a_copy_at_their_end(
     assert cached(prompt[:24], 4) == 16
     assert cached(prompt[:16], 5) == 0, "the copy at 8 made room for the last one"
     engine.assert_whole()
+
+
+def test_a_prompt_goes_on_from_copies_that_a_scan_made(
+    path: Path,
+    tiny_engine: Callable[..., Engine],
+    late_engine: Callable[..., Engine],
+    caching: Callable[..., dict[str, Any]],
+    run: Any,
+    request_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies at 64 and 128 are made within the step of a prompt, also by graphs. On a GPU this step ends at
+    148, since no scanned chunk does."""
+    prompt = [3 + i * i % 190 for i in range(150)]
+    prompts = [prompt, *([*prompt[:n], 7, 8, 9] for n in (70, 130, 150))]
+    requests = [request_of(i, tokens, max_tokens=6, ignore_eos=True) for i, tokens in enumerate(prompts)]
+    plain = tiny_engine(model=str(path))
+    expected = [tokens(run(plain, [request]))[0] for request in requests]
+    config = caching(12)
+    monkeypatch.setattr("engine.engine.COPY_TOKENS", 64)
+    engine = late_engine(model=str(path), **config, num_blocks=200, max_num_batched_tokens=256)
+    lengths: list[list[int]] = []
+    build = step_loop.build_step
+
+    def build_step(chunks: Any, *args: Any, **others: Any) -> Any:
+        lengths.append([chunk.stop - chunk.start for chunk in chunks])
+        return build(chunks, *args, **others)
+
+    monkeypatch.setattr(step_loop, "build_step", build_step)
+    results = [run(engine, [request]).popitem()[1] for request in requests]
+    assert [result.tokens for result in results] == expected
+    assert [result.outputs[0].cached_tokens for result in results] == [0, 64, 128, 148]
+    assert lengths[0] == [150 if engine._runner.chunk_tokens == 1 else 148]
+    engine.assert_whole()
+
+
+def test_a_chunk_ends_where_its_scan_cannot_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scans copy states after each 16 tokens of a chunk. This prompt of 60 tokens gets copies at 24, 48 and
+    56."""
+    monkeypatch.setattr(state_copies, "END_TOKENS", 4)
+    copies = StateCopies(0, 8, interval=24, block_size=8, chunk_tokens=16)
+
+    def taken(start: int, stop: int) -> tuple[list[int], int]:
+        return [*copies.positions(0, start, stop, 60)], copies.cut(0, start, stop, 60)
+
+    assert taken(8, 60) == ([24, 48], 48), "24 is the end of a scanned chunk, and 48 is none"
+    assert taken(8, 48) == ([24, 48], 48)
+    assert taken(8, 40) == ([24], 40)
+    assert taken(48, 60) == ([56], 56)
+    assert taken(40, 60) == ([48], 48)
+    assert taken(32, 60) == ([48, 56], 56)
+    assert taken(56, 60) == ([], 60)
 
 
 def test_copies_need_memory(

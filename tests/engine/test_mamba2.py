@@ -6,6 +6,7 @@ The interpreter's bfloat16 products are wrong, so bfloat16 is for the GPU alone.
 
 import sys
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
 
 HEADS, HEAD_DIM, SIZE, WIDTH = 4, 16, 32, 4
 INF = float("inf")
+COPIED = 64
+"""Whole chunks of any kernel."""
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -50,7 +53,8 @@ def layer_of(groups: int, dtype: torch.dtype, *, bias: bool = True, dt_limits: A
 
 @dataclass
 class Step:
-    """Requests with (start, stop) positions each: those of one token first."""
+    """Requests with (start, stop) positions each: those of one token first. Two of the prompts with COPIED
+    tokens get a copy of their state after so many."""
 
     spans: list[tuple[int, int]]
     layer: Mamba2
@@ -69,13 +73,21 @@ class Step:
                 for part in self.state:
                     part[slot] = torch.nan
         self.decodes = sum(stop - start == 1 for start, stop in self.spans)
+        ends = accumulate(stop - start for start, stop in self.spans)
+        long = [end - (stop - start) for end, (start, stop) in zip(ends, self.spans, strict=True)
+                if stop - start >= COPIED]  # fmt: skip
+        spare = [slot for slot in range(requests + 2) if slot not in self.slots.tolist()]
+        self.copies = {row + COPIED - 1: slot for row, slot in zip(long[-2:], spare, strict=False)}
 
     def metadata(self, device: str) -> AttentionMetadata:
         empty = torch.empty(0, device=device)
         contexts = torch.tensor([stop for _, stop in self.spans], dtype=torch.int32, device=device)
+        copies = torch.zeros(len(self.projected), dtype=torch.int32)
+        for row, slot in self.copies.items():
+            copies[row] = slot + 1
         return AttentionMetadata(
             1, empty, empty, contexts, self.decodes, self.spans[self.decodes :],
-            state_slots=self.slots.to(device),
+            state_slots=self.slots.to(device), state_copies=copies.to(device) if self.copies else None,
         )  # fmt: skip
 
     def run(self, kernels: Kernels, device: str = "cpu") -> tuple[Tensor, LayerState]:
@@ -107,6 +119,8 @@ class Step:
                 decay = (step * layer.a.double()[:, None, None]).exp()
                 ssm[slot] = decay * ssm[slot] + step * x[:, :, None] * b[:, None]
                 rows.append(((ssm[slot] @ c[:, :, None])[..., 0] + layer.d[:, None] * x).flatten())
+                if row in self.copies:
+                    conv[self.copies[row]], ssm[self.copies[row]] = conv[slot], ssm[slot]
                 row += 1
         return torch.stack(rows), LayerState(conv, ssm)
 
@@ -115,7 +129,7 @@ class Step:
     ) -> None:
         y, state = found
         close(y, expected[0])
-        used = self.slots.long()
+        used = torch.tensor([*self.slots.tolist(), *self.copies.values()])
         assert torch.equal(state.conv[used].double(), expected[1].conv[used].double())
         error = (state.ssm[used] - expected[1].ssm[used]).norm() / expected[1].ssm[used].norm()
         assert error <= CLOSE[self.dtype]
@@ -222,6 +236,8 @@ class DeltaStep(Step):
                 written = v.view(HEADS, HEAD_DIM) - (ssm[slot] @ k[:, :, None])[..., 0]
                 ssm[slot] += (beta.sigmoid()[:, None] * written)[:, :, None] * k[:, None]
                 rows.append((ssm[slot] @ q[:, :, None]).flatten() / SIZE**0.5)
+                if row in self.copies:
+                    conv[self.copies[row]], ssm[self.copies[row]] = conv[slot], ssm[slot]
                 row += 1
         return torch.stack(rows), LayerState(conv, ssm)
 

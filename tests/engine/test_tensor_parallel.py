@@ -285,6 +285,7 @@ def step(seed: int) -> Step:
         scored=Scored(rng.integers(0, 7, 1 + seed), rng.integers(0, 9, 1 + seed), seed) if seed % 2 else None,
         state_slots=rng.integers(0, 9, 3).tolist() if seed % 3 else None,
         restores=[(int(rng.integers(9)), i) for i in range(seed % 3)], saves=[(seed, 1)] * (seed % 2),
+        copies=[(6, seed)] * (seed % 3),
     )  # fmt: skip
 
 
