@@ -78,7 +78,7 @@ class Display:
 
     def ready(self, plan: Plan, admin_url: str, logs: Path) -> None:
         """Prints the endpoint and example commands. `admin_url` is the URL for `baton status`."""
-        model = plan.served_name()
+        model = plan.served_names()[0]
         body = {
             "model": model,
             "messages": [{"role": "user", "content": "What is the capital of France?"}],

@@ -83,9 +83,9 @@ class Plan:
         readies = (state.ready for role, state in states if role.role == "router" and state.ready)
         return next((str(ready["admin_url"]) for ready in readies if "admin_url" in ready), self.url)
 
-    def served_name(self) -> str:
-        """The model's name for clients."""
-        return self.model.served_model_name or model.resolve(self.model.model).name
+    def served_names(self) -> list[str]:
+        """The model's names for clients. Responses have the first one."""
+        return self.model.served_model_name or [model.resolve(self.model.model).name]
 
     def roles(self) -> list[RoleSpec]:
         """The workers, then the router. Raises ValueError for options that cannot be used."""
@@ -93,7 +93,7 @@ class Plan:
         named = replace(
             self.model,
             model=found.location,
-            served_model_name=self.served_name(),
+            served_model_name=self.served_names(),
             tokenizer=model.absolute(self.model.tokenizer),
         )
         device = self.engine.device or default_device()

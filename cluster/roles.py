@@ -38,7 +38,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             title=given.process.title,
             secret=load_secret(given.secret.cluster_secret_file),
             tls=given.secret.tls(),
-            served_model_name=given.model.served_model_name or found.name,
+            served_model_name=(given.model.served_model_name or [found.name])[0],
             engine=EngineConfig(
                 model=found.location,
                 revision=given.model.revision,
@@ -129,7 +129,7 @@ def run_router(given: options.RouterRole) -> int:
             model=None if found is None else found.location,
             revision=given.model.revision,
             tokenizer=given.model.tokenizer,
-            served_model_name=given.model.served_model_name or (None if found is None else found.name),
+            served_model_name=tuple(given.model.served_model_name or ([] if found is None else [found.name])),
             host=given.front.host,
             port=given.front.port,
             grpc_port=given.front.grpc_port,
@@ -187,7 +187,7 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
     named = {
         "model": found.location,
         "revision": config.revision or described.revision or None,
-        "served_model_name": config.served_model_name or found.name,
+        "served_model_name": config.served_model_name or (found.name,),
     }
     # Router processes must not ask again: another worker could answer with another model.
     command = (*config.command, *to_argv(**named))

@@ -229,7 +229,7 @@ def _first_token(plan: Plan) -> None:
     headers = {"content-type": "application/json"}
     if plan.front.api_key:
         headers["authorization"] = f"Bearer {plan.front.api_key[0]}"
-    body = json.dumps({"model": plan.served_name(), "prompt": "Hello", "max_tokens": 1}).encode()
+    body = json.dumps({"model": plan.served_names()[0], "prompt": "Hello", "max_tokens": 1}).encode()
     request = urllib.request.Request(f"{plan.url}/v1/completions", body, headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         response.read()

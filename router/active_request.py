@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from router.admission.queue import Admission, Entry
-from router.api.bodies import GenerationBody
+from router.api.defaults import SamplingDefaults
 from router.errors import ApiError, TooSlow
 from router.generation.choice import Choice, Delta
 from router.generation.generation import Generation
@@ -43,7 +43,7 @@ class Services:
     metrics: Metrics
     tracer: Tracer
     model_name: str
-    defaults: GenerationBody
+    defaults: SamplingDefaults
     """Fields that a request gets if it leaves them out."""
     request_timeout: float
     worker_wait: float

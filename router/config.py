@@ -21,8 +21,8 @@ class RouterConfig:
     model of the workers; `ask_workers` asks them for it before the router runs."""
     secret: bytes = field(repr=False)
     """The cluster secret."""
-    served_model_name: str | None = None
-    """The model id for clients. None: `model`."""
+    served_model_name: tuple[str, ...] = ()
+    """The model ids for clients. Responses have the first one. Empty: `model`."""
     revision: str | None = None
     tokenizer: str | None = None
     """Where the tokenizer is, in the forms of `model`. None: it is that of `model`."""
@@ -170,10 +170,17 @@ class RouterConfig:
         return self.process_number is not None
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model for clients."""
+        if self.served_model_name:
+            return self.served_model_name
+        assert self.model is not None, "the router runs after its model is known"
+        return (self.model,)
+
+    @property
     def model_name(self) -> str:
-        name = self.served_model_name or self.model
-        assert name is not None, "the router runs after its model is known"
-        return name
+        """The name of the model in responses and metrics."""
+        return self.model_names[0]
 
     def discovered(self) -> Discovery:
         """Returns the source of worker addresses."""

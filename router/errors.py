@@ -39,7 +39,15 @@ class Unsupported(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """Clients that shorten a chat by themselves find the words of OpenAI's and of Anthropic's API in it."""
+
     code = "context_length_exceeded"
+
+    @classmethod
+    def of_prompt(cls, field: str, size: int, unit: str, most: int, context: int) -> "ContextLengthExceeded":
+        """Returns the error for a prompt of `size` units, of which a prompt may have `most`."""
+        text = f"{field}: prompt is too long: {size} {unit} > {most} maximum, because this model's maximum"
+        return cls(f"{text} context length is {context} tokens with the output", param=field)
 
 
 class Unauthorized(ApiError):

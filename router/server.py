@@ -26,8 +26,7 @@ from aiohttp import web
 from router.active_request import Services
 from router.admission.keys import ApiKey
 from router.admission.queue import Admission
-from router.api.bodies import GenerationBody
-from router.api.defaults import sampling_defaults, shown
+from router.api.defaults import SamplingDefaults, sampling_defaults, shown
 from router.config import RouterConfig
 from router.endpoints.frontend import Frontend
 from router.endpoints.grpc_server import GrpcEndpoint
@@ -114,7 +113,7 @@ class RunningRouter:
 
 @contextlib.asynccontextmanager
 async def running(
-    config: RouterConfig, tokenizer: ModelTokenizer, defaults: GenerationBody
+    config: RouterConfig, tokenizer: ModelTokenizer, defaults: SamplingDefaults
 ) -> AsyncIterator[RunningRouter]:
     """Listens while the context is open. Requests that still run when it closes end with an error."""
     policy = PREFILL_POLICIES[config.routing_policy]
@@ -199,7 +198,7 @@ async def running(
         await asyncio.to_thread(services.tracer.close)
 
 
-async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: GenerationBody) -> int:
+async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: SamplingDefaults) -> int:
     """Serves until a signal. Returns the exit status."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()

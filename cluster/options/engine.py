@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -16,6 +16,16 @@ def _given_once(context: typer.Context, value: str | None) -> str | None:
     if all(source is not None and source.name == "COMMANDLINE" for source in sources):
         raise typer.BadParameter("the model is given as an argument and as --model; leave one out")
     return value
+
+
+ServedModelName = Annotated[
+    list[str],
+    opt(
+        "The model's name for clients; repeat it for more names. Responses and metrics have the first one.",
+        "NAME",
+        shown="as in --model",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -33,9 +43,7 @@ class ModelOptions:
         ),
     ] = None
     revision: Annotated[str | None, opt("Branch, tag or commit of a model on the hub.", "NAME")] = None
-    served_model_name: Annotated[
-        str | None, opt("The model's name for clients and metrics.", "NAME", shown="as in --model")
-    ] = None
+    served_model_name: ServedModelName = field(default_factory=list)
     tokenizer: Annotated[
         str | None,
         opt(
@@ -65,9 +73,7 @@ class RouterModelOptions(ModelOptions):
         str | None,
         opt("Branch, tag or commit of a model on the hub.", "NAME", shown="the workers' --revision"),
     ] = None
-    served_model_name: Annotated[
-        str | None, opt("The model's name for clients and metrics.", "NAME", shown="as in --model")
-    ] = None
+    served_model_name: ServedModelName = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class GenerationBody(OpenAIBody):
         if limit is None:
             return prompt
         if limit == -1:
-            limit = max(1, context - (self.max_tokens_wanted or 1))
+            limit = context - 1
         return prompt[:limit] if self.truncation_side == "right" else prompt[-limit:]
 
     @property
@@ -231,6 +231,10 @@ class ChatOptions(RenderedBody, GenerationBody):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     include_reasoning: Nullable[bool] = True
+    separate_reasoning: Nullable[bool] = True
+    """False: the content has the whole output, with the reasoning and its marks."""
+    stream_reasoning: Nullable[bool] = True
+    """False: a stream has the reasoning in one piece, before the answer."""
     thinking_token_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """-1: no limit."""
 

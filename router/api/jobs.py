@@ -6,7 +6,8 @@ from typing import Any
 import xxhash
 
 from content import prompt_hints
-from router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions, GenerationBody
+from router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions
+from router.api.defaults import SamplingDefaults
 from router.api.structured import Structure
 from router.errors import ContextLengthExceeded, InvalidRequest
 from router.job import Job
@@ -32,7 +33,7 @@ def make_jobs(
     structure: Structure | None,
     reasoning: pb.Reasoning | None,
     bad_words: list[list[int]],
-    defaults: GenerationBody,
+    defaults: SamplingDefaults,
 ) -> list[Job]:
     """Returns `n` jobs for each prompt, in the order of the choices. Raises InvalidRequest.
 
@@ -55,7 +56,7 @@ def make_jobs(
     for prompt_ids in prompts:
         if not prompt_ids:
             raise InvalidRequest(f"{body.prompt_field}: must not be empty", param=body.prompt_field)
-        max_tokens = _max_tokens(body, len(prompt_ids), context, defaults.max_tokens)
+        max_tokens = _max_tokens(body, len(prompt_ids), context, defaults)
         if body.min_tokens > max_tokens:
             text = f"min_tokens: must be at most max_tokens ({max_tokens}), not {body.min_tokens}"
             raise InvalidRequest(text, param="min_tokens")
@@ -76,27 +77,28 @@ def output_room(prompt_tokens: int, field: str, context: int) -> int:
     """Returns how many tokens fit after the prompt. Raises ContextLengthExceeded when none does."""
     room = context - prompt_tokens
     if room < 1:
-        text = f"{field}: {prompt_tokens} tokens leave no room for output in a context of {context}"
-        raise ContextLengthExceeded(text, param=field)
+        raise ContextLengthExceeded.of_prompt(field, prompt_tokens, "tokens", context - 1, context)
     return room
 
 
 def _max_tokens(
-    body: ChatOptions | CompletionOptions, prompt_tokens: int, context: int, limit: int | None
+    body: ChatOptions | CompletionOptions, prompt_tokens: int, context: int, defaults: SamplingDefaults
 ) -> int:
+    """Returns the limit for output tokens: an upper bound, as in vLLM, which the context may lower."""
     room = output_room(prompt_tokens, body.prompt_field, context)
     wanted = body.max_tokens_wanted
+    limit = defaults.max_tokens or room
     if wanted is None:
-        wanted = min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else room
-    if wanted > room:
+        wanted = min(limit, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionOptions) else limit
+    elif wanted > context:
         name = body.max_tokens_field
-        text = f"{name}: {wanted} and a prompt of {prompt_tokens} tokens exceed the context of {context}"
+        text = f"{name} is too large: {wanted}. This model's maximum context length is {context} tokens"
         raise ContextLengthExceeded(text, param=name)
-    return wanted if limit is None else min(wanted, limit)
+    return min(wanted, room, limit) if defaults.limits_output else min(wanted, room)
 
 
 def _sampling(
-    body: ChatOptions | CompletionOptions, vocab_size: int, defaults: GenerationBody
+    body: ChatOptions | CompletionOptions, vocab_size: int, defaults: SamplingDefaults
 ) -> dict[str, Any]:
     def given(*values: Any) -> Any:
         return next(value for value in values if value is not None)

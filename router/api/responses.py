@@ -97,6 +97,8 @@ class AssistantMessage(ResponseModel):
     refusal: None
     reasoning: str | None = None
     """What the model wrote before its answer. Absent if the model is not known to reason."""
+    reasoning_content: str | None = None
+    """The same, by the name that DeepSeek and SGLang use."""
     tool_calls: list[OutputToolCall] | None = None
 
 
@@ -141,6 +143,7 @@ class AssistantDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
@@ -209,7 +212,7 @@ class ModelCard(ResponseModel):
     parent: None
     max_model_len: int
     default_sampling_params: dict[str, float]
-    """Fields that a request gets if it leaves them out. `max_tokens` also limits all requests."""
+    """Fields that a request gets if it leaves them out."""
 
 
 class ModelList(ResponseModel):

@@ -50,7 +50,7 @@ class SamplingBody(Body):
     skip_special_tokens: Nullable[bool] = True
     include_stop_str_in_output: Nullable[bool] = False
     truncate_prompt_tokens: TruncatedLength | None = None
-    """-1: as many tokens as leave room for `max_tokens`."""
+    """-1: as many tokens as leave room for one token of output."""
     truncation_side: Literal["left", "right"] | None = None
     """Side where tokens of the prompt are dropped. None: left."""
     structured_outputs: StructuredOutputs | None = None

@@ -38,8 +38,7 @@ COMPLETION: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "top_logprobs": (0,),
 }  # fmt: skip
 CHAT: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "reasoning": ({},), "separate_reasoning": (True,), "stream_reasoning": (True,),
-    "task": (),
+    "echo": (False,), "reasoning": ({},), "task": (),
 }  # fmt: skip
 TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": ()}
 COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
@@ -101,7 +100,6 @@ REMEDIES = {
     "return_prompt_token_ids": "use return_token_ids",
     "rid": _NAMED,
     "routed_dp_rank": _ROUTED,
-    "separate_reasoning": "start the router with --reasoning-parser none",
     "stop_regex": "use stop",
     "top_logprobs": "use logprobs",
     "vllm_xargs": "Baton has no such extensions; leave it out",

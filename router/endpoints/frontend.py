@@ -52,7 +52,7 @@ class Frontend:
     def __init__(self, config: RouterConfig, services: Services) -> None:
         self.draining = False
         self.metrics = services.metrics
-        self._model_name = config.model_name
+        self._model_names = config.model_names
         self._services = services
         self._checker = GrammarChecker(f"{config.title}: router {config.index} grammars")
         self._preparer = Preparer(services.tokenizer, f"{config.title}: router {config.index} bodies")
@@ -99,7 +99,7 @@ class Frontend:
 
     @property
     def _served(self) -> Served:
-        return Served(self._model_name, self.capacity)
+        return Served(self._model_names, self.capacity)
 
     @contextmanager
     def admit(self, account: Account, size: int) -> Iterator[Entry]:

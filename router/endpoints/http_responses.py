@@ -89,7 +89,7 @@ class HttpResponses:
         await self._cancel(key, id)
         stored = self._stored.get(key, id)
         if not stored.background:
-            raise InvalidRequest(f"response {id} cannot be cancelled: it was not made with background")
+            raise InvalidRequest(f"Cannot cancel a synchronous response: {id} was not made with background")
         return _bytes(stored.response)
 
     async def _cancel(self, key: str, id: str) -> None:

@@ -129,18 +129,18 @@ class HttpEndpoints:
     # ------------------------------------------------------------ the model
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._card()]})
+        return _json({"object": "list", "data": [self._card(name) for name in self._config.model_names]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        if request.match_info["id"] != self._config.model_name:
-            raise errors.ModelNotFound(f"there is no model {request.match_info['id']!r} here", param="model")
-        return _json(self._card())
+        name = request.match_info["id"]
+        if name not in self._config.model_names:
+            raise errors.ModelNotFound(f"there is no model {name!r} here", param="model")
+        return _json(self._card(name))
 
-    def _card(self) -> dict[str, Any]:
-        name = self._config.model_name
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": name, "object": "model", "created": self._created, "owned_by": "baton", "root": name,
-            "parent": None, "max_model_len": self._frontend.capacity,
+            "id": name, "object": "model", "created": self._created, "owned_by": "baton",
+            "root": self._config.model_name, "parent": None, "max_model_len": self._frontend.capacity,
             "default_sampling_params": shown(self._services.defaults),
         }  # fmt: skip
 

@@ -68,7 +68,7 @@ class StoredResponses:
         if shelf is None or id not in shelf.responses:
             kept = f"the last {MAX_RESPONSES} of a key, at most {self._max_bytes >> 20} MiB of them"
             text = (
-                f"there is no response {id[:80]!r} here: a router process keeps the responses that it made, "
+                f"Response with id {id[:80]!r} not found: a router process keeps the responses that it made, "
                 f"{kept}, for {MAX_SECONDS / 3600:g} h, unless store was false"
             )
             raise NotFound(text, param=param)

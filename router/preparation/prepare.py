@@ -52,7 +52,7 @@ _BODIES: dict[Kind, type[Body]] = {
 class Served:
     """The model that a router serves, and its context length."""
 
-    model_name: str
+    model_names: tuple[str, ...]
     context: int
     """Tokens of prompt and output together."""
 
@@ -93,7 +93,7 @@ def prepare(
     if kind == "invocation":
         kind = kind_of(raw)
     body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
-    if body.model not in (None, served.model_name):
+    if body.model not in (None, *served.model_names):
         raise ModelNotFound(f"there is no model {body.model!r} here", param="model")
     with named_as_in(kind):
         match body:
@@ -120,8 +120,8 @@ def prepare(
 def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes) -> Prepared:
     field = body.prompt_field
     if len(body.messages) > served.context:
-        text = f"{field}: {len(body.messages)} messages do not fit into a context of {served.context}"
-        raise ContextLengthExceeded(text, param=field)
+        count = len(body.messages)
+        raise ContextLengthExceeded.of_prompt(field, count, "messages", served.context, served.context)
     text = _rendered(tokenizer, body, body.messages)
     encode = partial(tokenizer.encode_chat, scope=(salt, body.cache_salt))
     if body.add_special_tokens:
@@ -137,9 +137,9 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes
 
 
 def _bounded(prepared: Prepared, served: Served) -> Prepared:
-    """Lowers the limit for output tokens to what fits into the context.
+    """Lowers the limit for output tokens to what fits into the context, also if it exceeds the context.
 
-    Both APIs call it an upper bound, and clients send the largest one that some model has.
+    Clients of both APIs send the largest limit that some model has.
     """
     room = served.context - len(prepared.prompts[0])
     if (prepared.options.max_tokens_wanted or 0) <= room:
@@ -234,9 +234,9 @@ def _encoded(
     """Returns the token ids of a prompt. Raises ContextLengthExceeded when it leaves no room for output."""
     field = body.prompt_field
     # Without this check, a text of any length would be tokenized before it is refused.
-    if body.truncate_prompt_tokens is None and len(text) > served.context * tokenizer.longest_token:
-        reason = f"{field}: {len(text)} characters do not fit into a context of {served.context}"
-        raise ContextLengthExceeded(reason, param=field)
+    most = served.context * tokenizer.longest_token
+    if body.truncate_prompt_tokens is None and len(text) > most:
+        raise ContextLengthExceeded.of_prompt(field, len(text), "characters", most, served.context)
     token_ids = body.truncated(encode(text), served.context)
     output_room(len(token_ids), field, served.context)
     return token_ids

@@ -1,6 +1,6 @@
 """The messages between a router and the children that prepare bodies.
 
-A request is a line of JSON, [kind, model name, context length, salt in hexadecimal, bytes of the history],
+A request is a line of JSON, [kind, model names, context length, salt in hexadecimal, bytes of the history],
 then the history, then the client's bytes. A reply is MessagePack.
 """
 
@@ -54,15 +54,15 @@ _decode = msgspec.msgpack.Decoder(_Prepared | _Response | _Error | _Crash).decod
 
 def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes = b"") -> bytes:
     """Returns what precedes the client's bytes."""
-    head = [kind, served.model_name, served.context, salt.hex(), len(history)]
+    head = [kind, served.model_names, served.context, salt.hex(), len(history)]
     return json.dumps(head).encode() + b"\n" + history
 
 
 def read_request(request: bytes) -> tuple[Kind, Served, bytes, bytes, bytes]:
     """Returns the kind, the model, the history, the salt and the client's bytes."""
     head, _, rest = request.partition(b"\n")
-    kind, model_name, context, salt, length = json.loads(head)
-    return kind, Served(model_name, context), rest[:length], bytes.fromhex(salt), rest[length:]
+    kind, model_names, context, salt, length = json.loads(head)
+    return kind, Served(tuple(model_names), context), rest[:length], bytes.fromhex(salt), rest[length:]
 
 
 def encode_prepared(prepared: Prepared | bytes) -> bytes:

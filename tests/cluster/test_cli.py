@@ -299,7 +299,7 @@ def test_roles_accept_the_arguments_that_serve_passes(
     assert (name, given.process.index) == ("decode", 1)
     for group in ("engine", "transfer", "deadlines", "drain", "traces", "observe"):
         assert getattr(given, group) == getattr(plan, group)
-    assert given.model.served_model_name == "SmolLM2-135M-Instruct"
+    assert given.model.served_model_name == ["SmolLM2-135M-Instruct"]
     assert Path(given.model.model).is_file()
 
 

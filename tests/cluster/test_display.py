@@ -16,7 +16,7 @@ from cluster.plan import Plan
 
 def plan(**front: Any) -> Plan:
     given = {f.name: get_type_hints(Plan)[f.name]() for f in fields(Plan)}
-    given["model"] = options.ModelOptions(served_model_name='it\'s "one"')
+    given["model"] = options.ModelOptions(served_model_name=['it\'s "one"'])
     given["front"] = options.FrontOptions(**front)
     return Plan(**given)
 

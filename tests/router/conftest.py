@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from router.api.bodies import GenerationBody
+from router.api.defaults import SamplingDefaults
 from router.config import RouterConfig
 from router.server import RunningRouter, running
 from router.text.gguf_tokenizer import read_gguf
@@ -21,7 +21,7 @@ from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import TlsFiles
 from rpc import worker_pb2 as pb
 
-NO_DEFAULTS = GenerationBody()
+NO_DEFAULTS = SamplingDefaults()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
 
 THINKING_TEMPLATE = """
@@ -210,7 +210,7 @@ async def make_cluster(
     wait: bool = True,
     secret: bytes = SECRET,
     worker_tls: TlsFiles | None = None,
-    defaults: GenerationBody = NO_DEFAULTS,
+    defaults: SamplingDefaults = NO_DEFAULTS,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     lanes, output_ids = Lanes(), [*tokenizer.encode(text), 2]

@@ -182,7 +182,6 @@ def test_an_invalid_field_of_a_chat_is_named(body, param, reason):
         ("chat_template", "{{ x }}"),
         ("return_hidden_states", True),
         ("verbosity", "low"),
-        ("stream_reasoning", False),
         ("task", "title"),
         ("return_meta_info", True),
         ("return_weight_versions", True),
@@ -226,7 +225,6 @@ def test_fields_of_other_servers_are_refused_with_a_remedy(field, value, remedy)
     [
         (ChatBody, "echo", True, "put the last message before it"),
         (ChatBody, "reasoning", {"effort": "low"}, "use reasoning_effort"),
-        (ChatBody, "separate_reasoning", False, "--reasoning-parser none"),
         (CompletionBody, "max_completion_tokens", 5, "use max_tokens"),
         (CompletionBody, "top_logprobs", 2, "use logprobs"),
     ],
@@ -244,7 +242,7 @@ def test_unsupported_fields_without_effect_are_accepted():
         "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "suffix": None,
         "logit_bias": None, "stop": None, "seed": None, "parallel_tool_calls": True, "store": False,
         "verbosity": "medium", "include_reasoning": True, "stream_interval": 4, "session_id": "s",
-        "spaces_between_special_tokens": False, "separate_reasoning": True, "stream_reasoning": True,
+        "spaces_between_special_tokens": False,
         "return_routed_experts": False, "return_token_offsets": True, "custom_labels": {"a": "b"},
     }  # fmt: skip
 

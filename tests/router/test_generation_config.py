@@ -45,16 +45,21 @@ def test_a_chosen_directory_must_have_the_file(tmp_path: Path):
         sampling_defaults(str(tmp_path / "none"), tmp_path)
 
 
-async def test_requests_get_the_defaults_unless_they_say_otherwise(tokenizer: ModelTokenizer, tmp_path: Path):
-    defaults = sampling_defaults("auto", written(tmp_path, {**QWEN, "max_new_tokens": 9}))
+@pytest.mark.parametrize("chosen", [False, True])
+async def test_requests_get_the_defaults_unless_they_say_otherwise(
+    tokenizer: ModelTokenizer, tmp_path: Path, chosen: bool
+):
+    """`max_new_tokens` limits requests that set `max_tokens` only if the directory was chosen."""
+    model = written(tmp_path, {**QWEN, "max_new_tokens": 9})
+    defaults = sampling_defaults(str(model) if chosen else "auto", model)
     async with make_cluster(tokenizer, tmp_path, defaults=defaults) as cluster:
         for body, expected in (
             ({"max_tokens": None}, (0.6, 20, 0.95, 9)),
             ({"max_tokens": 4, "temperature": 0, "top_k": -1, "top_p": 1.0}, (0, 0, 1, 4)),
-            ({"max_tokens": 100}, (0.6, 20, 0.95, 9)),
+            ({"max_tokens": 100}, (0.6, 20, 0.95, 9 if chosen else 100)),
         ):
             await cluster.complete(**body)
-            sent = cluster.prefills[0].submitted[-1].prefill.request.sampling
+            sent = cluster.sent.sampling
             assert (sent.temperature, sent.top_k, sent.top_p, sent.max_tokens) == expected
         async with cluster.http.get(cluster.url + "/v1/models") as response:
             listed = responses.ModelList.model_validate(await response.json())

@@ -449,9 +449,12 @@ async def test_the_error_of_a_long_prompt_names_the_context(cluster: Cluster) ->
         connection.description.max_model_len = 100
         pool.availability_changed(connection)
     for body, told in (
-        ({"prompt": [5] * 100}, "100 tokens leave no room for output in a context of 100"),
-        ({"prompt": [5], "max_tokens": 100}, "exceed the context of 100"),
+        ({"prompt": [5] * 100}, "prompt is too long: 100 tokens > 99 maximum"),
+        ({"prompt": [5], "max_tokens": 101}, "max_tokens is too large: 101"),
     ):
         status, result = await cluster.post("/v1/completions", **body)
-        assert status == 400
+        assert (status, result["error"]["code"]) == (400, "context_length_exceeded")
         assert told in result["error"]["message"]
+        assert "maximum context length is 100 tokens" in result["error"]["message"]
+    await cluster.post("/v1/completions", prompt=[5] * 9, max_tokens=100)
+    assert cluster.sent.sampling.max_tokens == 91, "it is an upper bound"

@@ -33,7 +33,7 @@ from rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import Cluster, make_cluster
 
-SERVED = Served("fake", 8192)
+SERVED = Served(("fake",), 8192)
 CHAT = {"messages": [{"role": "user", "content": "Hi 🙂"}]}
 FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
 SAMPLED = {
@@ -142,7 +142,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     text = json.dumps({"prompt": "a" * (8192 * tokenizer.longest_token + 1)}).encode()
     messages = json.dumps({"messages": CHAT["messages"] * 8193}).encode()
     for kind, raw in (("completion", text), ("chat", messages)):
-        with pytest.raises(ContextLengthExceeded, match="do not fit into a context of 8192"):
+        with pytest.raises(ContextLengthExceeded, match="maximum context length is 8192"):
             prepare(kind, raw, tokenizer, SERVED)
 
 

@@ -33,7 +33,8 @@ given = json.loads(sys.argv[1])
 if keys := given.pop("keys", None):
     given["read_api_keys"] = lambda: api_keys([], keys)
 secret, workers = given.pop("secret").encode(), tuple(given.pop("workers"))
-sys.exit(main(RouterConfig(secret=secret, workers=workers, **given)))
+names = tuple(given.pop("served_model_name"))
+sys.exit(main(RouterConfig(secret=secret, workers=workers, served_model_name=names, **given)))
 """
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +58,7 @@ def launch(**config: Any) -> tuple[subprocess.Popen[bytes], list[dict[str, Any]]
     """Starts a router and reads all its reports."""
     reader, writer = os.pipe()
     config = {
-        "served_model_name": "fake", "secret": SECRET.decode(), "index": 3, "port": 0, "workers": [],
+        "served_model_name": ["fake"], "secret": SECRET.decode(), "index": 3, "port": 0, "workers": [],
         "ready_fd": writer, **config,
     }  # fmt: skip
     command = [sys.executable, "-c", LAUNCH, json.dumps(config)]

@@ -76,6 +76,8 @@ async def test_reasoning_of_responses_and_streams(thinking: Cluster):
             {"chat_template_kwargs": {"enable_thinking": False}},
             {"content": f"<think>{THOUGHT}</think>{ANSWER}{CALL}", "reasoning": None},
         ),
+        ({"stream_reasoning": False}, {"content": ANSWER + CALL, "reasoning": THOUGHT}),
+        ({"stream_reasoning": False, "max_tokens": 5}, {"content": None, "reasoning": THOUGHT[:8]}),
     ):
         body = {"messages": CHAT, **more}
         status, result = await thinking.post("/v1/chat/completions", **body)
@@ -93,6 +95,19 @@ async def test_reasoning_of_responses_and_streams(thinking: Cluster):
         deltas = [event["choices"][0]["delta"] for event in events]
         joined = {name: "".join(d.get(name) or "" for d in deltas) or None for name in expected}
         assert joined == expected, more
+        thoughts = [d["reasoning"] for d in deltas if "reasoning" in d]
+        assert len(thoughts) <= 1 or more.get("stream_reasoning", True), "in one piece"
+        for part in (message, *deltas):
+            assert part.get("reasoning") == part.get("reasoning_content")
+
+
+async def test_content_with_reasoning(thinking: Cluster):
+    body = {"messages": CHAT, "separate_reasoning": False}
+    status, result = await thinking.post("/v1/chat/completions", **body)
+    assert (status, "reasoning" in result["choices"][0]["message"]) == (200, False)
+    events = await thinking.events("/v1/chat/completions", **body)
+    streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert result["choices"][0]["message"]["content"] == streamed == f"<think>{THOUGHT}</think>{ANSWER}{CALL}"
 
 
 async def test_a_whole_response_is_parsed_while_its_tokens_come(

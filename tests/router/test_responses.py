@@ -177,7 +177,7 @@ async def test_stored_responses_belong_to_one_key(tokenizer: ModelTokenizer, tmp
         async with client(cluster, "a") as mine, client(cluster, "b") as other:
             made = await mine.responses.create(input="Hi")
             assert (await mine.responses.retrieve(made.id)).output_text == TEXT
-            with pytest.raises(openai.NotFoundError, match=f"no response '{made.id}' here"):
+            with pytest.raises(openai.NotFoundError, match=f"id '{made.id}' not found"):
                 await other.responses.retrieve(made.id)
             with pytest.raises(openai.NotFoundError, match="a router process keeps") as refusal:
                 await other.responses.create(input="x", previous_response_id=made.id)

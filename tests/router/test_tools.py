@@ -111,6 +111,17 @@ async def test_tool_calls_of_a_response_and_of_a_stream(calling: Cluster):
     assert sum(map(len, pieces)) > 5, "arguments arrive in pieces"
 
 
+async def test_the_finish_reason_says_whether_the_model_chose_to_call(calling: Cluster):
+    """It is that of OpenAI's API: a client that names the tool gets "stop"."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, expected in (("auto", "tool_calls"), ("required", "tool_calls"), (named, "stop")):
+        body = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice}
+        _, result = await calling.post("/v1/chat/completions", **body)
+        message, reason = joined(await calling.events("/v1/chat/completions", **body))
+        assert result["choices"][0]["finish_reason"] == reason == expected
+        assert message["tool_calls"]
+
+
 @pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.long)])
 async def test_the_sum_of_a_stream_is_the_whole_response(calling: Cluster, count: int):
     """With tool calls, for every length of the output and for several choices."""

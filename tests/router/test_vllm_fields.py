@@ -16,7 +16,7 @@ async def test_a_prompt_is_truncated(cluster: Cluster):
         (ids, {"truncate_prompt_tokens": 3, "truncation_side": "right"}, ids[:3]),
         (ids, {"truncate_prompt_tokens": 999}, ids),
         (TEXT, {"truncate_prompt_tokens": 5}, text[-5:]),
-        (long, {"truncate_prompt_tokens": -1}, cluster.tokenizer.encode(long)[-(8192 - 4) :]),
+        (long, {"truncate_prompt_tokens": -1}, cluster.tokenizer.encode(long)[-(8192 - 1) :]),
     ):
         result = await cluster.complete(prompt=prompt, max_tokens=4, **more)
         assert list(cluster.sent.prompt_ids) == expected, more

@@ -144,7 +144,7 @@ class ResponsesBody(OpenAIBody):
         if self.top_logprobs and not self.logprobs:
             raise invalid(f"top_logprobs needs include to have {_LOGPROBS}", "top_logprobs")
         if self.background and not self.store:
-            raise invalid("background needs store to be true", "background")
+            raise invalid("background can only be used when `store` is true", "background")
         if self.background and self.stream:
             raise unsupported("background is not supported together with stream", "background")
         return self

@@ -26,10 +26,11 @@ class ChatBuilder(ChoicesBuilder):
         self._said[index] += self._parsed(index, delta)
 
     def _extra(self) -> dict[str, Any]:
-        extra: dict[str, Any] = {"prompt_token_ids": self._request.prompts[0]} if self._token_ids else {}
-        if not self._request.body.stream:
-            extra["prompt_logprobs"] = None if self._prompt_top is None else self._prompt_logprobs[0]
-        return extra
+        ids = self._request.prompts[0] if self._token_ids else None
+        if self._request.body.stream:
+            return {"prompt_token_ids": ids} if self._token_ids else {}
+        logprobs = None if self._prompt_top is None else self._prompt_logprobs[0]
+        return {"prompt_token_ids": ids, "prompt_logprobs": logprobs}
 
     def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         delta = part.last
@@ -38,7 +39,7 @@ class ChatBuilder(ChoicesBuilder):
         calls = [_tool_call(part) for part in parts if part.kind == "call"]
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
         if reasoning:
-            message["reasoning"] = reasoning
+            message |= _reasoning(reasoning)
         if content or not (calls or reasoning):
             message["content"] = content
         if calls:
@@ -50,11 +51,11 @@ class ChatBuilder(ChoicesBuilder):
         reasoning, content, calls = _text(parts, "reasoning"), _text(parts, "content"), _whole_calls(parts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._parsers[index].reasons:
-            message |= {"content": content or None, "reasoning": reasoning or None}
+            message |= {"content": content or None, **_reasoning(reasoning or None)}
         if calls:
             message["content"] = content or None
             message["tool_calls"] = calls
-        return {"index": index, "message": message, **self._rest(index, part)}
+        return {"index": index, "message": message, "token_ids": None, **self._rest(index, part)}
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()
@@ -68,7 +69,8 @@ class ChatBuilder(ChoicesBuilder):
 
     def _rest(self, index: int, part: ChoicePart) -> dict[str, Any]:
         last = part.last
-        called = last.finish_reason == "stop" and self._parsers[index].called
+        # OpenAI's and vLLM's reason is "stop" if the client named the tool.
+        called = last.finish_reason == "stop" and self._parsers[index].chose_to_call
         rest: dict[str, Any] = {
             "logprobs": {"content": part.logprobs} if self._logprobs else None,
             "finish_reason": "tool_calls" if called else last.finish_reason,
@@ -81,6 +83,11 @@ class ChatBuilder(ChoicesBuilder):
 
     def _logprob(self, index: int, delta: Delta) -> msgspec.Raw:
         return self._entries.of_chat(delta)
+
+
+def _reasoning(text: str | None) -> dict[str, str | None]:
+    """Returns vLLM's field, and that of DeepSeek and SGLang. Most clients know one of them."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _text(parts: Sequence[Part], kind: str) -> str:

@@ -42,7 +42,8 @@ class CompletionBuilder(ChoicesBuilder):
     def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         asked = self._prompt_top is not None
         prompt_logprobs = self._prompt_logprobs[index] if asked else None
-        return {**self._any_choice(index, part, first=True), "prompt_logprobs": prompt_logprobs}
+        ids = {"token_ids": None, "prompt_token_ids": None}
+        return {**ids, **self._any_choice(index, part, first=True), "prompt_logprobs": prompt_logprobs}
 
     def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         return self._any_choice(index, part, first=part.last.first)

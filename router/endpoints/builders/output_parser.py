@@ -8,6 +8,7 @@ from typing import Literal
 
 from router.active_request import ActiveRequest
 from router.api.bodies import ChatOptions
+from router.api.tools import NamedTool
 from router.text.tokenizer import ModelTokenizer
 from router.tools import Piece, Text
 
@@ -32,7 +33,7 @@ class OutputParser:
     """Parses the text of one choice of a chat.
 
     Attributes:
-        reasons: the model is known to reason.
+        reasons: reasoning is divided from the answer.
         reasoning_tokens: texts that added to the reasoning.
     """
 
@@ -41,18 +42,25 @@ class OutputParser:
         assert isinstance(body, ChatOptions)
         self._max_calls = 1 if body.parallel_tool_calls is False else None
         self._only_calls = body.must_call
+        self._named = isinstance(body.tool_choice, NamedTool)
         tool_format = tokenizer.tool_format if body.offered_tools else None
         self._tools = None if tool_format is None else tool_format()
-        reasoning = tokenizer.reasoning_parser
+        reasoning = tokenizer.reasoning_parser if body.separate_reasoning else None
         self.reasons = reasoning is not None
         self.reasoning_tokens = 0
         self._reasoning = None if reasoning is None else reasoning(request.beginning)
         self._with_reasoning = body.include_reasoning
+        self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
 
     @property
     def called(self) -> bool:
         """True if there was a tool call."""
         return self._tools is not None and self._tools.num_calls > 0
+
+    @property
+    def chose_to_call(self) -> bool:
+        """True if there was a tool call, and not because `tool_choice` names the tool."""
+        return self.called and not self._named
 
     def push(self, text: str, *, last: bool) -> list[Part]:
         """Takes the text of the next token. Returns the parts that are certain. `last`: none follows."""
@@ -62,6 +70,11 @@ class OutputParser:
             self.reasoning_tokens += bool(pushed.reasoning)
             held = self._reasoning.finish() if last else Text()
             reasoning, text = pushed.reasoning + held.reasoning, pushed.content + held.content
+            if self._withheld is not None:
+                self._withheld.append(reasoning)
+                reasoning = ""
+                if text or last:
+                    reasoning, self._withheld = "".join(self._withheld), None
             if reasoning and self._with_reasoning:
                 parts.append(Part("reasoning", reasoning))
         if self._tools is not None:
