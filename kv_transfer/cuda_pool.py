@@ -17,7 +17,7 @@ from kv_transfer.device import Event, Outcome, Staged, held_heads, of_each_dtype
 from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemories, Unreachable
 from kv_transfer.protocol.messages import Export
-from kv_transfer.staging import LANDINGS, at_once, coalesce, exported_slot_bytes, landing_bytes
+from kv_transfer.staging import GATHER_BYTES, LANDINGS, at_once, coalesce, exported_slot_bytes, landing_bytes
 from kv_transfer.tables import Tables
 from kv_transfer.transport import PagedKV
 
@@ -69,7 +69,7 @@ class CudaPool:
         self._heads = kv.heads
         self._state_heads = kv.state_heads
         self._slot_bytes = arena.slot_bytes
-        self.gather_most = at_once(_SLICES, arena.slot_bytes)
+        self.gather_most = at_once(_SLICES, GATHER_BYTES, arena.slot_bytes)
         self._num_slots = arena.num_slots
         self._token = arena.token
         self._exported: Slots | None = None  # slots that peers read, beside those of the arena

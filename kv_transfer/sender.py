@@ -1,8 +1,8 @@
 """The engine's half of the sending side: what is ready, and the pump that moves it into the arena.
 
-Threads: the engine thread only appends to `_commands` and takes from `_events`; the pump thread owns
-everything else, the channel included. There is no lock: both deques are safe for one producer and one
-consumer.
+Threads: the engine thread appends to `_commands` and takes from `_events`. Both deques are safe for one
+producer and one consumer. The pump thread has all else, the channel included, while it holds `_awake`. The
+engine thread takes this lock only if the pump sleeps, and never waits for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from content import CHUNK_TOKENS
 from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import (
     Channel,
+    ChannelClosed,
     CloseOut,
     CommitOut,
     Exported,
@@ -92,6 +93,7 @@ class ArenaSender:
         self._error: Exception | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False  # the pump, until it is woken
+        self._awake = threading.Lock()  # the pump has it unless it sleeps
         self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The pump's.
         self._channel = Channel(end.channel, ToSender)
@@ -126,7 +128,16 @@ class ArenaSender:
                 os.eventfd_write(self._wake, 1)
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
-        self._command(self._commit, prefill_id, first_token)
+        self._commands.append((self._commit, (prefill_id, first_token)))
+        # A request waits for COMMIT, and to wake the pump takes 0.1 ms.
+        if self._awake.acquire(blocking=False):
+            try:
+                self._do_commands()
+            except ChannelClosed as e:
+                self._error = e
+            finally:
+                self._awake.release()
+        os.eventfd_write(self._wake, 1)
 
     def close(self, prefill_id: bytes, reason: Reason) -> None:
         self._command(self._close, prefill_id, reason)
@@ -170,7 +181,8 @@ class ArenaSender:
             self._pool.enter_thread()
             channel, waiting = self._channel, False
             if self._exports:
-                self._send_export(exported(self._pool))
+                with self._awake:
+                    self._send_export(exported(self._pool))
             fd = channel.fileno()
             while not self._stopping:
                 watched, look = [self._wake, fd], None
@@ -185,8 +197,9 @@ class ArenaSender:
                 self._asleep = False
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                channel.flush()
-                waiting = self._turn()
+                with self._awake:
+                    channel.flush()
+                    waiting = self._turn()
         except Exception as e:  # noqa: BLE001  whatever it is, it travels: poll() raises it in the engine
             self._error = e
             os.eventfd_write(self._notify, 1)
@@ -194,9 +207,7 @@ class ArenaSender:
     def _turn(self) -> bool:
         """Take what came, then gather all that may be. True: the device will have something for us."""
         while True:
-            while self._commands:
-                function, args = self._commands.popleft()
-                function(*args)
+            self._do_commands()
             while messages := self._channel.receive():
                 for message in messages:
                     self._handle(message)
@@ -207,6 +218,8 @@ class ArenaSender:
 
     def _gather_next(self) -> bool:
         """Start the next gather, of the few slices that are next in turn. False: of none."""
+        if self._turns.urgent and self._is_first():
+            return False
         batch, after = self._next_batch(ahead=False)
         if not batch:
             batch, after = self._next_batch(ahead=True)
@@ -223,6 +236,12 @@ class ArenaSender:
         else:
             self._gathers.append((done, handed))
         return True
+
+    def _is_first(self) -> bool:
+        """A gather is under way, and its reader has no slice before it. It is handed over before the next
+        gather is launched: this takes as long as the gather."""
+        slices = [message for _, handed in self._gathers for _, message in handed]
+        return 0 < len(slices) == self._slots.in_use and all(message.generation for message in slices)
 
     def _next_batch(self, *, ahead: bool) -> tuple[list[tuple[OutgoingPrefill, Staged, SliceOut]], list[Any]]:
         """The slices next in turn, and their events. With `ahead`, those of the last layer wait on the
@@ -267,7 +286,12 @@ class ArenaSender:
             if prefill.ended is not None:
                 self._end(prefill, prefill.ended)
 
-    # ------------------------------------------------------------ commands, in the pump thread
+    # ------------------------------------------------------------ commands: the thread holds `_awake`
+
+    def _do_commands(self) -> None:
+        while self._commands:
+            function, args = self._commands.popleft()
+            function(*args)
 
     def _stop(self) -> None:
         self._stopping = True

@@ -11,9 +11,12 @@ SLACK = 256 << 10
 """Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host)."""
 EXPORTED_SLOT_BYTES = 8 << 20
 """The least size of a slot that peers read on a GPU. A slice takes the host 60 µs, and so many bytes 20."""
-BATCH_BYTES = 128 << 20
-"""Of slices that are copied together. The next step begins when all of them are copied, so more bytes would
-wait for each other. A peer copies so many in 0.35 ms, about as long as the host needs for the next ones."""
+GATHER_BYTES = 128 << 20
+"""Of slices that are gathered together. The receiver begins when all of them are gathered, so more bytes
+would wait for each other. A link between GPUs carries so many in 0.35 ms. The host needs 0.3 for the next."""
+SCATTER_BYTES = 2 * GATHER_BYTES
+"""Of slices that are scattered together, if so many have arrived. Then the receiver's host is late: it needs
+0.4 ms for each kernel, so larger ones keep the link busy."""
 CONTEXT_BYTES = 600 << 20
 """That a process takes on a GPU before it allocates anything."""
 LANDINGS = 2
@@ -26,14 +29,14 @@ def exported_slot_bytes(slot_bytes: int) -> int:
     return max(slot_bytes, EXPORTED_SLOT_BYTES)
 
 
-def at_once(most: int, slot_bytes: int) -> int:
-    """How many slices are copied together: at most so many, and at most BATCH_BYTES in full slots."""
-    return max(1, min(most, BATCH_BYTES // exported_slot_bytes(slot_bytes)))
+def at_once(most: int, most_bytes: int, slot_bytes: int) -> int:
+    """How many slices are copied together: at most so many, and at most `most_bytes` in full slots."""
+    return max(1, min(most, most_bytes // exported_slot_bytes(slot_bytes)))
 
 
 def scattered_at_once(slot_bytes: int) -> int:
     """How many slices a receiver scatters together, on each of its ranks."""
-    return at_once(SLICES_AT_ONCE, slot_bytes)
+    return at_once(SLICES_AT_ONCE, SCATTER_BYTES, slot_bytes)
 
 
 def landing_bytes(slot_bytes: int) -> int:

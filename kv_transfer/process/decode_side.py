@@ -193,7 +193,6 @@ class DecodeSide:
                 return  # credit is granted when slots have been read, and not for each slice
             case Slices(slices):
                 self._slices_at(session, transfer_id, slices)
-                return
             case Aborted():
                 self._apply(self._fetches.aborted(number, transfer_id, message, session.kv_moved, now))
         self.settle()

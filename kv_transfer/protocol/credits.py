@@ -201,6 +201,10 @@ class SenderSlots:
         """No slot is in use."""
         return len(self.free) == self.total
 
+    @property
+    def in_use(self) -> int:
+        return len(self._used_by)
+
     def account(self, session: int) -> SenderAccount:
         return self._accounts.setdefault(session, SenderAccount())
 

@@ -16,7 +16,7 @@ from kv_transfer.arena import Arena
 from kv_transfer.device import Pool, Staged
 from kv_transfer.layout import KVLayout, cut
 from kv_transfer.pools import open_pool
-from kv_transfer.staging import BATCH_BYTES, SLACK, at_once, coalesce, landing_bytes
+from kv_transfer.staging import GATHER_BYTES, SCATTER_BYTES, SLACK, at_once, coalesce, landing_bytes
 from kv_transfer.transport import PagedKV
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -114,6 +114,9 @@ def test_full_neighbours_are_one_copy() -> None:
 
 def test_slices_in_large_slots_are_copied_in_smaller_batches() -> None:
     """So the next step of a transfer need not wait until hundreds of megabytes are copied."""
-    for slot_bytes, count in ((2 << 20, 16), (8 << 20, 16), (32 << 20, 4), (256 << 20, 1)):
-        assert at_once(16, slot_bytes) == count
-        assert landing_bytes(slot_bytes) <= max(BATCH_BYTES, slot_bytes) + count * SLACK
+    for slot_bytes, gathered, scattered in (
+        (2 << 20, 16, 16), (8 << 20, 16, 16), (32 << 20, 4, 8), (256 << 20, 1, 1)
+    ):  # fmt: skip
+        assert at_once(16, GATHER_BYTES, slot_bytes) == gathered
+        assert at_once(16, SCATTER_BYTES, slot_bytes) == scattered
+        assert landing_bytes(slot_bytes) <= max(SCATTER_BYTES, slot_bytes) + scattered * SLACK

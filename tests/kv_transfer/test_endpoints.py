@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -206,6 +207,51 @@ def test_the_last_layer_waits_for_the_forward_on_the_device(sending: Any, until:
     pool.go()
     assert bench.next(until, ch.SliceOut).layer == 1
     sender.close(b"p", "cancelled")
+
+
+def test_what_a_peer_reads_first_is_handed_over_before_the_next_gather(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    bench.channel.send(ch.Reached(1, True))
+    start(bench, b"p")
+    sender.ready(b"p", None, 0, 40)
+    pool.recorded[0].passed = True
+    until(lambda: pool.work, "the first gather")
+    sender.expect(b"q")
+    bench.next(until, ch.Offer)
+    assert len(pool.work) == 1
+    pool.go()
+    assert bench.next(until, ch.SliceOut).layer == 0
+    until(lambda: pool.work, "the second gather")
+    for prefill_id in (b"p", b"q"):
+        sender.close(prefill_id, "cancelled")
+
+
+def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, sender, _ = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    start(bench, b"p")
+    until(lambda: sender.has_fetch(b"p"), "the start to be seen")
+    sleeps, end_of_sleep = threading.Event(), threading.Event()
+
+    def sleep(*_: Any) -> list[int]:
+        sleeps.set()
+        end_of_sleep.wait()
+        return []
+
+    monkeypatch.setattr("kv_transfer.sender.wait", sleep)
+    sender.expect(b"q")  # ends the wait that is under way
+    assert sleeps.wait(20)
+    sender.commit(b"p", kv.FirstToken(1))
+    bench.next(until, ch.Offer)
+    assert bench.next(until, ch.CommitOut).first_token == kv.FirstToken(1)
+    bench.next(until, ch.Finished)
+    monkeypatch.undo()
+    end_of_sleep.set()
+    for prefill_id in (b"p", b"q"):
+        sender.close(prefill_id, "cancelled")
 
 
 def test_closing_releases_only_after_the_gathers_that_run(sending: Any, until: Any) -> None:
