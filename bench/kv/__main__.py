@@ -159,21 +159,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Peer:
     """Another engine in child processes. They poll, so they run only during their turn. Close it."""
 
-    def __init__(
-        self, name: str, python: str, most_bytes: int, pieces: int, environment: dict[str, str]
-    ) -> None:
+    def __init__(self, name: str, python: str, most_bytes: int, environment: dict[str, str]) -> None:
         driver = Path(__file__).with_name("peer_driver.py")
         self._process = subprocess.Popen(
-            [python, str(driver), name.replace("_", "-"), str(most_bytes), str(pieces)],
+            [python, str(driver), name.replace("_", "-"), str(most_bytes)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=os.environ | environment, start_new_session=True,
         )  # fmt: skip
 
-    def seconds(self, size: int) -> float:
+    def seconds(self, size: int, pieces: int) -> float:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         os.killpg(self._process.pid, signal.SIGCONT)
-        self._process.stdin.write(f"{size}\n")
+        self._process.stdin.write(f"{size} {pieces}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("{"):  # other lines are its log
@@ -221,14 +219,14 @@ def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: in
         print(f"{name}: {pieces} pieces, {environment}")
         with (
             closing(Pair(settings)) as pair,
-            closing(Peer(name, pythons[engine], settings.most_bytes, pieces, environment)) as peer,
+            closing(Peer(name, pythons[engine], settings.most_bytes, environment)) as peer,
         ):
             for mib in SIZES:
                 size = mib * MIB
-                pair.seconds(size), peer.seconds(size)
+                pair.seconds(size), peer.seconds(size, pieces)
                 speeds, theirs = interleaved(
                     lambda size=size: size / 1e9 / pair.seconds(size),
-                    lambda size=size: size / 1e9 / peer.seconds(size),
+                    lambda size=size, pieces=pieces: size / 1e9 / peer.seconds(size, pieces),
                     pairs,
                 )
                 ratio, spread = paired_ratio(speeds, theirs)
@@ -243,35 +241,35 @@ def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: in
 
 def nixl_connector(report: Report, settings: Settings, python: str, pairs: int) -> None:
     """Beside NIXL alone, which reads the same bytes in pieces of a slot, all at once."""
-    most, slot = settings.most_bytes, settings.slot_bytes
+    settings = replace(settings, nixl=True)
     for over, environment in NIXL_OVER.items():
         with (
             patch.dict(os.environ, environment),
-            exported.opened(replace(settings, nixl=True), "nixl") as pair,
+            exported.opened(settings, "nixl") as pair,
+            closing(Peer("nixl_read", python, settings.most_bytes, environment)) as peer,
         ):
             for mib in NIXL_SIZES:
-                size = mib * MIB
+                alone = in_pieces(peer, settings.slot_bytes)
                 name = f"kv.nixl{over}.{mib}MiB"
-                with closing(Peer("nixl_read", python, most, size // slot, environment)) as peer:
-                    compare(
-                        report, name, ours(pair), Way(peer.seconds, peer.cpu_seconds), size, pairs, 0.9,
-                        f"{name}.alone", "NIXL alone",
-                    )  # fmt: skip
+                compare(report, name, ours(pair), alone, mib * MIB, pairs, 0.9, f"{name}.alone", "NIXL alone")
 
 
 def nixl_on_gpus(report: Report, settings: Settings, python: str, pairs: int) -> None:
     """Beside NIXL alone between the same GPUs, in pieces of a slot there. NIXL alone neither gathers nor
     scatters."""
-    piece = max(settings.slot_bytes, EXPORTED_SLOT_BYTES)
     settings = replace(settings, nixl=True, nixl_on_gpus=True, device="cuda")
-    with exported.opened(settings, "nixl_cuda") as pair:
+    with (
+        exported.opened(settings, "nixl_cuda") as pair,
+        closing(Peer("nixl_read_cuda", python, settings.most_bytes, {})) as peer,
+    ):
         for mib in NIXL_SIZES[1:]:
-            size = mib * MIB
-            with closing(Peer("nixl_read_cuda", python, settings.most_bytes, size // piece, {})) as peer:
-                compare(
-                    report, f"kv.nixl_cuda.{mib}MiB", ours(pair), Way(peer.seconds, peer.cpu_seconds), size,
-                    pairs, 0.9, f"kv.nixl_cuda.{mib}MiB.alone", "NIXL alone",
-                )  # fmt: skip
+            alone = in_pieces(peer, max(settings.slot_bytes, EXPORTED_SLOT_BYTES))
+            name = f"kv.nixl_cuda.{mib}MiB"
+            compare(report, name, ours(pair), alone, mib * MIB, pairs, 0.9, f"{name}.alone", "NIXL alone")
+
+
+def in_pieces(peer: Peer, piece: int) -> Way:
+    return Way(lambda size: peer.seconds(size, -(-size // piece)), peer.cpu_seconds)
 
 
 def rows(report: Report, settings: Settings, device: str, raw: Way, cubic: Way, pairs: int) -> None:

@@ -1,9 +1,10 @@
 """Drives another transfer engine between two processes, between registered memory, for `bench.kv`.
 
-    PYTHON bench/kv/peer_driver.py nixl-read|nixl-read-cuda|nixl-write|mooncake BYTES PIECES
+    PYTHON bench/kv/peer_driver.py nixl-read|nixl-read-cuda|nixl-write|mooncake BYTES
 
-Needs a Python that has the engine installed, and imports nothing of Baton. Each line on stdin is a number of
-bytes: moves them and prints the seconds. Environment variables tune the engine.
+Needs a Python that has the engine installed, and imports nothing of Baton. Each line on stdin has a number
+of bytes, at most BYTES, and a number of pieces: moves them and prints the seconds. Environment variables tune
+the engine.
 """
 
 import base64
@@ -99,8 +100,8 @@ def engine(what: str, name: str, size: int) -> Nixl | Mooncake:
 
 
 def main() -> None:
-    what, size, pieces = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    if len(sys.argv) > 4:
+    what, size = sys.argv[1], int(sys.argv[2])
+    if len(sys.argv) > 3:
         target = engine(what, "target", size)
         print(json.dumps({"address": target.address(), "memory": target.address_of_memory}), flush=True)
         sys.stdin.readline()
@@ -115,8 +116,9 @@ def main() -> None:
     initiator = engine(what, "initiator", size)
     initiator.connect(found["address"])
     for line in sys.stdin:
+        size, pieces = map(int, line.split())
         started = time.perf_counter()
-        initiator.move(found["memory"], int(line), pieces)
+        initiator.move(found["memory"], size, pieces)
         print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
     child.communicate("")
 
