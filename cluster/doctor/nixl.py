@@ -75,7 +75,7 @@ def _read(memory: NixlMemory, theirs: bytes) -> tuple[int, float, str]:
         return 0, 0.0, opened[0]
     size, began = 0, time.perf_counter()
     free: Iterable[int] = range(SLOTS // 2)
-    while (now := time.perf_counter()) < began + SECONDS or memory.look_within() is not None:
+    while (now := time.perf_counter()) < began + SECONDS or memory.busy:
         started = True
         if now < began + SECONDS:
             started = all(memory.read(0, slot, slot, SLOT_BYTES, expected) for slot in free)

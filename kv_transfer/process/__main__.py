@@ -71,13 +71,16 @@ class TransferProcess:
         slots = SlotPipe(config.num_slots)
         inherited = [sending.channel, receiving.channel, service]
         self._movers = movers.fork(config, sending.arena, receiving.arena, slots, inherited)
+        self._loop = Loop(self._flush)
         nixl = None
         if config.nixl:
             listen_on(config.host)
-            nixl = NixlMemory(config.incarnation, sending.arena, receiving.arena, device=config.nixl_device)
+            nixl = NixlMemory(
+                config.incarnation, sending.arena, receiving.arena, device=config.nixl_device,
+                wake=self._loop.interrupt,
+            )  # fmt: skip
         self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")
-        self._loop = Loop(self._flush)
         self._to_sender = Channel(sending.channel, FromSender, self._blocked)
         self._to_receiver = Channel(receiving.channel, FromReceiver, self._blocked)
         self._prefill = PrefillSide(config, sending.arena, self._to_sender, self._counters, nixl)

@@ -260,7 +260,7 @@ class DecodeSide:
 
     def take_reads(self) -> float | None:
         """Takes reads of NIXL that are over. Returns within how many seconds to look again; None: no need."""
-        if self._nixl is None or self._nixl.look_within() is None:
+        if self._nixl is None or not self._nixl.busy:
             return None
         for number, why in self._nixl.opened():
             self._exports.token_read(number, why)

@@ -46,6 +46,7 @@ _ADDRESS = struct.Struct("<Q")
 _END = 1 << 64  # of all addresses
 _PATIENCE, _RARELY = 1.0, 0.01  # seconds: after so long without an end, looks are so far apart
 _VERIFIERS = 4  # threads, at most: one reads 13 GB/s
+_SMALL = 64 << 10  # bytes that are read sooner than a thread is woken
 _SLEEP = 100_000  # microseconds that NIXL's thread waits for an event; 0 would keep a core busy
 
 
@@ -60,6 +61,7 @@ class _Read:
 
     handle: int
     peer: bytes
+    size: int
     is_right: Callable[[], bool] | None  # None: the engine will see
     found: Future[bool] | None = None  # what `is_right` says; None: they are under way
 
@@ -88,9 +90,16 @@ class NixlMemory:
     """Owns the agent of NIXL. Not safe for threads; no method blocks."""
 
     def __init__(
-        self, incarnation: int, sending: Arena, receiving: Arena, *, device: str | None = None
+        self,
+        incarnation: int,
+        sending: Arena,
+        receiving: Arena,
+        *,
+        device: str | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
-        """`device` as in `TransferConfig.nixl_device`. The arenas are registered if its memory cannot be."""
+        """`device` as in `TransferConfig.nixl_device`. The arenas are registered if its memory cannot be. Any
+        thread calls `wake` when `opened` or `finished` has something."""
         wheel = next(name for name in NIXL_WHEELS if find_spec(name))
         self._nixl: Any = importlib.import_module(f"{wheel}._bindings")
         found = vars(self._nixl).values()
@@ -117,6 +126,7 @@ class NixlMemory:
         self._reads: dict[int, _Read] = {}  # by slot of ours
         threads = min(_VERIFIERS, max(1, len(os.sched_getaffinity(0)) // 2))
         self._verifiers = ThreadPoolExecutor(threads, "checksums")
+        self._wake = wake
         self._moved = 0.0  # when a read began or ended (time.monotonic())
 
     @property
@@ -193,9 +203,14 @@ class NixlMemory:
                 del self._reads[slot]
                 yield slot, whole
 
+    @property
+    def busy(self) -> bool:
+        """`opened` or `finished` will have something."""
+        return bool(self._reads or self._tokens)
+
     def look_within(self) -> float | None:
-        """Seconds until `opened` and `finished` may have something. None: no read is under way."""
-        if not (self._reads or self._tokens):
+        """Seconds until a read may be over: NIXL has no descriptor that tells. None: none is under way."""
+        if not any(read.found is None for read in (*self._reads.values(), *self._tokens.values())):
             return None
         return 0.0 if time.monotonic() < self._moved + _PATIENCE else _RARELY
 
@@ -222,7 +237,7 @@ class NixlMemory:
         self._agent.postXferReq(handle, b"")
         self._users[peer] += 1
         self._moved = time.monotonic()
-        return _Read(handle, peer, is_right)
+        return _Read(handle, peer, sum(size for _, _, size in pieces), is_right)
 
     def _finished(self, read: _Read) -> bool | None:
         """Whether the bytes are right; None: they are under way, or their checksum is computed."""
@@ -230,7 +245,7 @@ class NixlMemory:
             try:
                 if self._agent.getXferStatus(read.handle) == self._nixl.NIXL_IN_PROG:
                     return None
-                read.found = self._verifiers.submit(read.is_right) if read.is_right else _known(True)
+                read.found = self._verified(read)
             except self._errors:  # the peer is gone
                 read.found = _known(False)
             with suppress(*self._errors):
@@ -238,6 +253,14 @@ class NixlMemory:
             self._moved = time.monotonic()
             self._release(read.peer)
         return read.found.result() if read.found.done() else None
+
+    def _verified(self, read: _Read) -> Future[bool]:
+        if read.is_right is None or read.size <= _SMALL:
+            return _known(read.is_right is None or read.is_right())
+        found = self._verifiers.submit(read.is_right)
+        if wake := self._wake:
+            found.add_done_callback(lambda _: wake())
+        return found
 
     def _release(self, peer: bytes) -> None:
         self._users[peer] -= 1
