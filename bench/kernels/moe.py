@@ -165,7 +165,7 @@ class MoeCases:
 
         def ours() -> object:
             y = grouped_linear(x, weight, shuffled, dtype=x.dtype, weighted=False, gated=gated)
-            return combine(y, shuffled.weights, weighted=True) if combined else y
+            return combine(y, shuffled.weights, None, weighted=True) if combined else y
 
         def one_by_one() -> object:
             parts = zip(ordered.split(counts), weight, strict=True)

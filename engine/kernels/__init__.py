@@ -133,6 +133,7 @@ class Kernels(Protocol):
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         activation: ClampedSwiGLU | None = None,
+        shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
@@ -143,7 +144,8 @@ class Kernels(Protocol):
 
         slots [tokens]: a row with slot −1 pads a graph. It has no expert, and its result is undefined. None:
         no row is padding. gate_up_bias [held, 2 * inner] and down_bias [held, size] are added to the
-        products, and `activation` replaces silu(gate) * up. Inputs of weights in FP8 are quantized."""
+        products, and `activation` replaces silu(gate) * up. Inputs of weights in FP8 are quantized. The
+        result of `shared` [tokens, size], which is called last, is added."""
         ...
 
     def rope_and_write(

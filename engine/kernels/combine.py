@@ -1,6 +1,6 @@
 """Adds up the rows of a token's experts.
 
-    out[token] = Σ weight[token, i] · y[token, i]
+    out[token] = Σ weight[token, i] · y[token, i] + shared[token]
 
 The terms are added in float32, in the order of the choices, and rounded once. A pair of weight 0 adds nothing
 and its row is not read: an expert that another rank holds.
@@ -16,14 +16,15 @@ from engine.kernels.overlap import inputs_ready
 BLOCK = 1024  # columns of a program
 
 
-def combine(y: Tensor, weights: Tensor, *, weighted: bool) -> Tensor:
-    """y [pairs, size], weights [tokens, chosen]. Returns [tokens, size]. If not `weighted`, the weights only
-    say which rows to add."""
+def combine(y: Tensor, weights: Tensor, shared: Tensor | None, *, weighted: bool) -> Tensor:
+    """y [pairs, size], weights [tokens, chosen], shared [tokens, size]. Returns [tokens, size]. If
+    not `weighted`, the weights only say which rows to add."""
     (tokens, chosen), size = weights.shape, y.shape[1]
     out = y.new_empty(tokens, size)
     _combine[(tokens, triton.cdiv(size, BLOCK))](
         y,
         weights,
+        shared,
         out,
         size,
         CHOSEN=chosen,
@@ -39,6 +40,7 @@ def combine(y: Tensor, weights: Tensor, *, weighted: bool) -> Tensor:
 def _combine(
     y,
     weights,
+    shared,
     out,
     size,
     CHOSEN: tl.constexpr,
@@ -56,4 +58,6 @@ def _combine(
         weight = tl.load(weights + pair) + tl.zeros([BLOCK], tl.float32)
         row = tl.load(y + pair * size + column, mask=inside & (weight > 0), other=0.0).to(tl.float32)
         acc += row * weight if WEIGHTED else row
+    if shared is not None:
+        acc += tl.load(shared + token * size + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * size + column, acc.to(out.dtype.element_ty), mask=inside)

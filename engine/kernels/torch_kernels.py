@@ -80,10 +80,37 @@ class TorchKernels:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         activation: ClampedSwiGLU | None = None,
+        shared: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        y = self._mix_experts(
+            x,
+            logits,
+            gate_up,
+            down,
+            counts,
+            num_chosen,
+            scoring,
+            first,
+            (gate_up_bias, down_bias),
+            activation,
+        )
+        return y if shared is None else y.add_(shared())
+
+    def _mix_experts(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        gate_up: Tensor | Fp8Experts,
+        down: Tensor | Fp8Experts,
+        counts: Tensor,
+        num_chosen: int,
+        scoring: Scoring,
+        first: int,
+        biases: tuple[Tensor | None, Tensor | None],
+        activation: ClampedSwiGLU | None,
     ) -> Tensor:
         routing = route(logits, num_chosen, scoring)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
-        biases = (gate_up_bias, down_bias)
         if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
             return mix(x, routing, counts.tolist(), gate_up, down, biases, activation, first)
         assert isinstance(gate_up, Fp8Experts), "all matrices of experts have the same format"

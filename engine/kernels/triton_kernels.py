@@ -120,6 +120,7 @@ class TritonKernels:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         activation: ClampedSwiGLU | None = None,
+        shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         experts = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
         shuffled = shuffle(logits, counts, num_chosen, scoring, slots, range(first, first + experts))
@@ -142,8 +143,8 @@ class TritonKernels:
             inner = silu.silu_mul(inner, activation)
         y = grouped_linear(inner, down, shuffled, down_bias, dtype=x.dtype, weighted=False)
         if on_input and num_chosen == 1 and experts == len(counts):
-            return y
-        return combine(y, shuffled.weights, weighted=not on_input)
+            return y if shared is None else y.add_(shared())
+        return combine(y, shuffled.weights, None if shared is None else shared(), weighted=not on_input)
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, slots: Tensor

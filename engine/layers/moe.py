@@ -1,5 +1,8 @@
 """The feed-forward part of a layer with a mixture of experts (Shazeer 2017)."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -68,22 +71,7 @@ class MoE:
         self.kernels = weights.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.shared is None:
-            return self._mixed(x)
-        if self.side is None or len(x) > MOST_BESIDE:
-            return self._mixed(x).add_(self._shared(x, self.shared))
-        with beside(self.side):
-            shared = self._shared(x, self.shared)
-        mixed = self._mixed(x)
-        join(self.side)
-        return mixed.add_(shared)
-
-    def _shared(self, x: Tensor, expert: GatedMLP) -> Tensor:
-        if self.shared_gate is None:
-            return expert(x)
-        return expert(x).mul_(F.linear(x, self.shared_gate).sigmoid_())
-
-    def _mixed(self, x: Tensor) -> Tensor:
+        shared = None if self.shared is None else self._shared(x, self.shared)
         return self.kernels.mix_experts(
             x,
             self.router(x),
@@ -97,4 +85,24 @@ class MoE:
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             activation=self.activation,
+            shared=shared,
         )
+
+    def _shared(self, x: Tensor, expert: GatedMLP) -> Callable[[], Tensor]:
+        """What the shared expert computes: now on a second stream, or when the result is asked for."""
+        if self.side is None or len(x) > MOST_BESIDE:
+            return partial(self._gated, x, expert)
+        with beside(self.side):
+            computed = self._gated(x, expert)
+
+        def joined() -> Tensor:
+            assert self.side is not None
+            join(self.side)
+            return computed
+
+        return joined
+
+    def _gated(self, x: Tensor, expert: GatedMLP) -> Tensor:
+        if self.shared_gate is None:
+            return expert(x)
+        return expert(x).mul_(F.linear(x, self.shared_gate).sigmoid_())

@@ -163,6 +163,7 @@ def main() -> None:
             for chosen, scoring in ((8, Scoring.NORMALIZED_SOFTMAX), (1, Scoring.SIGMOID_ON_INPUT)):
                 counts = torch.zeros(16, dtype=torch.int32)
                 kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring)
+                kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring, shared=x.clone)
                 for groups in (1, 16):
                     of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768))
                     of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048))

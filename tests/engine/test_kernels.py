@@ -212,12 +212,17 @@ def test_mix_experts(
     gate_up /= size**0.5
     logits = expert_logits(tokens, LEANINGS[leaning])
     expected_counts = torch.zeros(6, dtype=torch.int32)
+    shared = normal(tokens, size, seed=3).to(dtype)
     expected = TorchKernels().mix_experts(
-        x.double(), logits, gate_up.double(), down.double(), expected_counts, chosen, scoring
+        x.double(), logits, gate_up.double(), down.double(), expected_counts, chosen, scoring,
+        shared=shared.double,
+    )  # fmt: skip
+    x, logits, gate_up, down, beside = (
+        tensor.to(kernel_device) for tensor in (x, logits, gate_up, down, shared)
     )
-    x, logits, gate_up, down = (tensor.to(kernel_device) for tensor in (x, logits, gate_up, down))
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    close(triton_kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring), expected)
+    y = triton_kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring, shared=lambda: beside)
+    close(y, expected)
     assert counts.tolist() == expected_counts.tolist()
 
 
