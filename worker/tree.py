@@ -130,7 +130,7 @@ class WorkerTree:
                 case messages.StartFailed(reason):
                     raise StartError(reason)
                 case EngineReady():
-                    dog.limit = config.deadlines.engine
+                    dog.restart(config.deadlines.engine)
                     self._started = True
                     return message
                 case _:

@@ -22,18 +22,24 @@ class Watchdog:
     ) -> None:
         self._name = name
         self._ticks = ticks
-        self.limit = limit
+        self._limit = limit
         self._error = error
+        self._silent = 0.0
+        self._checked = 0.0  # time.monotonic()
+
+    def restart(self, limit: float) -> None:
+        """A new limit. What was allowed before does not count against it."""
+        self._limit, self._silent, self._checked = limit, 0.0, time.monotonic()
 
     async def watch(self) -> None:
-        last, silent, checked = self._ticks(), 0.0, time.monotonic()
+        last, self._checked = self._ticks(), time.monotonic()
         while True:
-            interval = min(1.0, self.limit / 4)
+            interval = min(1.0, self._limit / 4)
             await asyncio.sleep(interval)
             now = time.monotonic()
-            elapsed, checked = min(now - checked, 2 * interval), now
+            elapsed, self._checked = min(now - self._checked, 2 * interval), now
             ticks = self._ticks()
-            silent = silent + elapsed if ticks == last else 0.0
+            self._silent = self._silent + elapsed if ticks == last else 0.0
             last = ticks
-            if silent > self.limit:
-                raise self._error(f"{self._name} gave no sign of life for {silent:.1f} s")
+            if self._silent > self._limit:
+                raise self._error(f"{self._name} gave no sign of life for {self._silent:.1f} s")

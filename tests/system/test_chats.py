@@ -40,7 +40,6 @@ def reusing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]) 
     ) -> LocalCluster:
         directory: Path = tmp_path_factory.mktemp("reusing")
         flags = [*FLAGS, *shallow_model, "--enable-prefix-caching", "--num-blocks", str(blocks)]
-        flags += ["--engine-timeout", "20"]  # no engine hangs here, and some start slowly
         flags += [*worker_flags, "--disk-cache-dir", str(directory)]
         made.append(LocalCluster(directory, worker_flags=flags, router_flags=router_flags).__enter__())
         return made[-1]

@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
+from worker import watchdog
 from worker.failure import TreeError
 from worker.watchdog import Watchdog
 
@@ -18,3 +20,22 @@ async def test_a_counter_that_moves_raises_nothing() -> None:
     ticks = itertools.count()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(Watchdog("the engine", lambda: next(ticks), 0.05).watch(), 0.5)
+
+
+async def test_silence_at_the_start_does_not_count_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that loads weights may be silent for longer than one that serves."""
+    now, ended = 0.0, 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now, ended
+        now += seconds
+        if now == 10.0:
+            dog.restart(3.0)
+        ended = now
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "asyncio", SimpleNamespace(sleep=sleep))
+    dog = Watchdog("the engine", lambda: 7, 600.0)
+    with pytest.raises(TreeError, match=r"for 3\.8 s"):
+        await dog.watch()
+    assert ended == 13.75
