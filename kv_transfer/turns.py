@@ -45,7 +45,8 @@ class OutgoingTransfer:
 
 
 class Turns:
-    """Round robin over the open transfers."""
+    """Round robin over the open transfers. Those of prefills that will soon be over come first: clients wait
+    for their second tokens, and slices of the others have the time of their prefill."""
 
     def __init__(self, num_layers: int) -> None:
         self._last_layer = num_layers - 1
@@ -60,7 +61,7 @@ class Turns:
     def next(self, passed: Callable[[Any], bool], *, ahead: bool) -> OutgoingTransfer | None:
         """The first transfer with credit, window and a slice that is ready; `ahead`: or of the last layer.
         A transfer that is skipped keeps its turn."""
-        for transfer in self._with_room():
+        for transfer in sorted(self._with_room(), key=lambda t: not t.prefill.launched):
             piece, event = transfer.pending[0]
             if event is None or (ahead and piece.layer == self._last_layer) or passed(event):
                 self._ring.remove(transfer)
