@@ -10,12 +10,9 @@ import pytest
 import kv_transfer as kv
 from tests.kv_transfer.conftest import Pair, until
 
-from .conftest import EXPORTED, NIXL, NIXL_WITH_MARKS, TCP
+from .conftest import EVERY_KIND
 
-# How a session ends is the same with encrypted lanes.
-pytestmark = pytest.mark.parametrize(
-    "transport", [TCP, EXPORTED, NIXL, NIXL_WITH_MARKS], indirect=True, ids=str
-)
+pytestmark = pytest.mark.parametrize("transport", EVERY_KIND, indirect=True, ids=str)
 
 TOKENS = 64
 QUICK = kv.TransferDeadlines(ping=0.1, peer_dead=0.6, engine_dead=0.5, unreachable=0.6)
