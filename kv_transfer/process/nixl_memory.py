@@ -43,6 +43,7 @@ log = logging.getLogger("baton.kv")
 KIND = "nixl"
 """Of memory without marks: the generation of a slice is its checksum."""
 _ADDRESS = struct.Struct("<Q")
+_PLACE = struct.Struct("<QI")  # of slots with marks: address, device
 _END = 1 << 64  # of all addresses
 _PATIENCE, _RARELY = 1.0, 0.01  # seconds: after so long without an end, looks are so far apart
 _VERIFIERS = 4  # threads, at most: one reads 13 GB/s
@@ -53,6 +54,16 @@ _SLEEP = 100_000  # microseconds that NIXL's thread waits for an event; 0 would 
 def checksum(slice_: memoryview) -> int:
     """Stands in SLICES as the generation, which has 63 bits."""
     return xxhash.xxh3_64_intdigest(slice_) >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """The agent of a session's peer, and its memory."""
+
+    name: bytes
+    address: int
+    device: int
+    export: Export
 
 
 @dataclass(slots=True, eq=False)
@@ -116,11 +127,12 @@ class NixlMemory:
             log.warning("NIXL cannot use memory of %s, and uses the host's: %s", device, e)
             out, here = self._registered(sending, receiving, None)
         self._here = here
-        handle = _ADDRESS.pack(out.address) + self._agent.getLocalMD()
+        place = _PLACE.pack(out.address, out.device or 0) if out.mark_bytes else _ADDRESS.pack(out.address)
+        handle = place + self._agent.getLocalMD()
         self.export = Export(out.kind, "", handle, out.num_slots, out.slot_bytes, sending.token)
         self.for_sender, self.for_receiver = out.export, here.export
         """Slots with marks, which the engine opens."""
-        self._open: dict[int, tuple[bytes, Export]] = {}  # by session: the peer, and its memory
+        self._open: dict[int, _Peer] = {}  # by session
         self._users: Counter[bytes] = Counter()  # sessions and reads of each peer
         self._tokens: dict[int, _Read] = {}  # by session
         self._reads: dict[int, _Read] = {}  # by slot of ours
@@ -139,7 +151,8 @@ class NixlMemory:
     def open(self, session: int, incarnation: int, export: Export) -> str:
         """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
         try:
-            (address,) = _ADDRESS.unpack(export.handle[: _ADDRESS.size])
+            form = _PLACE if self._here.mark_bytes else _ADDRESS
+            address, *device = form.unpack(export.handle[: form.size])
             token_at = address + export.num_slots * (export.slot_bytes + self._here.mark_bytes)
             if token_at + TOKEN > _END:
                 return (
@@ -147,15 +160,15 @@ class NixlMemory:
                 )
             if self._here.mark_bytes and export.slot_bytes > self.slot_bytes:
                 return f"slots of {export.slot_bytes} bytes, and those here have {self.slot_bytes}"
-            name = self._agent.loadRemoteMD(export.handle[_ADDRESS.size :])
+            name = self._agent.loadRemoteMD(export.handle[form.size :])
             self._users[name] += 1
             if name != _name(incarnation):
                 self._release(name)
                 return "the metadata is of another worker"
-            self._open[session] = name, export
+            self._open[session] = peer = _Peer(name, address, sum(device), export)
             place = self._here.tokens + session % (PAGE // TOKEN) * TOKEN
             self._tokens[session] = self._start(
-                name, [(place, token_at, TOKEN)], lambda: self._here.token_read(place) == export.token
+                peer, [(place, token_at, TOKEN)], lambda: self._here.token_read(place) == export.token
             )
         except (*self._errors, struct.error) as e:
             return f"NIXL: {e}"
@@ -172,25 +185,24 @@ class NixlMemory:
     def close(self, session: int) -> None:
         """Its reads go on: their slots are used until `finished` names them."""
         if session in self._open:
-            self._release(self._open.pop(session)[0])
+            self._release(self._open.pop(session).name)
 
     # ------------------------------------------------------------ slices
 
     def read(self, session: int, there: int, slot: int, length: int, expected: int) -> bool:
         """Starts to read a slot of the peer into `slot`. If it starts, `finished` tells how it ends. UCX
         copies shared memory here, and returns when it is copied."""
-        name, export = self._open[session]
-        here = self._here
-        (address,) = _ADDRESS.unpack(export.handle[: _ADDRESS.size])
-        pieces = [(here.slot(slot), address + there * export.slot_bytes, length)]
+        peer, here = self._open[session], self._here
+        export = peer.export
+        pieces = [(here.slot(slot), peer.address + there * export.slot_bytes, length)]
         is_right = None
         if here.mark_bytes:
-            marks = address + export.num_slots * export.slot_bytes
+            marks = peer.address + export.num_slots * export.slot_bytes
             pieces.append((here.mark(slot), marks + there * MARK, MARK))
         else:
             is_right = partial(_is_right, here.arena.slot(slot)[:length], expected)
         try:
-            self._reads[slot] = read = self._start(name, pieces, is_right)
+            self._reads[slot] = read = self._start(peer, pieces, is_right)
         except self._errors:
             return False
         self._finished(read)  # if it is over, its checksum is computed while the next slot is read
@@ -227,17 +239,17 @@ class NixlMemory:
         return out, here
 
     def _start(
-        self, peer: bytes, pieces: Sequence[tuple[int, int, int]], is_right: Callable[[], bool] | None
+        self, peer: _Peer, pieces: Sequence[tuple[int, int, int]], is_right: Callable[[], bool] | None
     ) -> _Read:
         """`pieces`: of each the address here, the address there, and its bytes."""
         nixl, number = self._nixl, self._here.device or 0
         ours = nixl.nixlXferDList(self._segment, [(here, size, number) for here, _, size in pieces])
-        theirs = nixl.nixlXferDList(self._segment, [(there, size, 0) for _, there, size in pieces])
-        handle = self._agent.createXferReq(nixl.NIXL_READ, ours, theirs, peer, b"", self._backend)
+        theirs = nixl.nixlXferDList(self._segment, [(there, size, peer.device) for _, there, size in pieces])
+        handle = self._agent.createXferReq(nixl.NIXL_READ, ours, theirs, peer.name, b"", self._backend)
         self._agent.postXferReq(handle, b"")
-        self._users[peer] += 1
+        self._users[peer.name] += 1
         self._moved = time.monotonic()
-        return _Read(handle, peer, sum(size for _, _, size in pieces), is_right)
+        return _Read(handle, peer.name, sum(size for _, _, size in pieces), is_right)
 
     def _finished(self, read: _Read) -> bool | None:
         """Whether the bytes are right; None: they are under way, or their checksum is computed."""
