@@ -10,7 +10,6 @@ kernel by kernel.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -203,10 +202,12 @@ class ModelRunner:
         return Launched(rows, step.variant, None, logits, Draws(*draws), began, scored=scored)
 
     def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Enqueues copies of the states of all layers, each from a slot to another."""
-        for source, target in slots:
-            for part in chain.from_iterable(self.states):
-                part[target].copy_(part[source])
+        """Enqueues copies of the states of all layers, each from a slot to another, in two launches."""
+        if not slots:
+            return
+        for parts in zip(*self.states, strict=True):
+            targets = [part[to] for part in parts for _, to in slots]
+            torch._foreach_copy_(targets, [part[source] for part in parts for source, _ in slots])
 
     def _score(self, hidden: Tensor, step: Step) -> Sequence[Piece]:
         """Enqueues the log probabilities of prompts."""

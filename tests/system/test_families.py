@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 TOKENS = 12
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "Llama4", "GptOss", "Bamba", "GraniteMoeHybrid"])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Llama4", "GptOss", "Bamba", "GraniteMoeHybrid", "Qwen3Next"])
 async def test_a_client_reads_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
     """From shards, in float32; prompts of several chunks, and longer than an attention chunk."""
     model = tmp_path / "model"
