@@ -13,7 +13,7 @@ from functools import partial
 
 from bench.kernels.cases import Case, Make, nbytes
 from bench.kernels.layer import EPS, LayerCases
-from engine.kernels import Quantized
+from engine.kernels import FP8_GROUP, Quantized
 from engine.kernels.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
 from engine.kernels.split_k import multiprocessors
 from engine.kernels.torch_kernels import TorchKernels
@@ -28,7 +28,8 @@ class Fp8Cases(LayerCases):
             yield partial(self.layer, count)
         for count, name in itertools.product(rows, self.sizes):
             yield partial(self.product, name, count)
-        yield partial(self.grouped, self.shape.prompts[0])
+        for count in rows:
+            yield partial(self.blocks, count)
         for count in (rows[0], rows[len(rows) // 2], rows[-1]):
             yield partial(self.add_rms_norm, count)
             yield partial(self.silu_mul, count)
@@ -54,17 +55,18 @@ class Fp8Cases(LayerCases):
             f"fp8_linear.{name}.t{rows}", moved, flops, lambda: linear(x), lambda: linear.cublas(x), "cuBLAS"
         )
 
-    def grouped(self, rows: int) -> Case:
-        """With scales of groups of columns, for which there is no cuBLAS."""
+    def blocks(self, rows: int) -> Case:
+        """With scales of blocks of 128 × 128."""
         columns, out = self.sizes["gate_up"]
         x, weight = (TorchKernels().quantize(self.normal(n, columns), grouped=True) for n in (rows, out))
-        linear = self.kernels.fp8_linear(weight.values, weight.scales.T.contiguous(), None, self.shape.dtype)
+        scales = weight.scales.T if out % FP8_GROUP else weight.scales.T[:, ::FP8_GROUP]
+        linear = self.kernels.fp8_linear(weight.values, scales.contiguous(), None, self.shape.dtype)
         by_row, plain = (
             self.linear(columns, out),
             self.kernels.quantize(self.normal(rows, columns), grouped=False),
         )
         return Case(
-            f"fp8_linear.grouped.gate_up.t{rows}",
+            f"fp8_linear.blocks.gate_up.t{rows}",
             rows * columns + columns * out + rows * out * self.shape.dtype.itemsize,
             rows * columns * out,
             lambda: linear(x),

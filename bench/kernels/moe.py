@@ -5,7 +5,8 @@ over a token's experts. Cases named `loop` are cuBLAS products of one expert aft
 rows.
 
 The products of Llama-4's shapes have as many rows for each expert. They and the sizes of index shuffling are
-those of MetaShuffling (Meta 2025); `grouped_fp8` has weights and rows in FP8. The others have random routes.
+those of MetaShuffling (Meta 2025). `grouped_fp8` has weights and rows in FP8, with scales of rows, and
+`grouped_fp8_blocks` with scales of blocks of 128 × 128. The others have random routes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.cases import Case, Make, nbytes
-from engine.kernels import Fp8Experts
+from engine.kernels import FP8_GROUP, Fp8Experts
 from engine.kernels.combine import combine
 from engine.kernels.grouped_linear import grouped_linear
 from engine.kernels.shuffle import Shuffled, shuffle
@@ -63,7 +64,8 @@ class MoeCases:
         for experts, rows in shape.groups:
             for loop in (False, True):
                 yield partial(self.even, experts, rows, loop=loop)
-            yield partial(self.even_fp8, experts, rows)
+            for blocks in (False, True):
+                yield partial(self.even_fp8, experts, rows, blocks=blocks)
         for tokens in shape.tokens:
             for loop in (False, True):
                 yield partial(self.gate_up, tokens, loop=loop)
@@ -105,17 +107,20 @@ class MoeCases:
         shuffled = self._even(experts, rows)
         return self._product(f"grouped.g{experts}x{rows}", x, self.shape.group_out, shuffled, loop=loop)
 
-    def even_fp8(self, experts: int, rows: int) -> Case:
-        """The same in FP8. Half of the operations count, since a GPU multiplies twice as much in FP8."""
+    def even_fp8(self, experts: int, rows: int, *, blocks: bool) -> Case:
+        """The same in FP8, with scales of rows or of blocks of 128 × 128. Half of the operations count, since
+        a GPU multiplies twice as much in FP8."""
         tokens, size, inner = experts * rows, self.shape.group_out, self.shape.group_in
         x, weights = (
-            TorchKernels().quantize(self.normal(n, inner), grouped=False) for n in (tokens, experts * size)
+            TorchKernels().quantize(self.normal(n, inner), grouped=blocks) for n in (tokens, experts * size)
         )
-        scales = weights.scales.view(experts, size, -1).transpose(1, 2).contiguous()
-        weight = Fp8Experts(weights.values.view(experts, size, inner), scales)
+        scales = weights.scales.view(experts, size, -1).transpose(1, 2)
+        if blocks and size % FP8_GROUP == 0:
+            scales = scales[..., ::FP8_GROUP]
+        weight = Fp8Experts(weights.values.view(experts, size, inner), scales.contiguous())
         shuffled = self._even(experts, rows)
         return Case(
-            f"grouped_fp8.g{experts}x{rows}",
+            f"grouped_fp8{'_blocks' if blocks else ''}.g{experts}x{rows}",
             tokens * inner + experts * size * inner + tokens * size * self.shape.dtype.itemsize,
             tokens * size * inner,
             lambda: grouped_linear(x, weight, shuffled, dtype=self.shape.dtype, weighted=False),

@@ -69,7 +69,7 @@ class Fp8Experts(NamedTuple):
     """The weights of several experts in FP8: they stand for values times scales."""
 
     values: Tensor  # [experts, out, in] FP8
-    scales: Tensor  # [experts, groups, out] float32: as in `Kernels.fp8_linear`
+    scales: Tensor  # [experts, groups, out or out / FP8_GROUP] float32: as in `Kernels.fp8_linear`
 
     @property
     def grouped(self) -> bool:
@@ -115,7 +115,7 @@ class Kernels(Protocol):
     ) -> Callable[[Quantized], Tensor]:
         """The product x Wᵀ + b for x [rows, in] quantized, W [out, in] FP8 and b [out]. Returns [rows, out]
         of `dtype`. scales [groups, out] float32: those of W, each for a row of W and a group of its columns.
-        x has as many groups. All calls are in one stream."""
+        Or [groups, out / FP8_GROUP]: each for a block. x has as many groups. All calls are in one stream."""
         ...
 
     def mix_experts(

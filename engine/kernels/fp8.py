@@ -75,3 +75,24 @@ def store_quantized(y, values, scales, row, first, size, GROUP: tl.constexpr):
     tl.store(values + row * size + column, quotients, mask=column < size)
     group = first // GROUP + tl.arange(0, y.shape[0] // GROUP)
     tl.store(scales + row * tl.cdiv(size, GROUP) + group, scale, mask=group * GROUP < size)
+
+
+@triton.jit
+def group_scales(x_scales, weight_scales, exists, real, used, BLOCKS: tl.constexpr):
+    """The scales of rows of x that are `real`, and of rows of W that are `used`, for a group of columns. With
+    BLOCKS W has one for all its rows here. A product loads them while it computes the group before, since a
+    load takes as long; past the last group, which does not exist, they are zeros."""
+    of_x = tl.load(x_scales, mask=real & exists, other=0.0)
+    of_w = tl.load(weight_scales, mask=exists if BLOCKS else used & exists, other=0.0)
+    return of_x, of_w
+
+
+@triton.jit
+def outer_scales(of_x, of_w, SWAPPED: tl.constexpr, BLOCKS: tl.constexpr):
+    """The scales of a tile of x Wᵀ, or of W xᵀ."""
+    if BLOCKS:
+        scales = of_x * of_w
+        scales = scales[None, :] if SWAPPED else scales[:, None]
+    else:
+        scales = of_w[:, None] * of_x[None, :] if SWAPPED else of_x[:, None] * of_w[None, :]
+    return scales

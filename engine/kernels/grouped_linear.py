@@ -27,6 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized, overlap
+from engine.kernels.fp8 import group_scales, outer_scales
 from engine.kernels.overlap import inputs_ready
 from engine.kernels.shuffle import Shuffled
 from engine.kernels.silu import swiglu
@@ -65,8 +66,8 @@ MANY_FP8 = Tiling(128, 256, 128, 8, 4, False, 8)
 MOST_FP8 = Tiling(128, 128, 128, 4, 3, False, 8)
 # FP8 with scales of groups of columns.
 FEW_GROUPS = Tiling(16, 128, FP8_GROUP, 4, 3, True, None)
-SOME_GROUPS = Tiling(32, 64, FP8_GROUP, 4, 3, True, None)
-MANY_GROUPS = Tiling(128, 128, FP8_GROUP, 8, 3, False, 8)
+SOME_GROUPS = Tiling(32, 128, FP8_GROUP, 4, 3, True, None)
+MANY_GROUPS = Tiling(64, 128, FP8_GROUP, 4, 4, False, 8)
 
 
 def tiling(mean: float, dtype: torch.dtype, *, gated: bool, grouped: bool) -> Tiling:
@@ -136,6 +137,7 @@ def grouped_linear(
         ALPHA=clamped.alpha if clamped else None,
         LIMIT=clamped.limit if clamped else None,
         GROUPED=grouped,
+        BLOCKS=grouped and weight_scales.shape[2] < size,
         CHOSEN=chosen,
         GATHER=len(x) == tokens,
         WEIGHTED=weighted,
@@ -172,6 +174,7 @@ def _grouped_linear(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     GROUPED: tl.constexpr,
+    BLOCKS: tl.constexpr,
     CHOSEN: tl.constexpr,
     GATHER: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -203,16 +206,25 @@ def _grouped_linear(
         base = index * columns * 2 if GATED else index * columns
         acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
         of_up = acc
+        of_group_w = columns // BLOCK_K if BLOCKS else columns  # scales
+        x_at_group, w_at_group, of_x, of_w = 0, 0, 0, 0
+        if GROUPED:
+            x_at_group = x_scales + row * tl.cdiv(inner, BLOCK_K)
+            w_at_group = (
+                weight_scales
+                + index * tl.cdiv(inner, BLOCK_K) * of_group_w
+                + (first_column // BLOCK_K if BLOCKS else column)
+            )
+            of_x, of_w = group_scales(x_at_group, w_at_group, True, real, used, BLOCKS)
         for start in tl.range(0, inner, BLOCK_K):
             inside = k < inner - start
             a = tl.load(x_at + start, mask=real[:, None] & inside[None, :], other=0.0)
             w = _rows(weight, base, first_column, column, used, start, k, inner, COPIED)
             if GROUPED:
-                groups = tl.cdiv(inner, BLOCK_K)
-                of_x = tl.load(x_scales + row * groups + start // BLOCK_K, mask=real, other=0.0)
-                w_scales = weight_scales + (index * groups + start // BLOCK_K) * columns
-                of_w = tl.load(w_scales + column, mask=used, other=0.0)
-                scales = of_w[:, None] * of_x[None, :] if SWAPPED else of_x[:, None] * of_w[None, :]
+                scales = outer_scales(of_x, of_w, SWAPPED, BLOCKS)
+                x_at_group, w_at_group = x_at_group + 1, w_at_group + of_group_w
+                is_next = start + BLOCK_K < inner
+                of_x, of_w = group_scales(x_at_group, w_at_group, is_next, real, used, BLOCKS)
                 acc += _product(a, w, tl.zeros_like(acc), SWAPPED) * scales
             else:
                 acc = _product(a, w, acc, SWAPPED)
@@ -222,9 +234,10 @@ def _grouped_linear(
         weights = tl.load(pair_weights + pair, mask=real, other=0.0) if WEIGHTED else None
         y = tl.trans(acc) if SWAPPED else acc
         if weight_scales is not None and not GROUPED:
-            of_x = tl.load(x_scales + row, mask=real, other=0.0)
-            of_w = tl.load(weight_scales + base + column, mask=used, other=0.0)
-            y *= of_x[:, None] * of_w[None, :]
+            of_x, of_w = group_scales(
+                x_scales + row, weight_scales + base + column, True, real, used, BLOCKS=False
+            )
+            y *= outer_scales(of_x, of_w, SWAPPED=False, BLOCKS=False)
         y = _biased(y, bias, base + column, used, weights)
         if GATED:
             up = tl.trans(of_up) if SWAPPED else of_up

@@ -264,8 +264,9 @@ def exponentials(keys: Tensor, count: int) -> Tensor:
 
 
 def _spread(values: Tensor, scales: Tensor) -> Tensor:
-    """values [rows, size] times scales [rows, groups], in float32."""
+    """values [rows, size] times scales [rows or rows / FP8_GROUP, groups], in float32."""
     width = values.shape[1] if scales.shape[1] == 1 else FP8_GROUP
+    scales = scales.repeat_interleave(len(values) // len(scales), dim=0)
     return values.float() * scales.repeat_interleave(width, dim=1)[:, : values.shape[1]]
 
 

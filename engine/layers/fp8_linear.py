@@ -2,7 +2,8 @@
 
 The numbers of a checkpoint stay as they are. Its scales may be one for each tensor, for each row (*channel*),
 or for each block of 128 × 128. Here a scale belongs to a row of W, and to all columns or a group of 128:
-[groups, out] float32. So projections of one input can be stacked, and ranks can cut W at any row.
+[groups, out] float32. So projections of one input can be stacked, and ranks can cut W at any row. Where the
+blocks of the result are whole, the kernels get one scale for each block, which is faster.
 
     GPUs from Hopper on    W8A8: activations are quantized, too, with the same groups. Norm and activation
                            function quantize their result (`fp8_groups`), other inputs are quantized alone.
@@ -82,7 +83,7 @@ class Fp8Format:
         added = weights.bias(names, rows, columns) if bias else None
         if not self.quantizes_activations:
             return PlainLinear(spread(weight).to(weights.dtype), added)
-        return Fp8Linear(weight, added, weights)
+        return Fp8Linear(weight._replace(scales=by_block(weight.scales)), added, weights)
 
     def experts(
         self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
@@ -97,7 +98,7 @@ class Fp8Format:
         if not self.quantizes_activations:
             return torch.stack([spread(weight).to(weights.dtype) for weight in held])
         values = torch.stack([weight.values.view(torch.uint8) for weight in held]).view(FP8)
-        return Fp8Experts(values, torch.stack([weight.scales for weight in held]))
+        return Fp8Experts(values, by_block(torch.stack([weight.scales for weight in held])))
 
     def _stacked(
         self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
@@ -134,6 +135,16 @@ def spread(weight: Scaled) -> Tensor:
     columns = weight.values.shape[1]
     width = columns if len(weight.scales) == 1 else FP8_GROUP
     return weight.values.float() * weight.scales.T.repeat_interleave(width, dim=1)[:, :columns]
+
+
+def by_block(scales: Tensor) -> Tensor:
+    """[…, groups, out] with groups of columns → […, groups, out / FP8_GROUP], if the rows of each block have
+    the same scales. Other scales stay as they are."""
+    groups, out = scales.shape[-2:]
+    if groups == 1 or out % FP8_GROUP:
+        return scales
+    blocks = scales[..., ::FP8_GROUP].contiguous()
+    return blocks if torch.equal(blocks.repeat_interleave(FP8_GROUP, dim=-1), scales) else scales
 
 
 def read_rows(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:

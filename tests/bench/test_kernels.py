@@ -75,7 +75,7 @@ def test_every_case_of_a_mixture_runs(kernel_device: str, monkeypatch: pytest.Mo
         f"kernels.{name}.time"
         for name in (
             "shuffle.t5.e4.top1", "shuffle.t1.e6.top2", "shuffle.t9.e6.top2",
-            "grouped.g3x2", "grouped.g3x2.loop", "grouped_fp8.g3x2",
+            "grouped.g3x2", "grouped.g3x2.loop", "grouped_fp8.g3x2", "grouped_fp8_blocks.g3x2",
             *(f"moe_{part}.t{tokens}{loop}" for part in ("gate_up", "down")
               for tokens in (1, 9) for loop in ("", ".loop")),
         )
@@ -138,7 +138,7 @@ def test_every_case_of_fp8_runs(cases: Cases) -> None:
         rows = {row.name: row for make in fp8_cases for row in bench.measure(make, one_second_each, PLAIN)}
     parts = [f"fp8_{name}" for name in ("add_rms_norm", "silu_mul", "quantize", "layer", "linear.down")]
     assert {f"kernels.{part}.t{count}.time" for part in parts for count in (1, 2, 17)} <= {*rows}
-    assert rows["kernels.fp8_linear.grouped.gate_up.t17"].ratio == 1.0
+    assert rows["kernels.fp8_linear.blocks.gate_up.t17"].ratio == 1.0
     tried = [(module, name) for module, values, _ in bench.fp8_choices(fp8_cases) for name in values]
     assert all(hasattr(module, name) for module, name in tried)
 

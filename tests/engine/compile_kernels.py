@@ -106,10 +106,11 @@ def main() -> None:
             for grouped in (False, True):
                 kernels.add_rms_norm_quantized(x, x, x[0], 1e-5, grouped=grouped)
                 kernels.silu_mul_quantized(torch.zeros(rows, 2 * 14336, dtype=dtype), grouped=grouped)
-                scales = torch.zeros(-(-hidden // 128) if grouped else 1, 4 * hidden)
-                linear = Fp8Linear(torch.zeros(4 * hidden, hidden, dtype=FP8), scales, None, dtype, 132)
-                for tokens in (1, 20, 64, *([rows] if grouped else [])):
-                    linear(kernels.quantize(x[:tokens], grouped=grouped))
+                for size in (4 * hidden, 4 * hidden // 128)[: 1 + grouped]:
+                    scales = torch.zeros(-(-hidden // 128) if grouped else 1, size)
+                    linear = Fp8Linear(torch.zeros(4 * hidden, hidden, dtype=FP8), scales, None, dtype, 132)
+                    for tokens in (1, 20, 64, *([rows] if grouped else [])):
+                        linear.triton(kernels.quantize(x[:tokens], grouped=grouped))
         table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
         for into_pool in (False, True):
             for pool in parts(kv):
@@ -164,9 +165,9 @@ def main() -> None:
                 counts = torch.zeros(16, dtype=torch.int32)
                 kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring)
                 kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring, shared=x.clone)
-                for groups in (1, 16):
-                    of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768))
-                    of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048))
+                for groups, rows in ((1, 1), (16, 1), (16, 128)):
+                    of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768 // rows))
+                    of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048 // rows))
                     kernels.mix_experts(x, logits, of_gate_up, of_down, counts, chosen, scoring)
             kernels.mix_experts(
                 x,

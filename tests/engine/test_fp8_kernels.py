@@ -92,10 +92,11 @@ def fp8_linear(
     return kernels.fp8_linear(weight.to(device), scales.to(device), None, dtype)
 
 
-def random_weight(inner: int, size: int, grouped: bool) -> tuple[Tensor, Tensor]:
+def random_weight(inner: int, size: int, grouped: bool, *, blocks: bool = False) -> tuple[Tensor, Tensor]:
     groups = -(-inner // 128) if grouped else 1
     values = (100 * normal(size, inner, seed=5)).clamp(-448, 448)  # some versions of torch cast more to NaN
-    return values.to(FP8), (0.01 + normal(groups, size, seed=6).abs()) / 100
+    scaled = size // 128 if blocks else size
+    return values.to(FP8), (0.01 + normal(groups, scaled, seed=6).abs()) / 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -109,7 +110,7 @@ def random_weight(inner: int, size: int, grouped: bool) -> tuple[Tensor, Tensor]
         (130, 256, 200, 12, False),
     ],
 )
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("scales_of", ["rows", "groups", "blocks"])
 def test_linear(
     kernel_device: str,
     dtype: torch.dtype,
@@ -118,22 +119,23 @@ def test_linear(
     size: int,
     multiprocessors: int,
     bias: bool,
-    grouped: bool,
+    scales_of: str,
 ) -> None:
     """With tiles that W does not fill, with one part and with several. The counters are 0 afterwards. All of
     these run by the kernel."""
     from engine.kernels.fp8_linear import Fp8Linear
 
-    weight, scales = random_weight(inner, size, grouped)
+    grouped, blocks = scales_of != "rows", scales_of == "blocks"
+    if blocks:
+        size += -size % 128
+    weight, scales = random_weight(inner, size, grouped, blocks=blocks)
     b = normal(size, seed=2) if bias else None
     x = TorchKernels().quantize(normal(rows, inner), grouped=grouped)
     expected = TorchKernels().fp8_linear(weight, scales, b, F32)(x)
     added = None if b is None else b.to(kernel_device, dtype)
     linear = Fp8Linear(weight.to(kernel_device), scales.to(kernel_device), added, dtype, multiprocessors)
     put_x = Quantized(*(tensor.to(kernel_device) for tensor in x))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(Fp8Linear, "cublas")
-        first, second = (linear(put_x) for _ in range(2))
+    first, second = (linear.triton(put_x) for _ in range(2))
     close(first, expected)
     assert torch.equal(first, second)
 
@@ -148,7 +150,7 @@ def test_many_rows_take_the_kernel_if_all_tiles_run_at_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("scales_of", ["rows", "groups", "blocks"])
 @pytest.mark.parametrize(
     ("tokens", "chosen", "first", "held", "scoring"),
     [
@@ -161,7 +163,7 @@ def test_mix_experts(
     triton_kernels: Kernels,
     kernel_device: str,
     dtype: torch.dtype,
-    grouped: bool,
+    scales_of: str,
     tokens: int,
     chosen: int,
     first: int,
@@ -169,8 +171,11 @@ def test_mix_experts(
     scoring: Scoring,
 ) -> None:
     """Few and many pairs of an expert, all experts and some of them."""
-    size, inner = 272, 144
-    gate_up, down = (random_experts(held, *shape, grouped) for shape in ((2 * inner, size), (size, inner)))
+    size, inner = (256, 192) if scales_of == "blocks" else (272, 144)
+    grouped, blocks = scales_of != "rows", scales_of == "blocks"
+    gate_up, down = (
+        random_experts(held, *shape, grouped, blocks=blocks) for shape in ((2 * inner, size), (size, inner))
+    )
     x, logits = normal(tokens, size), normal(tokens, 6, seed=3)
 
     def mix(kernels: Kernels, device: str, dtype: torch.dtype) -> Tensor:
@@ -184,23 +189,32 @@ def test_mix_experts(
     close(ours, expected, 0.05)  # values between two FP8 numbers may be rounded to either
 
 
-def random_experts(experts: int, out: int, columns: int, grouped: bool) -> Fp8Experts:
+def random_experts(
+    experts: int, out: int, columns: int, grouped: bool, *, blocks: bool = False
+) -> Fp8Experts:
     each = [TorchKernels().quantize(normal(out, columns, seed=i), grouped=grouped) for i in range(experts)]
     values, scales = zip(*each, strict=True)
-    return Fp8Experts(torch.stack(values), torch.stack([scale.T for scale in scales]).contiguous() / 8)
+    of_rows = torch.stack([scale.T for scale in scales]).contiguous() / 8
+    return Fp8Experts(torch.stack(values), of_rows[..., ::128].contiguous() if blocks else of_rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
-def test_cublas_and_the_kernel_multiply_the_same_numbers(bias: bool) -> None:
-    """A token does not depend on the number of rows by more than the order of a sum."""
+@pytest.mark.parametrize(
+    ("rows", "inner", "blocks"), [(200, 14336, False), (200, 14336, True), (203, 1024, True)]
+)
+def test_cublas_and_the_kernel_multiply_the_same_numbers(
+    bias: bool, rows: int, inner: int, blocks: bool
+) -> None:
+    """A token does not depend on the number of rows by more than the order of a sum. cuBLAS needs a
+    multiple of 4 rows if x has groups, unlike 203."""
     from engine.kernels.fp8_linear import Fp8Linear
 
-    weight, scales = (tensor.cuda() for tensor in random_weight(14336, 4096, False))
-    x = TorchKernels().quantize(normal(200, 14336), grouped=False)
+    weight, scales = (tensor.cuda() for tensor in random_weight(inner, 4096, blocks, blocks=blocks))
+    x = TorchKernels().quantize(normal(rows, inner), grouped=blocks)
     b = normal(4096).to(BF16).cuda() if bias else None
     linear = Fp8Linear(weight, scales, b, BF16, 264)  # with two parts
-    many = linear(Quantized(*(tensor.cuda() for tensor in x)))
+    many = linear.cublas(Quantized(*(tensor.cuda() for tensor in x)))
     few = linear(Quantized(*(tensor[:64].cuda() for tensor in x)))
     close(few, many[:64].cpu(), FAST)
     expected = TorchKernels().fp8_linear(weight.cpu(), scales.cpu(), None if b is None else b.cpu(), F32)(x)
