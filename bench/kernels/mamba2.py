@@ -85,7 +85,14 @@ class Mamba2Cases:
         requests = decodes + len(prefills)
         contexts = torch.full((requests,), stop, dtype=torch.int32, device=self.device)
         slots = torch.arange(requests, dtype=torch.int32, device=self.device)
-        return AttentionMetadata(1, slots, slots, contexts, decodes, prefills, state_slots=slots)
+        rows = decodes + sum(stop - start for start, stop in prefills)
+        return AttentionMetadata(
+            1, slots, slots, contexts, decodes, prefills, state_slots=slots, state_copies=self.no_copies(rows)
+        )
+
+    def no_copies(self, rows: int) -> Tensor:
+        """As in a step of an engine that copies no states."""
+        return torch.zeros(rows, dtype=torch.int32, device=self.device)
 
     def scan(self, requests: int, tokens: int, *, mamba_ssm: bool = False) -> Case:
         """The scan alone, after the convolution."""
@@ -97,7 +104,7 @@ class Mamba2Cases:
         def chunks(length: int) -> Tensor:
             return torch.from_numpy(scan_work([(0, tokens)] * requests, 0, length)).to(self.device)
 
-        units = multiprocessors(self.device)
+        units, copies = multiprocessors(self.device), self.no_copies(len(rows))
         scans, of_chain = chunks(ssd.chunk_tokens(shape.dtype)), chunks(CHAIN_TOKENS)
 
         def chain() -> None:
@@ -114,7 +121,7 @@ class Mamba2Cases:
             name,
             nbytes(rows) + nbytes(dt) + nbytes(y) + 2 * nbytes(state),
             len(rows) * shape.heads * each,
-            lambda: ssd.scan(rows, dt, layer, state, slots, scans, None, requests, units, y),
+            lambda: ssd.scan(rows, dt, layer, state, slots, scans, copies, requests, units, y),
             theirs,
             theirs_is,
         )
