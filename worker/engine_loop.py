@@ -140,6 +140,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     `build` makes the engine and the roles. An exception of a step ends the process, and the supervisor starts
     a new worker.
     """
+    gc.freeze()  # what imports made; the collection below would scan it for a tenth of a second
     link = ServiceLink(config.address)
     trace = TraceWriter(config.trace_path, config.name)
     sending, receiving = (

@@ -3,10 +3,10 @@
 This module puts the two roles and the engine together. No other module of this package knows a role.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from worker.child import end
 from worker.engine_start import EngineProcessConfig, start
 
 if TYPE_CHECKING:
@@ -37,4 +37,4 @@ def run(config: EngineProcessConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(start(run))
+    end(start(run))

@@ -17,7 +17,7 @@ import msgspec
 from engine import EngineConfig
 from engine.execution.rank_files import RankFiles
 from kv_transfer import ArenaEnd
-from worker.child import begin
+from worker.child import begin, end
 from worker.engine_start import EXIT_START_FAILED
 from worker.processes import spawn
 
@@ -73,6 +73,7 @@ def main() -> int:
     from worker.offload import serve_offload
     from worker.paged_kv import paged_kv
 
+    gc.freeze()  # as in the engine process
     try:
         follower = Follower(config.engine, config.rank, config.files)
     except ValueError as error:
@@ -97,4 +98,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())
