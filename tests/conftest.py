@@ -34,6 +34,9 @@ if DEVICE == "cpu":
     # Triton decides when a module is imported whether its functions are compiled or interpreted, and others
     # (transformers) import it too: so this is set before them, and for all tests.
     os.environ["TRITON_INTERPRET"] = "1"
+    # Tests run side by side: several threads of one process would only wait for each other. Torch reads this
+    # when it is imported, here and in the processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)

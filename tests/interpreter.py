@@ -4,6 +4,7 @@ It takes nearly all of its time for types, shapes and patches of the language, a
 """
 
 from collections.abc import Callable
+from math import copysign
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,19 @@ import pytest
 def interpret_faster(patch: pytest.MonkeyPatch) -> None:
     """Changes functions of the interpreter. Kernels get the same numbers as before."""
     _patch_the_language_once(patch)
+    _call_builtins_directly(patch)
     _keep_types(patch)
 
 
 def _patch_the_language_once(patch: pytest.MonkeyPatch) -> None:
-    """A kernel patches the language once for each module that it calls functions of.
+    """The language is patched once for each module with kernels, and stays so until `patch` is undone.
 
-    By default each call of a Triton function by another one patches it again, though nothing has restored it.
+    By default each launch patches it and restores it, and each call of a Triton function patches it again.
     """
     from triton.runtime import interpreter
 
     scope_type: Any = interpreter._LangPatchScope
     patch_language: Callable[[Any], Any] = interpreter._patch_lang
-    restore: Callable[[Any], None] = scope_type.restore
     patched: set[int] = set()
 
     def patched_once(function: Any) -> Any:
@@ -34,19 +35,53 @@ def _patch_the_language_once(patch: pytest.MonkeyPatch) -> None:
         patched.add(id(function.__globals__))
         return patch_language(function)
 
-    def restored(scope: Any) -> None:
-        patched.clear()
-        restore(scope)
+    def set_attribute(scope: Any, owner: Any, name: str, value: Any) -> None:
+        patch.setattr(owner, name, value, raising=False)
 
     patch.setattr(interpreter, "_patch_lang", patched_once)
-    patch.setattr(scope_type, "restore", restored)
+    patch.setattr(scope_type, "set_attr", set_attribute)
+
+
+def _call_builtins_directly(patch: pytest.MonkeyPatch) -> None:
+    """Functions of the language are called without the two functions around them that only pass arguments.
+
+    Their operands are mostly blocks, in which they need not look for constants.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    around = core.builtin(_nothing).__code__
+    unwrap: Callable[[Any], Any] = core._unwrap_if_constexpr
+    block, constant = core.tensor, core.constexpr
+
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is around else member
+
+        def direct(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter.interpreter_semantic
+            return inner(*args, **named)
+
+        scope.set_attr(owner, name, direct)
+
+    def unwrap_unless_block(value: Any) -> Any:
+        if type(value) is block:
+            return value
+        return value.value if type(value) is constant else unwrap(value)
+
+    patch.setattr(interpreter, "_patch_attr", patch_attribute)
+    patch.setattr(core, "_unwrap_if_constexpr", unwrap_unless_block)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _keep_types(patch: pytest.MonkeyPatch) -> None:
     """Types of blocks, shapes of tensors and NumPy's types are made once, not with each operation.
 
-    Operands of one type and shape need no conversion. Integer operations are not repeated in 64 bits: the
-    interpreter would look for overflows in that result only in debug mode, which tests do not use.
+    Operands of one type need no conversion, and a number is converted once for each type and shape. Integer
+    operations are not repeated in 64 bits: the interpreter would look for overflows in that result only in
+    debug mode, which tests do not use.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -91,12 +126,25 @@ def _keep_types(patch: pytest.MonkeyPatch) -> None:
     semantic: Any = type(interpreter.interpreter_semantic)
     convert: Callable[..., tuple[Any, Any]] = semantic.binary_op_type_checking_impl
 
+    numbers: dict[tuple[Any, ...], Any] = {}
+
     def convert_unless_alike(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> tuple[Any, Any]:
-        alike = type(lhs) is type(rhs) is core.tensor and lhs.shape is rhs.shape and lhs.dtype is rhs.dtype
         # The first two rules allow pointers. The others are of divisions, which may need another type.
-        if alike and len(rules) <= 2 and not named and not lhs.dtype.is_ptr():
-            return lhs, rhs
-        return convert(self, lhs, rhs, *rules, **named)
+        if type(lhs) is not core.tensor or len(rules) > 2 or named:
+            return convert(self, lhs, rhs, *rules, **named)
+        if type(rhs) is core.tensor:
+            moved = rules == (True, True) and lhs.dtype.is_ptr() and rhs.dtype.is_int()
+            if moved or (lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr()):
+                return (lhs, rhs) if lhs.shape is rhs.shape else self.broadcast_impl_value(lhs, rhs)
+            return convert(self, lhs, rhs, *rules)
+        # A number becomes a block, which is kept if the other operand needs no conversion.
+        key = (rhs, type(rhs), copysign(1, rhs), lhs.dtype.name, id(lhs.shape), rules)
+        if key not in numbers:
+            converted, block = convert(self, lhs, rhs, *rules)
+            if converted is not lhs:
+                return converted, block
+            numbers[key] = block
+        return lhs, numbers[key]
 
     patch.setattr(semantic, "binary_op_type_checking_impl", convert_unless_alike)
 

@@ -45,6 +45,6 @@ def logits(
 
 
 def quality(ours: Tensor, reference: Tensor) -> Quality:
-    following = torch.tensor(TEXT[1:])[:, None]
+    following = torch.tensor(TEXT[1 : len(ours)])[:, None]
     loss = -ours[:-1].log_softmax(-1).gather(1, following).mean()
     return Quality(float(loss.exp()), float((ours.argmax(-1) == reference.argmax(-1)).float().mean()))

@@ -48,9 +48,9 @@ def server(grpc_address: str) -> Iterator[Serve]:
 
 
 @pytest.fixture(scope="package")
-def one_engine(embedded_model_path: Path) -> Engine:
-    """The model of `server` in one engine, in this process."""
-    config = EngineConfig(model=str(embedded_model_path), dtype="float32", num_blocks=512, num_threads=1)
+def one_engine(shallow_model_path: Path) -> Engine:
+    """The model of `broken` in one engine, in this process."""
+    config = EngineConfig(model=str(shallow_model_path), dtype="float32", num_blocks=512, num_threads=1)
     return build_engine(config)
 
 
@@ -103,3 +103,8 @@ def broken(
         router_flags=["--no-overflow", *watched],
     ) as cluster:
         yield Broken(cluster, asyncio.run(expected(cluster.url, [*SHORT, *LONG], at_once=12)))
+
+
+@pytest.fixture
+async def client_of_broken(broken: Broken) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=broken.cluster.url + "/v1", api_key="none", max_retries=0, timeout=120)

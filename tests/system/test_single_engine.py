@@ -8,11 +8,12 @@ from typing import Any
 
 import openai
 
+from cluster.model import EMBEDDED_NAME
 from engine import Engine, EngineRequest, SamplingParams
 
-from .serve import Serve
+from .recovery import Broken
 
-PROMPT_LENGTHS = (1, 17, 63, 300)  # one for each variant; the cluster's step budget is 256
+PROMPT_LENGTHS = (1, 17, 63, 300)  # one for each variant; the cluster's step budget is 64
 NUM_TOKENS = 8
 VARIANTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -45,13 +46,14 @@ def tokens_of(engine: Engine, work: list[tuple[list[int], dict[str, Any]]]) -> l
 
 
 async def test_equals_one_engine(
-    server: Serve, aclient: openai.AsyncOpenAI, model_id: str, one_engine: Engine
+    broken: Broken, client_of_broken: openai.AsyncOpenAI, one_engine: Engine
 ) -> None:
+    await asyncio.to_thread(broken.all_back)
     work = requests()
 
     async def ask(prompt: list[int], sampling: dict[str, Any]) -> list[int]:
-        answer: Any = await aclient.completions.create(
-            model=model_id, prompt=prompt, max_tokens=NUM_TOKENS,
+        answer: Any = await client_of_broken.completions.create(
+            model=EMBEDDED_NAME, prompt=prompt, max_tokens=NUM_TOKENS,
             extra_body={"return_token_ids": True, "ignore_eos": True, **sampling},
         )  # fmt: skip
         return answer.choices[0].token_ids
@@ -60,4 +62,4 @@ async def test_equals_one_engine(
     want = tokens_of(one_engine, work)
     for (prompt, sampling), cluster, one in zip(work, got, want, strict=True):
         assert cluster == one, f"{len(prompt)} prompt tokens, {sampling}"
-    server.assert_whole()
+    await broken.settled()
