@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _TRUSTED in config.stash:
         config.stash[_TRUSTED].cleanup()
+    gc.freeze()  # the interpreter collects garbage at its end, which takes half a second with torch
 
 
 gc.disable()  # until all modules are imported: imports make no garbage, and collections double their time
