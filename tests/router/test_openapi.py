@@ -28,17 +28,22 @@ async def test_the_document_is_valid_and_complete(
     cluster: Cluster, tokenizer: ModelTokenizer, tmp_path: Path
 ):
     document = await described(cluster)
-    openapi_spec_validator.validate(document)  # pyrefly: ignore[bad-argument-type]
     shown = {(method, path) for path, methods in document["paths"].items() for method in methods}
     assert shown == {(operation.method, operation.path) for operation in OPERATIONS}
     prompt = document["components"]["schemas"]["CompletionBody"]["properties"]["prompt"]
     assert {kind["type"] for kind in prompt["anyOf"]} == {"string", "array"}
-    assert "securitySchemes" not in document["components"]
     async with make_cluster(tokenizer, tmp_path, api_keys=api_keys(["k"], None)) as guarded:
-        document = await described(guarded)
-        openapi_spec_validator.validate(document)  # pyrefly: ignore[bad-argument-type]
-        assert document["paths"]["/v1/models"]["get"]["security"]
-        assert "security" not in document["paths"]["/health"]["get"]
+        guarded_document = await described(guarded)
+    openapi_spec_validator.validate(guarded_document)  # pyrefly: ignore[bad-argument-type]
+    assert guarded_document["paths"]["/v1/models"]["get"]["security"]
+    assert "security" not in guarded_document["paths"]["/health"]["get"]
+    # What is optional is the only difference, so the other document is valid, too. To validate takes seconds.
+    for path in guarded_document["paths"].values():
+        for operation in path.values():
+            if operation.pop("security", None):
+                del operation["responses"]["401"]
+    del guarded_document["components"]["securitySchemes"]
+    assert document == guarded_document
 
 
 async def test_the_document_is_not_made_on_the_event_loop(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
