@@ -41,10 +41,11 @@ CALLS = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\
 MakeCluster = Callable[..., Any]
 
 
-@pytest.fixture
-def tool_tokenizer(directory: Path, tmp_path: Path) -> ModelTokenizer:
-    (tmp_path / "tools.jinja").write_text(TEMPLATE)
-    return load_tokenizer(str(directory), chat_template=str(tmp_path / "tools.jinja"))
+@pytest.fixture(scope="module")
+def tool_tokenizer(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(TEMPLATE)
+    return load_tokenizer(str(directory), chat_template=str(template))
 
 
 @pytest.fixture
