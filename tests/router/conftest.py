@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from router.api.defaults import SamplingDefaults
@@ -62,6 +63,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory, embedded_model_path: Pat
     (path / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
     described = {"eos_token": {"content": "<|im_end|>"}, "chat_template": model.chat_template}
     (path / "tokenizer_config.json").write_text(json.dumps(described))
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_directory(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> Path:
+    """The same with the single bytes as its vocabulary, which loads at once."""
+    path = tmp_path_factory.mktemp("small") / "model"
+    shutil.copytree(directory, path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE({byte: number for number, byte in enumerate(alphabet)}, [])
+    made = Tokenizer(model)
+    made.add_special_tokens(["<|im_end|>"])
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(path / "tokenizer.json"))
     return path
 
 

@@ -174,11 +174,11 @@ async def test_a_model_that_is_not_known_to_reason(cluster: Cluster):
     assert "reasoning" not in result["choices"][0]["message"]
 
 
-def test_the_flag_overrides_the_template(thinking_path: Path, directory: Path):
+def test_the_flag_overrides_the_template(thinking_path: Path, small_directory: Path):
     for flag, expected in (("none", None), ("deepseek_r1", REASONING["deepseek_r1"])):
         assert load_tokenizer(str(thinking_path), reasoning_parser=flag).reasoning_parser is expected
     with pytest.raises(ValueError, match="--reasoning-parser qwen3: this model has no token </think>"):
-        load_tokenizer(str(directory), reasoning_parser="qwen3")
+        load_tokenizer(str(small_directory), reasoning_parser="qwen3")
 
 
 def test_a_child_process_gets_the_parser(thinking_tokenizer: ModelTokenizer):

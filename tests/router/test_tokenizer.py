@@ -163,9 +163,9 @@ def test_a_directory_gives_the_same_tokens(directory: Path, tokenizer: ModelToke
 
 
 def test_the_context_of_a_model_that_also_sees_images_is_that_of_its_text_model(
-    directory: Path, tmp_path: Path
+    small_directory: Path, tmp_path: Path
 ):
-    copy = shutil.copytree(directory, tmp_path / "copy")
+    copy = shutil.copytree(small_directory, tmp_path / "copy")
     for config, context in (
         ({"text_config": {"max_position_embeddings": 4096}, "vision_config": {}}, 4096),
         ({"max_position_embeddings": 2048, "text_config": None}, 2048),
@@ -190,9 +190,9 @@ def test_a_tokenizer_from_elsewhere(directory: Path, tmp_path: Path, tokenizer: 
         load_tokenizer(str(tmp_path), tokenizer="./none")
 
 
-def test_the_chat_template_of_each_possible_file(directory: Path, tmp_path: Path):
+def test_the_chat_template_of_each_possible_file(small_directory: Path, tmp_path: Path):
     model = tmp_path / "model"
-    shutil.copytree(directory, model)
+    shutil.copytree(small_directory, model)
     (model / "chat_template.jinja").write_text("file: {{ messages[0].content }} {{ eos_token }}")
     assert (
         load_tokenizer(str(model)).render_chat(MESSAGES[0]) == f"file: {MESSAGES[0][0]['content']} <|im_end|>"
@@ -211,9 +211,11 @@ def test_the_chat_template_of_each_possible_file(directory: Path, tmp_path: Path
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
-def test_templates_are_sandboxed_and_may_refuse_messages(directory: Path, tmp_path: Path, template, reason):
+def test_templates_are_sandboxed_and_may_refuse_messages(
+    small_directory: Path, tmp_path: Path, template, reason
+):
     (tmp_path / "t.jinja").write_text(template)
-    loaded = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
+    loaded = load_tokenizer(str(small_directory), chat_template=str(tmp_path / "t.jinja"))
     with pytest.raises(ValueError, match=reason):
         loaded.render_chat(MESSAGES[0])
 
@@ -231,7 +233,7 @@ def test_bytes_of_sentencepiece_tokens(tmp_path: Path, directory: Path):
 # ---------------------------------------------------------------- what users get wrong
 
 
-def test_the_error_of_a_model_that_cannot_be_loaded(directory: Path, tmp_path: Path, monkeypatch):
+def test_the_error_of_a_model_that_cannot_be_loaded(small_directory: Path, tmp_path: Path, monkeypatch):
     def refused(match: str, model: Path | str, **more: str) -> None:
         with pytest.raises(ValueError, match=match):
             load_tokenizer(str(model), **more)
@@ -240,13 +242,13 @@ def test_the_error_of_a_model_that_cannot_be_loaded(directory: Path, tmp_path: P
     refused("no tokenizer.json", tmp_path)
     (tmp_path / "x.gguf").write_bytes(b"not a model" * 100)
     refused("cannot be read as GGUF", tmp_path / "x.gguf")
-    refused("--chat-template", directory, chat_template=str(tmp_path / "absent.jinja"))
+    refused("--chat-template", small_directory, chat_template=str(tmp_path / "absent.jinja"))
     (tmp_path / "broken.jinja").write_text("{% if %}")
-    refused("not valid Jinja", directory, chat_template=str(tmp_path / "broken.jinja"))
+    refused("not valid Jinja", small_directory, chat_template=str(tmp_path / "broken.jinja"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     broken = tmp_path / "broken"
-    shutil.copytree(directory, broken)
+    shutil.copytree(small_directory, broken)
     (broken / "tokenizer.json").write_text("{}")
     refused("cannot be loaded", broken)
     made = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
