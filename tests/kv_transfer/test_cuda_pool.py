@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -80,7 +81,7 @@ def pulled(
     sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
     receiver = CudaPool(target, Arena.create(SLOTS, SLOT_BYTES), exported=True)
     if adopts:
-        export = DeviceMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, bytes(16)).export
+        export = DeviceMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
         sender.adopt(export)
     else:
         export = sender.export()
