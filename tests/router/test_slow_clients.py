@@ -166,6 +166,7 @@ async def test_the_prompts_of_a_slow_reader_do_not_delay_others(
         return await take(token_queue, timeout)
 
     monkeypatch.setattr(TokenQueue, "take", slow_take)
+    await cluster.full(*cluster.prefills)  # they decode none
     slow = asyncio.create_task(cluster.complete(prompt=[[5] * 3000] * 3, max_tokens=2))
     await cluster.decodes[0].until(lambda w: len(w.submitted) == 3)
     await cluster.until(lambda: cluster.router.services.admission.waiting_tokens == 0)
