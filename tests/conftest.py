@@ -1,8 +1,8 @@
 """Fixtures for all packages, and which tests run at the same time.
 
 `make test` has three processes. One runs the tests of clusters (`tests/system`), one after the other: this
-takes longest, so it starts first. The others run the rest meanwhile, module by module, and at the end all
-share it. Tests of clusters often wait, so with two processes two cores would be idle for a part of the time.
+takes longest, so it starts first. The others run the rest meanwhile, and at the end all share it. Tests of
+clusters often wait, so with two processes two cores would be idle for a part of the time.
 """
 
 import gc
@@ -66,12 +66,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SCOPES = ("system", "decode_worker")
-"""Packages whose tests share clusters or workers: one process runs all tests of such a package."""
+SCOPES = ("system", "engine", "deploy", "decode_worker")
+"""One process runs all tests of such a package, and they start first, in this order. Tests of `system` and
+`decode_worker` share clusters or workers, those of `engine` classes of transformers, which take seconds to
+import, and those of `deploy` what kustomize builds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _scope(item.nodeid) != "system")
+    first = {scope: order for order, scope in enumerate(SCOPES)}
+    items.sort(key=lambda item: first.get(_scope(item.nodeid), len(SCOPES)))
 
 
 @pytest.hookimpl(optionalhook=True)
