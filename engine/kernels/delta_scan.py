@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.kernels import overlap
 from engine.kernels.gated_delta import EPS, GatedDelta
 from engine.kernels.overlap import inputs_ready
-from engine.kernels.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of
+from engine.kernels.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, state_at
 from engine.kernels.state_update import time_step
 
 SOLVE_WARPS = 4
@@ -223,7 +223,7 @@ def _scan(
     in_head, in_state = (dims < HEAD_DIM)[None, :], columns < SIZE
     inside = in_state[:, None] & in_head
     slot = tl.load(slots + request).to(tl.int64)
-    kept = state + ((slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
+    kept = state_at(state, slot, head, dims, columns, HEADS, HEAD_DIM, SIZE)
     now = tl.load(kept, mask=inside & has_state, other=0.0)
     factor = HEADS * count.to(tl.int64)
     for start in range(0, tokens, TOKENS):
@@ -255,8 +255,7 @@ def _scan(
         if copies is not None:
             to_slot = copy_after(copies, first, start, tokens, TOKENS)
             if to_slot >= 0:
-                copied = (
-                    state + ((to_slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
+                tl.store(
+                    state_at(state, to_slot, head, dims, columns, HEADS, HEAD_DIM, SIZE), now, mask=inside
                 )
-                tl.store(copied, now, mask=inside)
     tl.store(kept, now, mask=inside)

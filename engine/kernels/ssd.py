@@ -166,6 +166,14 @@ def prompt_of(scans, number):
 
 
 @triton.jit
+def state_at(
+    state, slot, head, dims, columns, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr
+):
+    """Where `slot` has the state of a head: [columns, dims]."""
+    return state + ((slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
+
+
+@triton.jit
 def copy_after(copies, row, start, tokens, COUNT: tl.constexpr):
     """The slot that gets a copy of the state after COUNT tokens from `start` on, of a prompt with so many
     `tokens` from `row` on. −1: none."""
@@ -206,7 +214,7 @@ def _scan(
     in_head, in_state = (dims < HEAD_DIM)[None, :], columns < SIZE
     inside = in_state[:, None] & in_head
     slot = tl.load(slots + request).to(tl.int64)
-    kept = state + ((slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
+    kept = state_at(state, slot, head, dims, columns, HEADS, HEAD_DIM, SIZE)
     # At its first position a request has no state.
     now = tl.load(kept, mask=inside & has_state, other=0.0)  # [COLUMNS, DIMS]
     skip = tl.load(d + head)
@@ -242,8 +250,7 @@ def _scan(
         if copies is not None:
             to_slot = copy_after(copies, first, start, tokens, TOKENS)
             if to_slot >= 0:
-                copied = (
-                    state + ((to_slot * HEADS + head) * HEAD_DIM + dims)[None, :] * SIZE + columns[:, None]
+                tl.store(
+                    state_at(state, to_slot, head, dims, columns, HEADS, HEAD_DIM, SIZE), now, mask=inside
                 )
-                tl.store(copied, now, mask=inside)
     tl.store(kept, now, mask=inside)
