@@ -31,7 +31,10 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
 # These label values are exported from the start with 0, so that rates and alerts see the first event.
 _CHECKSUMS = ("header", "payload", "control", "tag")
-_REFUSED = ("hello", "secret", "version", "limits", "transfer_id")
+REFUSED = (
+    "hello", "secret", "encryption", "side", "self", "version", "model", "layout", "dtype", "scales", "ranks",
+    "limits", "transfer_id",
+)  # fmt: skip
 _DEADLINES = ("handshake", "fetch_wait", "hold", "pin", "unreachable", "progress", "peer_dead", "engine_dead")
 _TRANSFERS = ("acked", "busy", "injected", "cancelled", "deadline", "finished", "gone", "integrity", "lost")
 _TIERS = tuple(tier.name.lower() for tier in Tier)
@@ -325,7 +328,7 @@ class Metrics(Collector):
         for name, text, label, values, known in (
             ("baton:kv_transfers", "Transfers ended.", "reason", stats.transfers, _TRANSFERS),
             ("baton:kv_checksum_failures", "Bad frames.", "kind", stats.checksum_failures, _CHECKSUMS),
-            ("baton:kv_refused", "Peers and frames refused.", "reason", stats.refused, _REFUSED),
+            ("baton:kv_refused", "Peers and frames refused.", "reason", stats.refused, REFUSED),
             (
                 "baton:deadlines_expired",
                 "Deadlines that expired.",

@@ -7,10 +7,12 @@ import subprocess
 
 from tests.grafana import GRAFANA, RULES, expressions, generator, rules
 from tests.prometheus import find
+from worker.metrics import REFUSED
 
 DOCS = GRAFANA.parents[1] / "docs"
 DOCUMENTED = DOCS / "reference" / "metrics.md"
 OPERATIONS = DOCS / "operations.md"
+PROTOCOL = DOCS / "protocol.md"
 SERIES = re.compile(r"(?:baton|vllm):[a-z0-9_]+")
 
 
@@ -50,3 +52,12 @@ def test_every_alert_says_what_to_do() -> None:
         if "alert" in rule:
             assert {"summary", "remedy"} == rule["annotations"].keys()
             assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_an_alert_covers_each_lane_that_is_refused_for_a_lasting_reason() -> None:
+    [rule] = [rule for rule in rules() if rule.get("alert") == "BatonPeersRefused"]
+    [covered] = re.findall(r'reason=~"([a-z_|]+)"', rule["expr"])
+    [row] = re.findall(r"^\| a refused HELLO \|.*$", PROTOCOL.read_text(), re.M)
+    passing = {"busy", "handshakes", "incarnation", "by_peer"}  # full, restarted, or in the peer's own alert
+    assert set(covered.split("|")) == set(re.findall(r"\{(\w+)\}", row)) - passing | {"hello"}
+    assert set(covered.split("|")) <= set(REFUSED)  # a series that begins above 0 has no increase
