@@ -218,7 +218,8 @@ class TransferProcess:
             case spawn.StatsRequest():
                 self._tell(self._stats())
             case spawn.Drain(timeout):
-                self._prefill.draining = self._decode.draining = True
+                self._prefill.drain()
+                self._decode.draining = True
                 self._drain_until = time.monotonic() + timeout
 
     @property

@@ -77,7 +77,7 @@ class PrefillSide:
         nixl: NixlMemory | None = None,
     ) -> None:  # fmt: skip
         self.table = HeldPrefills(config.deadlines, config.max_waiting)
-        self.draining = False
+        self._draining = False
         self.slots_out = 0  # handed over by the engine and not given back yet
         self._config = config
         self._arena = arena
@@ -109,6 +109,11 @@ class PrefillSide:
     @property
     def busy(self) -> bool:
         return bool(self.table.held or self.table.waiting or self._sessions)
+
+    def drain(self) -> None:
+        """Refuses each FETCH that waits or comes from now on, unless its prefill is held."""
+        self._draining = True
+        self._apply(self.table.refuse_waiting("busy"))
 
     # ------------------------------------------------------------ from the engine
 
@@ -235,13 +240,13 @@ class PrefillSide:
         if isinstance(message, Fetch | FetchContent):
             self._offer_memory(session)
         match message:
-            case FetchContent() if self.draining:
+            case FetchContent() if self._draining:
                 self._counters.transfers["busy"] += 1
                 session.send(Aborted("busy", 0), header.transfer_id)
             case FetchContent():
                 self._apply(self.table.fetch_content(header.transfer_id, session.number, message, now))
             case Fetch():
-                if self.draining and message.prefill_id not in self.table.held:
+                if self._draining and message.prefill_id not in self.table.held:
                     self._counters.transfers["busy"] += 1
                     session.send(Aborted("busy", 0), header.transfer_id)
                 else:

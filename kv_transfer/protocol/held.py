@@ -275,6 +275,15 @@ class HeldPrefills:
             effects += [e for e in self._end_transfer(held, "gone", now) if not isinstance(e, Send)]
         return effects
 
+    def refuse_waiting(self, reason: Reason) -> list[Effect]:
+        """No FETCH that waits will be served."""
+        effects: list[Effect] = []
+        for prefill_id, waiting in self.waiting.items():
+            effects.append(Send(waiting.session, waiting.transfer_id, Aborted(reason, 0)))
+            effects.append(Waiting(prefill_id, gone=True))
+        self.waiting.clear()
+        return effects
+
     # ------------------------------------------------------------ frames and time
 
     def begin_send(self, transfer_id: bytes, now: float, frames: int = 1) -> bool:

@@ -68,14 +68,16 @@ def test_the_table_of_waiting_fetches_is_bounded() -> None:
     assert held.offer(P, 1) == [Start(P, T2, B, FETCH)]
 
 
-def test_waiting_ends_by_abort_deadline_or_session() -> None:
-    for event in ("abort", "deadline", "session"):
+def test_waiting_ends_by_abort_deadline_session_or_drain() -> None:
+    for event in ("abort", "deadline", "session", "drain"):
         held = table()
         held.fetch(T1, A, FETCH, 0)
         if event == "abort":
             assert held.abort(T1, "cancelled", 1) == [aborted("cancelled"), Waiting(P, gone=True)]
         elif event == "session":
             assert held.session_down(A, 1) == [Waiting(P, gone=True)]
+        elif event == "drain":
+            assert held.refuse_waiting("busy") == [aborted("busy"), Waiting(P, gone=True)]
         else:
             assert expire(held, 29.9) == []
             assert expire(held, 30) == ["fetch_wait", aborted("deadline"), Waiting(P, gone=True)]
