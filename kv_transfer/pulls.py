@@ -12,7 +12,7 @@ from kv_transfer.peer_memory import TCP_ONLY, PeerMemory, Unreachable
 from kv_transfer.protocol.messages import Export
 
 if TYPE_CHECKING:
-    from kv_transfer.device import Outcome, Pool, Staged
+    from kv_transfer.device.pool import Outcome, Pool, Staged
 
 Ended = tuple[Sequence[ArrivedAt], list[bool]]
 """Slices that were read, and whether the generation and the checksum of each were right."""

@@ -44,7 +44,7 @@ from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
 if TYPE_CHECKING:
-    from kv_transfer.device import Staged
+    from kv_transfer.device.pool import Staged
 
 _MAX_REFETCHES = 2
 
@@ -98,7 +98,7 @@ class ArenaReceiver:
         pulls: bool = False,
     ) -> None:
         """`pulls`: slots that peers on this host export are read."""
-        from kv_transfer.ranks import open_ranks  # torch: in engine processes only
+        from kv_transfer.ranked_pool import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end, exported=pulls)
         self._layout = kv.layout
@@ -273,7 +273,7 @@ class ArenaReceiver:
         return free
 
     def _staged(self, m: Arrived | ArrivedAt, slot: int, taken_at: float) -> Staged:
-        from kv_transfer.device import Staged
+        from kv_transfer.device.pool import Staged
 
         fetch = self._by_transfer[m.transfer_id]
         piece = Slice(m.layer, m.head_start, m.head_count, m.token_start, m.token_count, m.state)

@@ -53,7 +53,7 @@ from kv_transfer.turns import OutgoingPrefill, OutgoingTransfer, Turns
 from kv_transfer.wait import wait
 
 if TYPE_CHECKING:
-    from kv_transfer.device import Staged
+    from kv_transfer.device.pool import Staged
 
 NO_TOKEN = FirstToken(0)
 """In COMMIT of a transfer by content. It means nothing."""
@@ -75,7 +75,7 @@ class ArenaSender:
         adopts: bool = False,
     ) -> None:
         """`exports` and `adopts` as in `ArenaTransport`."""
-        from kv_transfer.ranks import open_ranks  # torch: in engine processes only
+        from kv_transfer.ranked_pool import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end, exported=exports)
         self._layout = kv.layout
@@ -259,7 +259,7 @@ class ArenaSender:
 
     def _take(self, transfer: OutgoingTransfer) -> tuple[OutgoingPrefill, Staged, SliceOut]:
         """Its next slice, with a credit and a slot for it."""
-        from kv_transfer.device import Staged
+        from kv_transfer.device.pool import Staged
 
         piece, _ = transfer.pending.popleft()
         slot = self._slots.take(transfer.account)

@@ -11,9 +11,9 @@ from engine import Engine, EngineConfig
 from engine.core.offload_tier import BlockCopy, OffloadTier
 from engine.execution.rank import Follower
 from engine.models import cache_bytes_per_token, state_caches
-from kv_transfer.block_store import BlockStore, Pair, open_host_store
-from kv_transfer.disk_store import DiskStore
-from kv_transfer.ranked_store import RankedStore, StoreServer
+from kv_transfer.stores.block_store import BlockStore, Pair, open_host_store
+from kv_transfer.stores.disk_store import DiskStore
+from kv_transfer.stores.ranked_store import RankedStore, StoreServer
 from kv_transfer.transport import PagedKV
 from worker.paged_kv import paged_kv
 

@@ -202,7 +202,7 @@ class Cases:
     def _slice(self, *, into_pool: bool) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:
         """The cache of a layer as rows, the rows of a slice of a prompt, the slice, and a function that moves
         it."""
-        from kv_transfer import copy_kernels
+        from kv_transfer.device import copy_kernels
         from kv_transfer.layout import Slice
 
         tokens, shape = self.shape.prompts[0], self.shape

@@ -61,7 +61,7 @@ class Fp8KVCases:
 
     def convert(self) -> Case:
         """A slice of plain KV into the cache, against the same into a plain cache."""
-        from kv_transfer import copy_kernels
+        from kv_transfer.device import copy_kernels
         from kv_transfer.layout import Slice
 
         tokens, shape = self.shape.prompts[0], self.shape

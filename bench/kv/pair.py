@@ -23,7 +23,7 @@ import torch
 
 import kv_transfer as kv
 from bench.kv.raw_sockets import MIB
-from kv_transfer import device as host_pool
+from kv_transfer.device import host_pool
 from kv_transfer.wait import end_waits_on_time, wait
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -221,7 +221,7 @@ def _no_checksums() -> Callable[[], None]:
     nothing = SimpleNamespace(xxh3_64_intdigest=lambda data: 0)
     stack.enter_context(patch.object(host_pool, "xxhash", nothing))
     if torch.cuda.is_available():
-        from kv_transfer import copy_kernels
+        from kv_transfer.device import copy_kernels
 
         launch = copy_kernels.launch
 

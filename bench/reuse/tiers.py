@@ -90,8 +90,8 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
 def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[float]]:
     """Median step times in seconds of windows with copies and without."""
     from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
-    from kv_transfer.block_store import BlockStore, open_host_store
-    from kv_transfer.disk_store import DiskStore
+    from kv_transfer.stores.block_store import BlockStore, open_host_store
+    from kv_transfer.stores.disk_store import DiskStore
     from worker.paged_kv import paged_kv
 
     device = args.device

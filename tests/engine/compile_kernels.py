@@ -62,7 +62,7 @@ def main() -> None:
     from engine.kernels.thresholds import thresholds
     from engine.kernels.triton_kernels import TritonKernels
     from engine.model_config import ClampedSwiGLU, Scoring, Span
-    from kv_transfer import copy_kernels
+    from kv_transfer.device import copy_kernels
 
     def step(
         dtype: torch.dtype,

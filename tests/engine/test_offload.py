@@ -23,7 +23,7 @@ from engine.core.live_request import LiveRequest, Phase
 from engine.core.offload_tier import BlockCopy, OffloadTier
 from engine.core.prefix_cache import PrefixCache
 from engine.core.scheduler import Scheduler
-from kv_transfer.disk_store import DiskStore
+from kv_transfer.stores.disk_store import DiskStore
 from worker.offload import offload_pumps
 
 BLOCK = 16

@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 
 import kv_transfer as kv
-from kv_transfer import ranks as ranks_module
+from kv_transfer import ranked_pool
 from kv_transfer.channel import ChannelClosed
 from kv_transfer.layout import heads_of
 from kv_transfer.parent import die_with_parent
-from kv_transfer.ranks import RankCopier
+from kv_transfer.rank_copier import RankCopier
 from kv_transfer.transport import PagedKV
 from kv_transfer.wait import wait
 
@@ -155,7 +155,7 @@ def _run(
 class _Rank0:
     def silence(self, seconds: float) -> None:
         """From now on, another rank that copies nothing for so long hangs."""
-        ranks_module.SILENCE = seconds
+        ranked_pool.SILENCE = seconds
 
 
 class _Prefill(_Rank0):

@@ -10,11 +10,13 @@ from functools import partial
 import pytest
 import torch
 
-from kv_transfer import copy_kernels, staging
+from kv_transfer import staging
 from kv_transfer.arena import Arena
 from kv_transfer.cuda_memory import DeviceMemory, Slots
-from kv_transfer.cuda_pool import CudaPool
-from kv_transfer.device import HostPool, Pool, Staged
+from kv_transfer.device import copy_kernels
+from kv_transfer.device.cuda_pool import CudaPool
+from kv_transfer.device.host_pool import HostPool
+from kv_transfer.device.pool import Pool, Staged
 from kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state
 from kv_transfer.transport import PagedKV
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.arena import Arena
-from kv_transfer.device import Pool, Staged
+from kv_transfer.device.open_pool import open_pool
+from kv_transfer.device.pool import Pool, Staged
 from kv_transfer.layout import KVLayout, cut
-from kv_transfer.pools import open_pool
 from kv_transfer.staging import GATHER_BYTES, SCATTER_BYTES, SLACK, at_once, coalesce, landing_bytes
 from kv_transfer.transport import PagedKV
 

@@ -21,7 +21,8 @@ import torch
 
 import kv_transfer as kv
 from kv_transfer import channel as ch
-from kv_transfer import device, pools
+from kv_transfer import ranked_pool
+from kv_transfer.device.host_pool import HostPool
 from kv_transfer.receiver import ArenaReceiver, _LayerPace
 from kv_transfer.sender import ArenaSender
 
@@ -35,7 +36,7 @@ class LateEvent:
         self.passed = False
 
 
-class LatePool(device.HostPool):
+class LatePool(HostPool):
     """Does the work when its event is let through, as a stream does when it gets there."""
 
     def __init__(self, *args: Any) -> None:
@@ -55,7 +56,7 @@ class LatePool(device.HostPool):
 
         def work() -> None:
             assert all(e is None or e.passed for e in after), "a stream waits for these"
-            device.HostPool.gather(self, batch)
+            HostPool.gather(self, batch)
 
         self.work.append((event, work))
         return event
@@ -63,7 +64,7 @@ class LatePool(device.HostPool):
     def scatter(self, batch: Any) -> tuple[LateEvent, LateEvent]:
         copied, scattered = LateEvent(), LateEvent()
         self.work.append((copied, lambda: None))
-        self.work.append((scattered, lambda: device.HostPool.scatter(self, batch)))
+        self.work.append((scattered, lambda: HostPool.scatter(self, batch)))
         return copied, scattered
 
     def go(self, count: int = 1) -> None:
@@ -82,7 +83,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
         made.append(LatePool(*args))
         return made[-1]
 
-    monkeypatch.setattr(pools, "open_pool", open_pool)
+    monkeypatch.setattr(ranked_pool, "open_pool", open_pool)
     return made
 
 

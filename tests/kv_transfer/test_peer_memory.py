@@ -15,7 +15,8 @@ import torch
 import kv_transfer as kv
 from kv_transfer import cuda_memory
 from kv_transfer.arena import exported_bytes
-from kv_transfer.device import HostPool, Staged
+from kv_transfer.device.host_pool import HostPool
+from kv_transfer.device.pool import Staged
 from kv_transfer.layout import Slice
 from kv_transfer.peer_memory import (
     PeerArena,

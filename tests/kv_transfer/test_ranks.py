@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer import ranks as ranks_module
+from kv_transfer import ranked_pool
 from kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from kv_transfer.channel import ChannelClosed
-from kv_transfer.device import Event, HostPool, Pool, Staged
+from kv_transfer.device.host_pool import HostPool
+from kv_transfer.device.pool import Event, Pool, Staged
 from kv_transfer.layout import KVLayout, cut
-from kv_transfer.ranks import open_ranks
+from kv_transfer.ranked_pool import open_ranks
 
 from .ranks import Ranks, mapped, positions
 
@@ -146,7 +147,7 @@ def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_that_hangs_or_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "SILENCE", 0.01)
+    monkeypatch.setattr(ranked_pool, "SILENCE", 0.01)
     with groups(4, (2, 16)) as (group,):
         piece = next(cut(layout_of(4), 0, (0, 10), (2, 4), SLOT))
         group.layer_done_on_rank_0()

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from kv_transfer import cuda_memory, staging
-from kv_transfer.cuda_pool import CudaPool
-from kv_transfer.device import HostPool, Staged
+from kv_transfer.device.cuda_pool import CudaPool
+from kv_transfer.device.host_pool import HostPool
+from kv_transfer.device.pool import Staged
 from tests.bad_network import BadNetwork
 from tests.device import DEVICE
 from tests.kv_transfer.conftest import Decode, Pair, Prefill

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import kv_transfer as kv
-from kv_transfer.cuda_pool import CudaPool
-from kv_transfer.device import HostPool, Staged
+from kv_transfer.device.cuda_pool import CudaPool
+from kv_transfer.device.host_pool import HostPool
+from kv_transfer.device.pool import Staged
 from kv_transfer.peer_memory import Unreachable
 from tests.device import DEVICE
 from tests.kv_transfer.conftest import Pair, Prefill, until

@@ -72,7 +72,7 @@ def open_host_store(kv: PagedKV, num_places: int, tick: Callable[[], None]) -> H
     """`tick`, a sign of life, is called while memory is pinned, which takes 0.16 s for each GiB. Raises
     `MemoryError` if there is not enough."""
     if torch.device(kv.device).type == "cuda":
-        from kv_transfer.cuda_store import CudaStore
+        from kv_transfer.stores.cuda_store import CudaStore
 
         return CudaStore(kv, num_places, tick)
     return CpuStore(kv, num_places)

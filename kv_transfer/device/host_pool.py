@@ -1,118 +1,22 @@
-"""Where torch begins: KV between the engine's paged pool and arena slots.
-
-`HostPool` copies at once. `CudaPool` enqueues on a side stream of its own and answers with events; it never
-waits for the device. In both, a *table* is where one request's positions and its states lie in the pool.
-"""
+"""KV between paged memory of the host and arena slots."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from msgspec import Struct
-from msgspec.structs import replace
 
 from kv_transfer.arena import Arena
-from kv_transfer.convert import Dense
-from kv_transfer.layout import ITEM_BYTES, KVLayout, Range, Slice, runs, slice_bytes
-from kv_transfer.peer_memory import (
-    PeerArena,
-    PeerMemories,
-    PeerMemory,
-    Unreachable,
-    export_arena,
-    mark,
-)
+from kv_transfer.device.convert import Dense
+from kv_transfer.device.pool import Event, Outcome, Staged, held_heads, of_each_dtype
+from kv_transfer.layout import runs, slice_bytes
+from kv_transfer.peer_memory import PeerArena, PeerMemories, PeerMemory, Unreachable, export_arena, mark
 from kv_transfer.protocol.messages import Export
 from kv_transfer.transport import PagedKV
-
-Event = Any  # torch.cuda.Event; None where everything is done at once
-Outcome = Callable[[], list[bool]]
-"""Of each slice that was pulled: whether its generation and its checksum were right."""
-
-
-class Staged(Struct, frozen=True):
-    """A slice in an arena slot, on its way to or from the pool."""
-
-    piece: Slice
-    slot: int
-    table: Any
-    dtype: str | None = None  # of KV in the slot; None: that of the pool. `scatter` converts
-    generation: int = 0  # of a slot that peers read
-
-
-class Pool(Protocol):
-    """The KV cache of one rank. Of a slice it copies the heads that the rank holds."""
-
-    def enter_thread(self) -> None:
-        """Call first in each thread that uses the pool."""
-        ...
-
-    def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Any:
-        """Where positions [0, num_tokens) and the states of a request lie."""
-        ...
-
-    def record(self) -> Event:
-        """An event on the current stream."""
-        ...
-
-    def passed(self, event: Event) -> bool: ...
-
-    gather_most: int
-    """How many slices are worth gathering together."""
-
-    def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
-        """Pool → slots. When the event that is returned has passed, the slots are filled and the pool is no
-        longer read. `after`: nothing, or for each slice the event after which it may be read. None: at
-        once."""
-        ...
-
-    def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
-        """Slots → pool. First event: the slots are free; second: the pool holds the bytes."""
-        ...
-
-    def export(self) -> Export:
-        """Lets peers on this host read slots with a generation. Raises Unreachable if that is not supported
-        here. With several ranks it waits for the others."""
-        ...
-
-    def adopt(self, export: Export) -> None:
-        """Instead of `export`: slices with a generation go to these slots, which are the transfer process's.
-        Raises Unreachable. With several ranks it waits for the others."""
-        ...
-
-    def open(self, export: Export) -> PeerMemory:
-        """Raises Unreachable unless a test copy succeeded."""
-        ...
-
-    def opened(self, memory: Any) -> bool:
-        """Whether `memory`, which `open` returned, can be read by all ranks; False: this is not known yet.
-        Raises Unreachable, but if there is one rank."""
-        ...
-
-    def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        """Slots of `memory`, which is open, → pool. When the event has passed the slots may be used again,
-        and the outcome is known. Wrong bytes may be in the pool then. Raises Unreachable if the memory cannot
-        be read any more."""
-        ...
-
-    def close(self) -> None:
-        """Wait for everything enqueued, and let go of the arena."""
-        ...
-
-
-def of_each_dtype(layout: KVLayout) -> dict[str | None, KVLayout]:
-    """By dtype; None is that of the layout."""
-    return {dtype: replace(layout, dtype=dtype) for dtype in ITEM_BYTES} | {None: layout}
-
-
-def held_heads(piece: Slice, heads: Range) -> Range:
-    """The heads of a slice that are among `heads`."""
-    return max(piece.head_start, heads[0]), min(piece.head_start + piece.head_count, heads[1])
 
 
 class HostPool:

@@ -10,15 +10,15 @@ from operator import itemgetter
 
 import torch
 
-from kv_transfer import copy_kernels
 from kv_transfer.arena import Arena
 from kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
-from kv_transfer.device import Event, Outcome, Staged, held_heads, of_each_dtype
+from kv_transfer.device import copy_kernels
+from kv_transfer.device.pool import Event, Outcome, Staged, held_heads, of_each_dtype
+from kv_transfer.device.tables import Tables
 from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemories, Unreachable
 from kv_transfer.protocol.messages import Export
 from kv_transfer.staging import GATHER_BYTES, LANDINGS, at_once, coalesce, exported_slot_bytes, landing_bytes
-from kv_transfer.tables import Tables
 from kv_transfer.transport import PagedKV
 
 _SLICES = 8  # that one kernel gathers at most

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kv_transfer import copy_kernels
-from kv_transfer.cuda_pool import pin, unpin
+from kv_transfer.device import copy_kernels
+from kv_transfer.device.cuda_pool import pin, unpin
+from kv_transfer.device.tables import Table
 from kv_transfer.layout import Slice
-from kv_transfer.tables import Table
 from kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 64 << 20

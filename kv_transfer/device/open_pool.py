@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from kv_transfer.arena import Arena
-from kv_transfer.device import HostPool, NoPool, Pool
+from kv_transfer.device.host_pool import HostPool, NoPool
+from kv_transfer.device.pool import Pool
 from kv_transfer.layout import FP8
 from kv_transfer.transport import PagedKV
 
@@ -38,7 +39,7 @@ def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
             assert tensor.dtype == getattr(torch, state.dtype), f"{state.name} is {tensor.dtype}"
     match torch.device(kv.device).type:
         case "cuda":
-            from kv_transfer.cuda_pool import CudaPool
+            from kv_transfer.device.cuda_pool import CudaPool
 
             return CudaPool(kv, arena, exported=exported)
         case "meta":

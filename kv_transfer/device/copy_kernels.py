@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kv_transfer import convert
+from kv_transfer.device import convert
 from kv_transfer.layout import Range, Slice
 
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kv_transfer.block_store import Pair, block_bytes, open_host_store
+from kv_transfer.stores.block_store import Pair, block_bytes, open_host_store
 from kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 256 << 20
