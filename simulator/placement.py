@@ -15,7 +15,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -40,6 +39,7 @@ from router.policy import (
     two_choices,
 )
 from rpc import worker_pb2 as pb
+from simulator.arrivals import Arrival, Load, arrivals
 from simulator.step_worker import BLOCK, BLOCKS, BUDGET, Clock, PlacementOutcome, Request, Worker
 
 STATUS_INTERVAL = 1.0
@@ -56,15 +56,6 @@ Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, Pool] = ("prefill", "decode")
 Flips = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping[Pool, int]]
 """Takes the time and the reports of each pool. Returns the sizes that the pools should have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Tokens of each request, and requests per second for each two workers."""
-
-    prompt: int
-    answer: int
-    rate: float
 
 
 class Router:
@@ -157,7 +148,8 @@ class Router:
 
     def _sticky(self, request: Request) -> tuple[PrefillRequest, PrefillSnapshot, int]:
         """The request, the prefill workers, and the one that `sticky` chooses."""
-        asked = PrefillRequest(key=request.number * SPREAD % 2**64, tokens=request.prompt)
+        key, chunks = request.session * SPREAD % 2**64, request.prompt_chunks
+        asked = PrefillRequest(key=key, tokens=request.prompt, chunks=chunks)
         snapshot = self._loads.snapshot(asked, self._clock.now)
         assert snapshot is not None
         return asked, snapshot, sticky(snapshot, asked)
@@ -168,10 +160,11 @@ class Router:
         found = Placement("handover")
         if self._kind == "policy":
             found = self._place(request, asked, snapshot, prefill, decode)
-        alone = request.prompt / float(snapshot.speed[prefill])
+        request.cached = self._cached(decode if found.place == "decode" else prefill, asked)
+        token_seconds = 1 / float(snapshot.speed[prefill])
         if found.place == "decode":
-            alone = request.prompt * pace(self._status[decode]).token_seconds
-        request.due = request.arrived + patience(alone)
+            token_seconds = pace(self._status[decode]).token_seconds
+        request.due = request.arrived + patience((request.prompt - request.cached) * token_seconds)
         self._outcome.places[found.place] += 1
         if found.place == "decode":
             self._submit(request, decode, decode)
@@ -179,6 +172,10 @@ class Router:
             self._submit(request, prefill, prefill)
         else:
             self._submit(request, prefill, decode, queued=self._loads.tokens_queued(prefill, now) > BUDGET)
+
+    def _cached(self, row: int, asked: PrefillRequest) -> int:
+        """Tokens of the prompt that the worker has in its cache."""
+        return self._loads.index.overlap(asked.chunks, asked.tokens, BLOCK, 1 << row).of(row)
 
     def _place(
         self,
@@ -191,12 +188,13 @@ class Router:
         load, utilisation = self._decodes[prefill], self._loads.utilisation(prefill)
         first = prefill_offer(snapshot, asked, prefill, self._status[prefill], load, utilisation)
         waiting = self._loads.tokens_waiting(decode, self._clock.now)
-        offer = decode_offer(self._status[decode], self._decodes[decode], waiting, cached=0)
+        cached = self._cached(decode, asked)
+        offer = decode_offer(self._status[decode], self._decodes[decode], waiting, cached)
         return place(request.prompt, request.answer, first, [offer])
 
     def _submit(self, request: Request, computes: int, decodes: int, *, queued: bool = False) -> None:
         """`queued`: the decode worker gets the request when its prefill starts."""
-        work = PrefillWork(request.prompt)
+        work = PrefillWork(request.prompt - request.cached)
         self._loads.sent(computes, work, self._clock.now)
         self._sent_tokens += request.prompt
         request.first_token = partial(self._first_token, request, work, computes, decodes)
@@ -220,6 +218,7 @@ class Router:
 
     def _first_token(self, request: Request, work: PrefillWork, computes: int, decodes: int) -> None:
         self._loads.ended(computes, work, computed=True, now=self._clock.now)
+        self._loads.index.add(computes, request.prompt_chunks)
         self._sent_tokens -= request.prompt
         worker = self._workers[decodes]
         if computes == decodes:
@@ -230,6 +229,8 @@ class Router:
 
     def _ended(self, request: Request, decodes: int) -> None:
         self._decodes[decodes].ended(request.prompt + 1)
+        self._loads.index.add(decodes, request.chunks)
+        request.over()
         self._dispatch()
 
 
@@ -238,7 +239,7 @@ class _Cluster:
 
     def __init__(
         self,
-        load: Callable[[float], Load],
+        load: Callable[[float], Load] | Sequence[Arrival],
         kind: Kind,
         *,
         requests: int,
@@ -249,11 +250,16 @@ class _Cluster:
         target_steps: float,
     ) -> None:
         self.outcome = PlacementOutcome()
-        self._load = load
         self._kind: Kind = kind
         self._clock = clock = Clock()
         self._rng = random.Random(seed)
-        self._requests = requests
+        self._arrivals = list(arrivals(load, requests, workers, self._rng) if callable(load) else load)
+        self._sessions: list[int] = []
+        self._followers: dict[int, list[int]] = {}
+        for number, arrival in enumerate(self._arrivals):
+            self._sessions.append(number if arrival.before is None else self._sessions[arrival.before])
+            if arrival.before is not None:
+                self._followers.setdefault(arrival.before, []).append(number)
         self._arrived = 0
         self._workers = [
             Worker(str(row), clock, self.outcome, colocated=kind == "colocated", target_steps=target_steps)
@@ -269,11 +275,10 @@ class _Cluster:
     def run(self, prefills: int, flips: Flips | None) -> None:
         for row in range(prefills):
             self._move(row, "prefill")
-        arrival, workers = 0.0, len(self._workers)
-        for number in range(self._requests):
-            arrival += self._rng.expovariate(self._load(arrival).rate * workers / 2)
-            self._clock.after(arrival, partial(self._arrive, number))
-        for row in range(workers):
+        for number, arrival in enumerate(self._arrivals):
+            if arrival.before is None:
+                self._clock.after(arrival.at, partial(self._arrive, number))
+        for row in range(len(self._workers)):
             self._clock.after(0.0, partial(self._report, row))
         if flips is not None:
             self._clock.after(STATUS_INTERVAL, partial(self._balance, flips))
@@ -284,9 +289,13 @@ class _Cluster:
     def _arrive(self, number: int) -> None:
         now, outcome = self._clock.now, self.outcome
         self._arrived += 1
-        outcome.measures = self._arrived > WARM_UP * self._requests
-        load = self._load(now)
-        request = Request(number, load.prompt, load.answer, now, outcome.measures, load.prompt)
+        outcome.measures = self._arrived > WARM_UP * len(self._arrivals)
+        arrival = self._arrivals[number]
+        request = Request(number, arrival.prompt, arrival.answer, now, outcome.measures)
+        request.chunks, request.prompt_chunks = arrival.chunks, arrival.prompt_chunks
+        request.session = self._sessions[number]
+        if number in self._followers:
+            request.over = partial(self._continue, number)
         router = self._rng.randrange(len(self._routers))
         if self._kind != "colocated":
             self._routers[router].add(request)
@@ -295,11 +304,17 @@ class _Cluster:
         request.first_token = partial(worker.decode, request)
         worker.prefill(request)
 
+    def _continue(self, number: int) -> None:
+        """The answer of a request is over. The request that continues it comes at its time, or now."""
+        for follower in self._followers[number]:
+            wait = max(0.0, self._arrivals[follower].at - self._clock.now)
+            self._clock.after(wait, partial(self._arrive, follower))
+
     def _report(self, row: int) -> None:
         status = self._workers[row].status()
         for router in self._routers:
             router.reported(row, status)
-        if self._arrived < self._requests or not all(worker.idle for worker in self._workers):
+        if self._arrived < len(self._arrivals) or not all(worker.idle for worker in self._workers):
             self._clock.after(STATUS_INTERVAL, partial(self._report, row))
 
     # ------------------------------------------------------------ pools
@@ -322,15 +337,15 @@ class _Cluster:
             row = min(rows[source], key=lambda r: (statuses[r].tokens_waiting, statuses[r].requests_running))
             self._move(row, target)
             self.outcome.flips += 1
-        if self._arrived < self._requests:
+        if self._arrived < len(self._arrivals):
             self._clock.after(STATUS_INTERVAL, partial(self._balance, flips))
 
 
 def simulate(
-    load: Load | Callable[[float], Load],
+    load: Load | Callable[[float], Load] | Sequence[Arrival],
     kind: Kind,
     *,
-    requests: int,
+    requests: int = 0,
     workers: int = 2,
     prefills: int = 0,
     flips: Flips | None = None,
@@ -341,7 +356,8 @@ def simulate(
 ) -> PlacementOutcome:
     """Serves requests that arrive at random times. The times depend on the load and the seed only.
 
-    `load`: what arrives, or what arrives at a time. `prefills`: workers of the prefill pool; 0: half of them.
+    `load`: what arrives, what arrives at a time, or each request. `requests`: their number, at random times.
+    `prefills`: workers of the prefill pool; 0: half of them.
     `flips` moves workers between the pools. None: nothing does. `seats` and `target_steps`: of each worker,
     as `--max-num-seqs` and the gap target in fastest steps.
 

@@ -1,7 +1,7 @@
 """An engine step by step: it decodes, and computes prompts in the order of their arrival.
 
 A step takes one token of each decode, and chunks of prompts. The chunk limit and the averages that a worker
-reports are those of the engine. Only the cost of a step is simulated (`steps`). No prompt is cached.
+reports are those of the engine. Only the cost of a step is simulated (`steps`).
 
 As in the engine, a step is planned before the one under way ends. Requests that come later from other workers
 wait for the step after it.
@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -126,8 +126,11 @@ class Request:
     """One request for at least two tokens.
 
     Attributes:
+        session: number of the first request of its chat.
+        chunks: hints of the prompt and the answer, in chunks of 64 tokens.
+        cached: prompt tokens that the worker which computes the prompt has in its cache.
         left: prompt tokens that no step has taken.
-        computed: prompt tokens that steps have begun to compute.
+        computed: prompt tokens that are cached, or that steps have begun to compute.
         due: when the prompt should be computed.
         token_at: time of its first token.
         started: called when the first step takes tokens of the prompt.
@@ -141,7 +144,11 @@ class Request:
     answer: int
     arrived: float
     measured: bool
-    left: int
+    session: int = 0
+    chunks: Sequence[int] = ()
+    prompt_chunks: Sequence[int] = ()
+    cached: int = 0
+    left: int = 0
     computed: int = 0
     due: float = 0.0
     token_at: float = 0.0
@@ -149,6 +156,7 @@ class Request:
     ends: Callable[[float], None] = _ignore
     first_token: Event = _nothing
     ended: Event = _nothing
+    over: Event = _nothing
 
 
 class Worker:
@@ -198,7 +206,8 @@ class Worker:
         self._positions += request.prompt + request.answer
 
     def prefill(self, request: Request) -> None:
-        """Computes the prompt, and then calls `first_token`."""
+        """Computes the prompt without what is cached, and then calls `first_token`."""
+        request.left, request.computed = request.prompt - request.cached, request.cached
         self._prompts.append(request)
         self._wake()
 
@@ -223,7 +232,7 @@ class Worker:
         limit = self._limit
         short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
-        started = sum(request.left < request.prompt for request in self._prompts)
+        started = sum(request.left < request.prompt - request.cached for request in self._prompts)
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
@@ -316,7 +325,7 @@ class Worker:
                 return
             if taken and not decodes and taken + request.left > FULL_STEP:
                 return
-            if request.left == request.prompt:
+            if request.left == request.prompt - request.cached:
                 request.started()
             budget -= count
             taken += count

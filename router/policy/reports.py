@@ -60,10 +60,11 @@ def prefill_offer(
 ) -> PrefillOffer:
     """The offer of a prefill worker. `load`: what it decodes."""
     first_token, mixed = snapshot.seconds(request, row), pace(status)
+    tokens = request.tokens - snapshot.cached.of(row)
     if (load.own or status.requests_decoding) and mixed.known:  # it computes the prompt beside decodes
-        work = snapshot.tokens_ahead(row) + request.tokens - snapshot.cached.of(row)
-        first_token = max(first_token, mixed.seconds(work))
-    return PrefillOffer(first_token, decodes=load.fits(request.tokens + 1), utilisation=utilisation)
+        first_token = max(first_token, mixed.seconds(snapshot.tokens_ahead(row) + tokens))
+    decodes = load.fits(request.tokens + 1)
+    return PrefillOffer(first_token, tokens, mixed.short_tokens, decodes, utilisation)
 
 
 def decode_offer(status: pb.WorkerStatus, load: DecodeLoad, waiting: float, cached: int) -> DecodeOffer:

@@ -24,6 +24,7 @@ from router.policy import (
     prefill_offer,
 )
 from router.policy.chunk_index import ChunkIndex
+from router.policy.placement import SHORT_ANSWER
 from router.text.tokenizer import ModelTokenizer
 from rpc import worker_pb2 as pb
 
@@ -35,10 +36,12 @@ PACE = MixedPace(decode_seconds=0.010, short_tokens=50, short_seconds=0.015)
 SPEED = 20_000.0  # tokens/s of a prefill worker
 
 
-def decided(tokens: int, queue: int = 0, waiting: int = 0, cached: int = 0) -> str | None:
+def decided(
+    tokens: int, queue: int = 0, waiting: int = 0, cached: int = 0, answer: int = SHORT_ANSWER
+) -> str | None:
     """Decides as if the prefill worker had as much of the prompt cached."""
     prefill = PrefillOffer((queue + tokens - cached) / SPEED)
-    return place(tokens, 100, prefill, [DecodeOffer(PACE, waiting, cached)]).reason
+    return place(tokens, answer, prefill, [DecodeOffer(PACE, waiting, cached)]).reason
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,13 @@ def decided(tokens: int, queue: int = 0, waiting: int = 0, cached: int = 0) -> s
 )
 def test_the_earlier_second_token_decides(tokens: int, queue: int, waiting: int, reason: str | None) -> None:
     assert decided(tokens, queue, waiting) == reason
+
+
+def test_the_earlier_first_token_decides_about_long_answers() -> None:
+    """A chunk on the decode worker has the first token after 14 ms, and the prefill worker after 12."""
+    assert decided(40, 200) == "short"
+    assert decided(40, 200, answer=SHORT_ANSWER + 1) is None
+    assert decided(40, 300, answer=SHORT_ANSWER + 1) == "short"
 
 
 @pytest.mark.parametrize(
@@ -123,21 +133,24 @@ def test_an_idle_decode_worker_computes_a_prompt_at_full_speed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "utilisation", "decodes", "expected"),
+    ("answer", "utilisation", "decodes", "computes", "short_tokens", "expected"),
     [
-        (20, 0.2, True, "prefill"),  # the future prompts wait 5 ms more, and the handover takes 10
-        (20, 0.2, False, "handover"),  # no seat
-        (2000, 0.2, True, "handover"),  # they would wait 120 ms more
-        (2000, 0.0, True, "handover"),  # there are none yet
-        (50, 0.0, True, "prefill"),
-        (20, 0.9, True, "handover"),
+        (20, 0.2, True, 200, 0, "prefill"),  # the future prompts wait 5 ms more, and the handover takes 10
+        (20, 0.2, False, 200, 0, "handover"),  # no seat
+        (2000, 0.2, True, 200, 0, "handover"),  # they would wait 120 ms more
+        (65, 0.0, True, 200, 0, "handover"),  # there are none yet
+        (50, 0.0, True, 200, 0, "prefill"),
+        (20, 0.9, True, 200, 0, "handover"),
+        (20, 0.2, True, 201, 0, "handover"),  # five short steps, if they are like those of the decode worker
+        (20, 0.2, True, 240, 60, "prefill"),
+        (20, 0.2, True, 241, 60, "handover"),
     ],
 )
-def test_a_prefill_worker_decodes_an_answer_that_slows_down_few_prompts(
-    answer: int, utilisation: float, decodes: bool, expected: str
+def test_a_prefill_worker_decodes_a_short_answer_that_slows_down_few_short_prompts(
+    answer: int, utilisation: float, decodes: bool, computes: int, short_tokens: int, expected: str
 ) -> None:
-    prefill = PrefillOffer(0.008, decodes=decodes, utilisation=utilisation)
-    assert place(200, answer, prefill, [DecodeOffer(LONG)]).place == expected
+    prefill = PrefillOffer(0.008, computes, short_tokens, decodes=decodes, utilisation=utilisation)
+    assert place(1000, answer, prefill, [DecodeOffer(LONG)]).place == expected
 
 
 @pytest.mark.parametrize(("decoding", "own", "seconds"), [(0, 0, 0.1), (1, 0, 0.3), (0, 1, 0.3)])
@@ -326,6 +339,7 @@ async def test_a_short_answer_stays_on_the_prefill_worker(cluster: Cluster) -> N
     """It delays few prompts there. The handover would take another step."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
     decode.status.decode_seconds = 0.010
+    decode.status.chunk_tokens, decode.status.chunk_seconds = 50, 0.015
     decode.report()
     connection = cluster.router.services.pool.ready(pb.POOL_DECODE)[0]
     await cluster.until(lambda: connection.status.decode_seconds > 0)

@@ -1,0 +1,48 @@
+"""The requests that arrive in the simulator of placement: at random times, or as turns of chats."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from content import CHUNK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens of each request, and requests per second for each two workers."""
+
+    prompt: int
+    answer: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request.
+
+    Attributes:
+        at: seconds from the start.
+        chunks: hints of the prompt and the answer, in chunks of 64 tokens. Workers cache these chunks.
+        before: number of the request whose answer it continues. It comes after that. None: it begins a chat.
+    """
+
+    at: float
+    prompt: int
+    answer: int
+    chunks: Sequence[int] = ()
+    before: int | None = None
+
+    @property
+    def prompt_chunks(self) -> Sequence[int]:
+        return self.chunks[: self.prompt // CHUNK_TOKENS]
+
+
+def arrivals(
+    load: Callable[[float], Load], requests: int, workers: int, rng: random.Random
+) -> Iterator[Arrival]:
+    """Requests that arrive at random times. `load`: what arrives at a time."""
+    at = 0.0
+    for _ in range(requests):
+        at += rng.expovariate(load(at).rate * workers / 2)
+        found = load(at)
+        yield Arrival(at, found.prompt, found.answer)
