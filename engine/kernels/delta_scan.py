@@ -226,6 +226,8 @@ def _scan(
     kept = state_at(state, slot, head, dims, columns, HEADS, HEAD_DIM, SIZE)
     now = tl.load(kept, mask=inside & has_state, other=0.0)
     factor = HEADS * count.to(tl.int64)
+    # Loaded a chunk ahead, since each chunk would wait for it.
+    next_slot = -1 if copies is None else copy_after(copies, first, 0, tokens, TOKENS)
     for start in range(0, tokens, TOKENS):
         row, used = first + start + token, start + token < tokens
         channels = rows + row[:, None] * row_stride
@@ -253,9 +255,8 @@ def _scan(
         moved = (written * of_written[:, None]).to(k.dtype)
         now = tl.dot(tl.trans(k), moved, now * of_state, input_precision="tf32x3")
         if copies is not None:
-            to_slot = copy_after(copies, first, start, tokens, TOKENS)
+            to_slot, next_slot = next_slot, copy_after(copies, first, start + TOKENS, tokens, TOKENS)
             if to_slot >= 0:
-                tl.store(
-                    state_at(state, to_slot, head, dims, columns, HEADS, HEAD_DIM, SIZE), now, mask=inside
-                )
+                copy = state_at(state, to_slot, head, dims, columns, HEADS, HEAD_DIM, SIZE)
+                tl.store(copy, now, mask=inside)
     tl.store(kept, now, mask=inside)

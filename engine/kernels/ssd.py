@@ -224,6 +224,8 @@ def _scan(
     next_step = tl.load(of_steps + token, mask=token < tokens, other=0.0)
     next_total = tl.load(of_steps + sums + token, mask=token < tokens, other=0.0)
     next_whole = tl.load(of_steps + sums + tl.minimum(tokens, TOKENS) - 1)
+    # Loaded a chunk ahead, since each chunk would wait for it.
+    next_slot = -1 if copies is None else copy_after(copies, first, 0, tokens, TOKENS)
     for start in range(0, tokens, TOKENS):
         row, used = first + start + token, (start + token < tokens)[:, None]
         channels = rows + row[:, None] * row_stride
@@ -248,9 +250,8 @@ def _scan(
         moved = (x.to(tl.float32) * (tl.exp(whole - total) * step)[:, None]).to(x.dtype)
         now = tl.dot(tl.trans(b), moved, now * tl.exp(whole), input_precision="tf32x3")
         if copies is not None:
-            to_slot = copy_after(copies, first, start, tokens, TOKENS)
+            to_slot, next_slot = next_slot, copy_after(copies, first, start + TOKENS, tokens, TOKENS)
             if to_slot >= 0:
-                tl.store(
-                    state_at(state, to_slot, head, dims, columns, HEADS, HEAD_DIM, SIZE), now, mask=inside
-                )
+                copy = state_at(state, to_slot, head, dims, columns, HEADS, HEAD_DIM, SIZE)
+                tl.store(copy, now, mask=inside)
     tl.store(kept, now, mask=inside)
