@@ -1,6 +1,7 @@
 """Messages to routers about the prefix cache: numbered changes and snapshots.
 
-A router gets a snapshot when it attaches, and when it missed a change and asks for one.
+A router gets a snapshot when it attaches, and when it missed a change and asks for one. A snapshot may have
+millions of chunks. So its parts are made one by one, and changes may be sent between them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,21 +31,27 @@ class CacheFeed:
         messages = []
         for batch in _batches(chain(((chunk, None) for chunk in evicted), entered)):
             self._sequence += 1
-            messages.append(self._message(batch))
+            messages.append(self._message(batch, self._tier_of))
         return messages
 
-    def snapshot(self) -> list[pb.WorkerMessage]:
-        """Returns the snapshot for one router. It includes every change up to now."""
-        before, self._tier_of = self._tier_of, {}
-        batches = list(_batches(iter(before.items()))) or [[]]
-        return [self._message(batch, reset=number == 0) for number, batch in enumerate(batches)]
+    def snapshot(self) -> Iterator[pb.WorkerMessage]:
+        """Yields the parts of a snapshot for one router. Each has the tiers of its chunks when it is made.
 
-    def _message(self, batch: Sequence[tuple[int, Tier | None]], *, reset: bool = False) -> pb.WorkerMessage:
-        """Applies a part of a change. `batch`: chunks and their tiers now; None: they are in no tier."""
+        Before the next part is made, the router must be sent every change up to then.
+        """
+        tier_of = self._tier_of
+        for number, batch in enumerate(list(_batches(iter(tier_of))) or [[]]):
+            now = [(chunk, tier_of[chunk]) for chunk in batch if chunk in tier_of]
+            yield self._message(now, {}, reset=number == 0)
+
+    def _message(
+        self, batch: Sequence[tuple[int, Tier | None]], tier_of: dict[int, Tier], *, reset: bool = False
+    ) -> pb.WorkerMessage:
+        """Applies a part of a change to `tier_of`. `batch`: chunks and their tiers now; None: in no tier."""
         evicted: list[int] = []
         added: list[int] = []
         moved: list[list[int]] = [[] for _ in Tier]
-        tier_of, device = self._tier_of, Tier.DEVICE
+        device = Tier.DEVICE
         for chunk, tier in batch:
             if tier is None:
                 evicted.append(chunk)

@@ -12,7 +12,7 @@ In each case the engine cancels all attempts of the stream.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Protocol
 
 import grpc.aio
@@ -46,8 +46,8 @@ class Backend(Protocol):
         Raises ValueError if the worker cannot serve this pool.
         """
 
-    def cache_snapshot(self) -> list[pb.WorkerMessage]:
-        """Returns the contents of the prefix cache as messages; empty if the cache is off."""
+    def cache_snapshot(self) -> Iterator[pb.WorkerMessage]:
+        """Yields the contents of the prefix cache as messages; none if the cache is off."""
 
 
 class AttachService(WorkerServicer):
@@ -84,7 +84,7 @@ class AttachService(WorkerServicer):
         self._opened += 1
         stream = RouterStream(self._opened)
         self._streams[stream.number] = stream
-        self._put_snapshot(stream)
+        stream.put_snapshot(self._backend.cache_snapshot)
         log.info("router %s attached", router)
         reading = asyncio.create_task(self._read(stream, request_iterator))
         writing = asyncio.create_task(stream.write_to(context))
@@ -155,10 +155,6 @@ class AttachService(WorkerServicer):
         later = (number for number in self._streams if number > self._offered)
         self._offered = next(later, next(iter(self._streams), 0))
         self.deliver(self._offered, streams.offer(offer))
-
-    def _put_snapshot(self, stream: RouterStream) -> None:
-        for message in self._backend.cache_snapshot():
-            stream.put(message)
 
     def finish(self) -> None:
         """Ends every stream after its queued messages are written."""
@@ -233,7 +229,7 @@ class AttachService(WorkerServicer):
         await self._backend.send(messages.Cancel(stream.number, attempt_id))
 
     async def _cache_resync(self, stream: RouterStream, message: pb.RouterMessage) -> None:
-        self._put_snapshot(stream)
+        stream.put_snapshot(self._backend.cache_snapshot)
 
     def _require_accepting(self) -> None:
         if self._backend.draining:

@@ -5,7 +5,7 @@ import logging.config
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from itertools import count
 
 import setproctitle
@@ -298,8 +298,8 @@ class Service:
                 await self.send(messages.OfferPrefixes())
         return await self.status()
 
-    def cache_snapshot(self) -> list[pb.WorkerMessage]:
-        return [] if self._cache is None else self._cache.snapshot()
+    def cache_snapshot(self) -> Iterator[pb.WorkerMessage]:
+        return iter(()) if self._cache is None else self._cache.snapshot()
 
     async def _engine_status(self) -> EngineStatus:
         question = next(self._questions)

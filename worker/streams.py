@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Iterator
 
 import grpc.aio
 
@@ -27,6 +28,8 @@ class RouterStream:
         self.number = number
         self.unread_bytes = 0
         self._queue: deque[pb.WorkerMessage] = deque()
+        self._snapshot: Iterator[pb.WorkerMessage] | None = None  # the parts to come
+        self._new_snapshot: Callable[[], Iterator[pb.WorkerMessage]] = lambda: iter(())
         self._changed = asyncio.Event()
         self._finishing = False
         self.overflow = asyncio.Event()
@@ -45,10 +48,21 @@ class RouterStream:
     def put_cache_events(self, message: pb.WorkerMessage) -> None:
         """Queues cache events, or drops them if the router has too much unread.
 
-        The router then sees a gap in the sequence numbers, and asks for a snapshot.
+        The router then sees a gap in the sequence numbers, and asks for a snapshot. A part of a snapshot has
+        the number of the dropped events, and would hide the gap. So the snapshot begins again.
         """
         if self.unread_bytes <= MAX_UNREAD_CACHE_BYTES:
             self.put(message)
+        elif self._snapshot is not None:
+            self._snapshot = self._new_snapshot()
+
+    def put_snapshot(self, new_snapshot: Callable[[], Iterator[pb.WorkerMessage]]) -> None:
+        """Begins a snapshot of the cache, in place of one that is being written.
+
+        A part is made when the queue is empty. So a snapshot of any size leaves little unread, and no token
+        waits for more than one part."""
+        self._new_snapshot, self._snapshot = new_snapshot, new_snapshot()
+        self._changed.set()
 
     def finish(self) -> None:
         """Makes `write_to` return after it has written all queued messages."""
@@ -61,13 +75,24 @@ class RouterStream:
         self.finish()
 
     async def write_to(self, context: grpc.aio.ServicerContext) -> None:
-        while not (self._finishing and not self._queue):
-            await self._changed.wait()
+        while self._queue or not self._finishing:
             self._changed.clear()
-            while self._queue:
-                message = self._queue.popleft()
+            if (message := self.next_message()) is None:
+                await self._changed.wait()
+            else:
                 await context.write(message)
                 self.unread_bytes -= message.ByteSize()
+
+    def next_message(self) -> pb.WorkerMessage | None:
+        """Takes the message that is written next. It counts as unread until it is written."""
+        if self._queue:
+            return self._queue.popleft()
+        part = next(self._snapshot, None) if self._snapshot else None
+        if part is None:
+            self._snapshot = None
+        else:
+            self.unread_bytes += part.ByteSize()
+        return part
 
 
 def offer(message: messages.Offered) -> pb.WorkerMessage:

@@ -1,12 +1,14 @@
 """A router follows the reports of the workers' prefix caches."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bench.fakes.worker import FakeWorker
@@ -21,60 +23,69 @@ from rpc import worker_pb2 as pb
 from tests.router.conftest import Cluster, make_cluster
 from tests.router.test_overflow import offering
 from tests.router.test_recovery import decodes
+from worker import cache_feed
 from worker.cache_feed import MAX_CHUNKS, CacheFeed
 from worker.streams import MAX_UNREAD_CACHE_BYTES, RouterStream
 
 CHUNKS = list(range(9))
 
 
+@patch.object(cache_feed, "MAX_CHUNKS", 2)
 @given(
     st.lists(
         st.tuples(
             st.dictionaries(st.sampled_from(CHUNKS), st.sampled_from(list(Tier))),
             st.lists(st.sampled_from(CHUNKS)),
             st.booleans(),
+            st.integers(0, 3),
         ),
         max_size=30,
     )
 )
+@example([({0: Tier.DEVICE}, [], False, 2), ({}, [1], True, 1)])  # a drop between two parts
 def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(changes):
-    """Each report is delivered or dropped. A snapshot is sent when the router asks for it."""
-    feed, sequence, index = CacheFeed(), CacheSequence(), ChunkIndex()
+    """Each report is queued or dropped. The router asks for a snapshot when it misses one. It reads a few
+    messages after each report, parts of the snapshot among them."""
+    feed, sequence, index, stream = CacheFeed(), CacheSequence(), ChunkIndex(), RouterStream(1)
     index.grow(1)
     has: dict[int, Tier] = {}
 
-    def deliver(messages: list[pb.WorkerMessage]) -> None:
-        for message in messages:
+    def changed(now: dict[int, Tier], evicted: list[int], unread: int = 0) -> None:
+        for chunk in evicted:
+            has.pop(chunk, None)
+        has.update(now)
+        stream.unread_bytes += unread
+        for message in feed.changed([[c for c, at in now.items() if at is tier] for tier in Tier], evicted):
+            stream.put_cache_events(message)
+        stream.unread_bytes -= unread
+
+    def read(count: float) -> None:
+        while count and (message := stream.next_message()):
+            count -= 1
             match sequence.follow(message.cache):
                 case CacheAction.APPLY:
                     apply_cache_events(index, 0, message.cache)
                 case CacheAction.RESYNC:
-                    deliver(feed.snapshot())
+                    stream.put_snapshot(feed.snapshot)
 
-    def changed(now: dict[int, Tier], evicted: list[int]) -> list[pb.WorkerMessage]:
-        for chunk in evicted:
-            has.pop(chunk, None)
-        has.update(now)
-        return feed.changed([[c for c, at in now.items() if at is tier] for tier in Tier], evicted)
-
-    deliver(changed({1: Tier.DEVICE, 2: Tier.HOST}, []))
+    changed({1: Tier.DEVICE, 2: Tier.HOST}, [])
+    read(math.inf)
     assert not index.reported(0), "changes before the first snapshot are ignored"
-    deliver(feed.snapshot())
-    last: list[tuple[dict[int, Tier], list[int], bool]] = [
-        ({3: Tier.HOST}, [], True),
-        ({4: Tier.DISK}, [3], True),
-    ]
-    for now, evicted, delivered in [*changes, *last]:
-        messages = changed(now, [chunk for chunk in evicted if chunk not in now])
-        if delivered:
-            deliver(messages)
+    stream.put_snapshot(feed.snapshot)
+    for now, evicted, dropped, count in changes:
+        unread = 2 * MAX_UNREAD_CACHE_BYTES if dropped else 0
+        changed(now, [chunk for chunk in evicted if chunk not in now], unread)
+        read(count)
+    changed({3: Tier.HOST}, [])
+    changed({4: Tier.DISK}, [3])
+    read(math.inf)
     assert {chunk: index.slowest_tier(0, [chunk]) for chunk in index._reported[0]} == has
 
 
 def test_large_changes_and_snapshots_travel_in_bounded_parts():
     feed, sequence = CacheFeed(), CacheSequence()
     added = list(range(2 * MAX_CHUNKS + 1))
-    for messages in (feed.snapshot(), feed.changed([added, [], []], []), feed.snapshot()):
+    for messages in ([*feed.snapshot()], feed.changed([added, [], []], []), [*feed.snapshot()]):
         assert all(sequence.follow(message.cache) is CacheAction.APPLY for message in messages)
         assert all(len(message.cache.added) <= MAX_CHUNKS for message in messages)
     assert sorted(chunk for message in messages for chunk in message.cache.added) == added

@@ -1,6 +1,8 @@
 """The output queue of a router, and the conversion of tokens and failures."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc.aio
@@ -9,6 +11,8 @@ import pytest
 from engine import Logprobs, Output, PromptLogprobs
 from rpc import worker_pb2 as pb
 from worker import messages, streams
+from worker.cache_feed import MAX_CHUNKS, CacheFeed
+from worker.grpc_service import AttachService
 from worker.streams import MAX_UNREAD_BYTES, RouterStream
 
 
@@ -24,6 +28,9 @@ class SlowContext:
         await self.gate.acquire()
         self.written.append(message)
         self.reading.release()
+
+    async def abort(self, code: grpc.StatusCode, reason: str) -> None:
+        raise AssertionError(reason)
 
 
 def slow() -> tuple[SlowContext, grpc.aio.ServicerContext]:
@@ -73,6 +80,46 @@ async def test_finish_writes_the_queued_messages() -> None:
         context.gate.release()
     await asyncio.wait_for(stream.write_to(as_context), 5)
     assert len(context.written) == 3
+
+
+async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "MAX_UNREAD_BYTES", 100_000)
+    feed, chunks = CacheFeed(), range(5 * MAX_CHUNKS)
+    feed.changed([[], chunks, []], [])  # a part of the snapshot has 64 KiB
+    context, as_context = slow()
+
+    async def sent() -> AsyncIterator[pb.RouterMessage]:
+        yield pb.RouterMessage(hello=pb.RouterHello(router_id=b"r" * 16))
+        await asyncio.Event().wait()
+
+    async def send(message: messages.ToEngine) -> None: ...
+
+    backend: Any = SimpleNamespace(cache_snapshot=feed.snapshot, send=send, draining=False)
+    limits: Any = None
+    service = AttachService(backend, limits, pb.WorkerDescription())
+    attached = asyncio.create_task(service.Attach(sent(), as_context))
+
+    async def read() -> pb.WorkerMessage:
+        context.gate.release()
+        reading = asyncio.create_task(context.reading.acquire())
+        await asyncio.wait({reading, attached}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        assert not attached.done(), attached
+        return context.written[-1]
+
+    parts = [await read(), await read()]
+    [evicted] = feed.changed([[], [], []], [chunks[-1]])
+    service.broadcast_cache_events(evicted)
+    service.deliver(1, big(9))
+    between = [await read() for _ in range(3)]
+    assert between[1:] == [evicted, big(9)]
+    parts += [between[0], await read(), await read()]
+    assert [(part.cache.sequence, part.cache.reset) for part in parts] == [
+        (5, True), (5, False), (5, False), (6, False), (6, False)
+    ]  # fmt: skip
+    assert [chunk for part in parts for chunk in part.cache.host] == [*chunks[:-1]]
+    attached.cancel()
 
 
 @pytest.mark.parametrize(
