@@ -1,4 +1,4 @@
-"""The examples of docs/operations.md do what the text says."""
+"""The examples of docs/kubernetes.md do what the text says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from .conftest import K8S, ROOT, Object, build, of_kind, pod_templates, settings_of
 
-TEXT = (ROOT / "docs" / "operations.md").read_text()
+TEXT = (ROOT / "docs" / "kubernetes.md").read_text()
 EXAMPLES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.S)]
 
 

@@ -16,7 +16,7 @@ from kubernetes_validate import utils
 from .conftest import Object, of_kind, pod_templates
 
 VERSIONS = ("1.32", "1.37")
-"""The oldest and the newest that docs/operations.md names."""
+"""The oldest and the newest that docs/kubernetes.md names."""
 CUSTOM = {path.stem: json.loads(path.read_text()) for path in Path(__file__).with_name("schemas").iterdir()}
 EXPECTED = {
     "plain": {"Deployment": 3, "HorizontalPodAutoscaler": 2, "PodDisruptionBudget": 3, "ServiceMonitor": 1},
