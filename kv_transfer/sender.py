@@ -131,8 +131,11 @@ class ArenaSender:
         self._commands.append((self._commit, (prefill_id, first_token)))
         # A request waits for COMMIT, and to wake the pump takes 0.1 ms.
         if self._awake.acquire(blocking=False):
+            is_alone = len(self._commands) == 1
             try:
                 self._do_commands()
+                if is_alone and not self._channel.pending:
+                    return  # the pump has nothing to do, and would compete for the GIL
             except ChannelClosed as e:
                 self._error = e
             finally:

@@ -15,7 +15,7 @@ from worker.messages import Code, FromEngine
 class Attempts:
     """Owners of attempts. `send` takes messages for the service process.
 
-    Tokens are collected until `flush`, which the loop calls once per engine step.
+    Tokens are collected until `flush_tokens`, which the loop calls once per engine step.
     """
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
@@ -84,15 +84,21 @@ class Attempts:
             return
         self._tokens[stream].append(output)
 
-    def report(self, message: messages.Prefilled | messages.SecondToken | messages.Decoded) -> None:
-        """Sends what metrics and logs say of a token, after the token: a client waits for that."""
+    def report(
+        self, message: messages.Injected | messages.Prefilled | messages.SecondToken | messages.Decoded
+    ) -> None:
+        """Sends what metrics and logs say of an attempt, when no client waits for this thread."""
         self._reports.append(message)
 
-    def flush(self) -> None:
+    def flush_tokens(self) -> None:
         """Sends each router one message with all its tokens since the last flush."""
         for stream, tokens in self._tokens.items():
             self._send(messages.Tokens(stream, tokens))
         self._tokens.clear()
+
+    def flush(self) -> None:
+        """Sends tokens, then reports."""
+        self.flush_tokens()
         for report in self._reports:
             self._send(report)
         self._reports.clear()

@@ -239,7 +239,7 @@ class Roles:
             self._parts.attempts.scored(logprobs)
         for role in self._roles:
             role.after_step(result)
-        self._parts.attempts.flush()
+        self._parts.attempts.flush_tokens()
         for role in self._roles:
             role.after_tokens(result)
 

@@ -249,6 +249,8 @@ def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch
     bench.next(until, ch.Offer)
     assert bench.next(until, ch.CommitOut).first_token == kv.FirstToken(1)
     bench.next(until, ch.Finished)
+    with pytest.raises(BlockingIOError):  # the pump is not woken for nothing
+        os.eventfd_read(sender._wake)
     monkeypatch.undo()
     end_of_sleep.set()
     for prefill_id in (b"p", b"q"):

@@ -92,14 +92,17 @@ def test_a_decode_may_not_have_the_id_of_a_prefill_that_the_engine_does_not_know
     assert not role.owns(A)
 
 
-def test_reports_of_a_step_follow_its_tokens() -> None:
+def test_reports_of_a_step_follow_its_tokens_and_may_wait_for_more() -> None:
     table, sent = attempts()
     report = messages.Decoded(A, 1.0, 2.0, 3)
     table.report(report)
-    token = Output(A, 0, 7)
-    table.token(token)
+    tokens = [Output(A, index, 7) for index in range(2)]
+    table.token(tokens[0])
     assert not sent
+    table.flush_tokens()
+    assert sent == [messages.Tokens(1, tokens[:1])]
+    table.token(tokens[1])
     table.flush()
-    assert sent == [messages.Tokens(1, [token]), report]
+    assert sent[1:] == [messages.Tokens(1, tokens[1:]), report]
     table.flush()
-    assert len(sent) == 2
+    assert len(sent) == 3
