@@ -20,7 +20,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def tie_to_parent(ready_fd: int) -> None:
-    """Makes the kernel kill this process when the thread that spawned it ends, for whatever reason.
+    """Makes the kernel kill this process when the thread that spawned it ends, for any reason.
 
     Call it first. If the parent has died already, its end of the pipe is closed, and this process exits.
     Also unblocks the signals that stop a role: Ray blocks them, and a child inherits blocked signals.

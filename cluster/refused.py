@@ -1,6 +1,7 @@
 """vLLM options that Baton does not have: name -> (whether the option takes a value, what to do instead).
 
-Baton refuses them by name, because a user who copies a vLLM command line must learn what has no effect.
+Baton refuses them by name, because a user that copies a vLLM command line must learn which options have no
+effect.
 """
 
 from __future__ import annotations

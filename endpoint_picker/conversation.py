@@ -1,7 +1,7 @@
 """Finds what a request belongs to, so that the turns of a conversation go to one router. Pure.
 
-A router knows best where the KV of the requests is that it sent itself, and only the router that made a
-response can continue it (`previous_response_id`).
+A router knows best where the KV of its own requests is. Only the router that made a response can continue it
+(`previous_response_id`).
 """
 
 import re

@@ -8,7 +8,7 @@ The life of a request:
              loading ───┘
     reserve ──▶ reserved (KV arrives from outside) ──▶ join ──▶ running: decode … ──▶ finished
 
-The rooms, from the outside in. Each imports only rooms below it:
+The layers, from the outside in. Each imports only layers below it:
 
     build        from a configuration to an engine that is ready
     engine       requests from their start to their end

@@ -32,13 +32,13 @@ def build_engine(
 ) -> Engine:
     """Loads the model and makes it ready. Raises `ValueError` for mistakes that the user can mend.
 
-    With `tensor_parallel_size` above 1 this is rank 0. The caller runs an `engine.execution.rank.Follower`
-    with the same configuration and `files` for each other rank, in processes of their own, and ends this
-    process if one of them ends.
+    With `tensor_parallel_size` above 1 this is rank 0. The caller starts a process for each
+    other rank. That process runs an `engine.execution.rank.Follower` with the same configuration and `files`.
+    If one of them ends, the caller ends this process.
 
-    `tick`, a sign of life, is called for each tensor loaded and each layer of a step. `computing` is called
-    with the ids of all requests under way whenever these change, so that a supervisor can tell which requests
-    a crash is about. `progress(stage, fraction)` tells how far the start is."""
+    `tick` is a sign of life: it is called for each tensor loaded and each layer of a step. `computing` is
+    called with the ids of all requests under way, whenever these change. So a supervisor knows which requests
+    were in a step that crashed. `progress(stage, fraction)` tells how far the start is."""
 
     def starting(stage: str, fraction: float) -> None:
         tick()

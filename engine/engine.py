@@ -152,8 +152,8 @@ class Engine:
 
     def reserve(self, request: EngineRequest) -> Reservation | None:
         """Reserves blocks for prompt + output + 1 positions. The caller writes the KV of all but the last one
-        into `kv_cache`, if the prefix cache does not have it, and the states after these positions into
-        `states`. Returns None if there is no room now."""
+        into `kv_cache`, except for KV that the prefix cache has. It writes the states after these positions
+        into `states`. Returns None if there is no room now."""
         live = self._scheduler.reserve(request)
         if live is None:
             return None

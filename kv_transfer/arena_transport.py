@@ -1,4 +1,4 @@
-"""The transport over staging arenas: a transfer process moves the bytes, today over TCP lanes."""
+"""The transport over staging arenas: a transfer process moves the bytes over TCP lanes, or with NIXL."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class TransferDeadlines(msgspec.Struct, frozen=True):
 
 
 def _lane_processes() -> int:
-    """On few cores processes are only in each other's way."""
+    """None on fewer than eight cores: there more processes would only compete for the cores."""
     cores = len(os.sched_getaffinity(0))
     return min(8, cores // 2) if cores >= 8 else 0
 

@@ -1,6 +1,6 @@
-"""The canonical layout: how KV is cut into slices, whatever block size and parallelism either side has.
+"""The canonical layout: how KV is cut into slices, for any block size and number of ranks on either side.
 
-On the wire a slice is a dense ``[2 (K, V), tokens, heads, head_dim]`` of one layer, for one range of
+On the wire a slice is a dense array ``[2 (K, V), tokens, heads, head_dim]``. It has one layer, one range of
 positions and one range of KV heads. In FP8 the scales follow: ``[2, tokens, heads]`` float32. Both sides map
 positions to their own block tables; a block size never travels.
 
@@ -41,8 +41,8 @@ class StateType(msgspec.Struct, frozen=True):
 class KVLayout(msgspec.Struct, frozen=True):
     """What both sides must agree on before a byte of KV travels: the shape of a model's whole KV cache.
 
-    Never the block size, nor how many ranks share the heads: these may differ. So may the dtypes of two sides
-    that are `convertible`: KV travels in the dtype of the sender.
+    Block sizes and numbers of ranks are not in it: these may differ. So may two dtypes that are
+    `convertible`: KV travels in the dtype of the sender.
     """
 
     num_layers: int  # with KV or states
@@ -128,7 +128,7 @@ def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]
 def cut(layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: int) -> Iterator[Slice]:
     """Cut a token range × head range of one layer into as few slices of at most `slot_bytes` as it takes.
 
-    They are as even as they can be, so that no lane carries a crumb at the end.
+    They are as equal as possible, so that no last slice is much smaller than the others.
     """
     start, stop = tokens
     head_start, head_count = heads[0], heads[1] - heads[0]

@@ -1,10 +1,11 @@
 """The engine's half of the receiving side: from arena slots into reserved blocks.
 
-One thread, the engine's. A slot named in `Arrived` is ours until its copy is over; a fetch's blocks are
-written to until the event of its last scatter has passed, and nothing is reported of it before that.
+All of it runs in the thread of the engine. The receiver owns a slot from `Arrived` until its copy is over.
+Blocks of a fetch are written until the event of its last scatter has passed. The end of the fetch is reported
+only then.
 
-Injecting costs the host some 0.2 ms, and the thread has steps to launch in time: so while the device
-computes, slices wait a little for others, but for those of the last layer, and all for a launch that is due.
+One injection costs the host some 0.2 ms, and the same thread launches steps. So while the device computes, a
+slice waits up to 2 ms for others, unless it is of the last layer. While a launch is due, all slices wait.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class ArenaReceiver:
             os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads, num_tokens
         )
         fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot)
-        if replaced is not None:  # it may still be written for that one, whatever becomes of this one
+        if replaced is not None:  # scatters of the replaced fetch may still write to these blocks
             fetch.last_scatter = replaced.last_scatter
 
     def fetch_content(

@@ -203,7 +203,7 @@ class ArenaSender:
                 with self._awake:
                     channel.flush()
                     waiting = self._turn()
-        except Exception as e:  # noqa: BLE001  whatever it is, it travels: poll() raises it in the engine
+        except Exception as e:  # noqa: BLE001  any error: poll() raises it in the engine's thread
             self._error = e
             os.eventfd_write(self._notify, 1)
 
@@ -444,7 +444,7 @@ class ArenaSender:
             yield from cut(self._layout, layer, tokens, held, transfer.slot_bytes)
 
     def _cut_states(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int) -> Iterator[Slice]:
-        """In full, whatever positions the peer asks for."""
+        """All heads of each state. They do not depend on the positions that the peer asks for."""
         for state in range(len(self._layout.states)):
             for held in self._heads[state]:
                 yield from cut_state(self._layout, layer, state, stop, held, transfer.slot_bytes)

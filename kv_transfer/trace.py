@@ -1,7 +1,7 @@
 """Chrome trace events, one a line, for Perfetto: what ran when, in every process, on one clock.
 
-A file starts with `[` and every event ends with a comma: the format allows the missing `]`, so a killed
-process leaves a readable trace, and files are merged with `cat` after dropping the first line of all but one.
+A file starts with `[` and every event ends with a comma. The format allows the missing `]`, so a killed
+process leaves a readable trace. To merge files, drop the first line of all but one, and join them with `cat`.
 """
 
 from __future__ import annotations

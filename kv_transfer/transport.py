@@ -1,8 +1,8 @@
-"""The seam for transports: what a worker's engine process uses of KV transfer, whatever carries the bytes.
+"""The interfaces of a transport: what a worker's engine process uses of KV transfer, over any wire.
 
-A `Transport` opens a `Sender` over the KV cache of a worker that prefills, or a `Receiver` over the KV cache
-of a worker that decodes. Roles see only these interfaces. Slots, credits, lanes and copies belong to the
-transport. All methods are for the engine thread, and none blocks.
+A `Transport` opens a `Sender`, which reads KV of the worker's cache, and a `Receiver`, which writes KV to it.
+Roles see only these interfaces. Slots, credits, lanes and copies belong to the transport. All methods are for
+the engine thread, and none blocks.
 """
 
 from __future__ import annotations

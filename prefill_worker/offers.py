@@ -7,8 +7,8 @@ Life of an offer:
 2. That worker asks for the chunks that it lacks. They are pinned here, and sent.
 3. The pin ends, and the next prefix is offered.
 
-A few offers are open at a time, because a worker serves few transfers at a time. Offers end at a limit of
-seconds and of bytes, after the last prefix, when routers decline many in a row, or when no peer asks.
+A few offers are open at a time, because a worker serves few transfers at a time. Offers end after the last
+prefix, at a limit of seconds or of bytes, when routers decline many in a row, or when no peer asks.
 """
 
 import time

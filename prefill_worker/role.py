@@ -214,8 +214,8 @@ class PrefillRole:
     def take(self, prefill_id: bytes) -> bool | None:
         """Keeps a prefill for a decode on this worker, instead of other workers.
 
-        Returns True when the prefill is held and no transfer reads its blocks, so that the engine can resume
-        it, and False while that is not so. Returns None if there is no such prefill, or it has ended.
+        Returns True when the prefill is held and no transfer reads its blocks: the engine can resume it then.
+        Returns False before that, and None if there is no such prefill, or it has ended.
         """
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.closed or not prefill.handover:

@@ -4,9 +4,9 @@
 2. `admission` checks the client's key and limits, and accepts or refuses the request.
 3. `preparation` validates the body (`api`), applies the chat template and tokenizes (`text`). A child process
    does that for a large body.
-4. One `generation` for each choice waits for free capacity, chooses a prefill and a decode worker (`policy`),
-   and sends both their part at the same time (`workers`).
-5. The generation emits each output token once, from the worker that sends it first, through worker failures.
+4. One `generation` for each choice waits for free capacity. It chooses a prefill and a decode worker
+   (`policy`), and sends both their part at the same time (`workers`).
+5. The generation emits each output token once, from the worker that sends it first, also if workers fail.
 6. Tokens become text, which ends at stop strings and may contain tool calls (`text`, `tools`).
 7. `endpoints` builds and sends the response.
 

@@ -30,7 +30,7 @@ def begin(title: str, parent_pid: int) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process at once, with this exit code. Whatever must be closed is closed.
+    """Ends the process at once, with this exit code. Logs and output streams are flushed first.
 
     Python would free each object of each module first, which takes torch some tenths of a second.
     """

@@ -220,8 +220,8 @@ class Roles:
         """Drops attempts that hold blocks for others, so that each worker goes on alone.
 
         A prompt here may wait for blocks that held prefills and reservations have. These may wait for other
-        workers, where prompts may wait for the same reason. So a prompt with a FETCH takes the blocks of
-        prefills that no worker fetches, and then those of reservations whose KV has not begun to come.
+        workers, where prompts may wait for the same reason. So a prompt with a FETCH first takes the blocks
+        of prefills that no worker fetches. Then it takes those of reservations without any KV yet.
         """
         closing = (attempt_id for role in self._roles for attempt_id in role.closing())
         spare = (attempt_id for role in self._roles for attempt_id in role.spare())

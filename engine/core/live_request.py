@@ -161,7 +161,7 @@ class LiveRequest:
 
     @property
     def ends_with_pending(self) -> bool:
-        """Whether the pending token is the last one computed here, whichever token it is."""
+        """Whether the pending token is surely the last one computed here. It may be any token."""
         return self.pending > 0 and (self.handover or len(self.token_ids) >= self.longest)
 
     def promise(self, row: int) -> None:

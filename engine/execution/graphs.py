@@ -2,8 +2,8 @@
 
     capture, for each size ──▶ replay: inputs into static memory ─▶ forward ─▶ logits ─▶ choose
 
-*forward* goes from token ids to the hidden states of all rows. Some of its graphs are for steps that only
-decode, some for steps with chunks of prompts, and some for steps with chunks after the decodes. Each kind has
+*forward* goes from token ids to the hidden states of all rows. There are three kinds of graph:
+for steps that only decode, for chunks of prompts alone, and for chunks after decodes. Each kind has
 graphs for several numbers of rows. *logits* computes the logits of the sampled rows, and *choose* samples
 their tokens. Both have graphs for several numbers of sampled rows.
 

@@ -3,10 +3,12 @@
     measure_steps   on a small cache that is thrown away: how much memory the KV pool must leave free
     warm_up         on the real cache, since kernels are compiled for its size, too
 
-Both run the same steps, in this order: prompts of as many requests as a step can hold, which fill its token
-budget; decodes of all these requests, of half of them, of a quarter, and so on; long prompts that fill a step
-beside one decode, and the rest of them, all with log probabilities of their tokens; steps with other kernels
-for sampling or matrix products.
+Both run the same steps, in this order:
+
+1. prompts of as many requests as a step can hold, which fill its token budget
+2. decodes of all these requests, of half of them, of a quarter, and so on
+3. long prompts that fill a step beside one decode, and the rest of these prompts, with log probabilities
+4. steps with other kernels for sampling or matrix products
 """
 
 from array import array
@@ -23,8 +25,8 @@ from engine.step import NOT_FINITE, Adjustments, Draws, Penalties, Scored, Step,
 TOP_LOGPROBS = 20
 PLAINER = [(24, Variant.DRAWN), (48, Variant.GREEDY), (192, Variant.GREEDY)]
 """(prompt length, variant): matrix products choose other kernels for these numbers of rows, and sampling has
-other kernels for these variants. With KV in FP8, attention of the last one takes memory to convert blocks
-(`engine.kernels.gather_kv`), also if the largest steps have too many positions for that."""
+other kernels for these variants. The last one also takes the memory in which attention converts FP8 blocks
+(`engine.kernels.gather_kv`): the largest steps may have too many positions for that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def store_quantized(y, values, scales, row, first, size, GROUP: tl.constexpr):
 def group_scales(x_scales, weight_scales, exists, real, used, BLOCKS: tl.constexpr):
     """The scales of rows of x that are `real`, and of rows of W that are `used`, for a group of columns. With
     BLOCKS W has one for all its rows here. A product loads them while it computes the group before, since a
-    load takes as long; past the last group, which does not exist, they are zeros."""
+    load takes as long. Past the last group they are zeros."""
     of_x = tl.load(x_scales, mask=real & exists, other=0.0)
     of_w = tl.load(weight_scales, mask=exists if BLOCKS else used & exists, other=0.0)
     return of_x, of_w

@@ -8,12 +8,12 @@ The last two multiply the same numbers, rounded once to x's dtype, so the number
 order of the sum. The first rounds no weight. Scales and zeros are in x's dtype, too.
 
 A word of 16 bits holds the codes of four columns: i, i + WORDS, i + 2 WORDS and i + 3 WORDS of a block of
-4 WORDS columns. So one shift and one mask give a *plane*, the codes of WORDS adjacent columns, and a register
-of 32 bits holds two of them (as in Marlin, https://github.com/IST-DASLab/marlin). The code is the lowest bits
+4 WORDS columns. So one shift and one mask give a *plane*: the codes of WORDS adjacent columns. A register of
+32 bits holds two of them (as in Marlin, https://github.com/IST-DASLab/marlin). The code is the lowest bits
 of the mantissa of 2ⁿ + code, which needs no conversion.
 
-As in `skinny_linear`, the rows of W are the large side of the tensor core product (yᵀ = W xᵀ), and a program
-handles a tile of y and one of SPLITS parts of the columns.
+As in `skinny_linear`, the rows of W are the large side of the tensor core product (yᵀ = W xᵀ). A program
+handles a tile of y, and one of SPLITS parts of the columns.
 """
 
 from typing import NamedTuple

@@ -15,8 +15,8 @@ program, longest work first, so that the last wave is short.
 smaller tiles.
 *Span*: tiles of keys that no token sees are skipped. Those that only the last tokens do not see are masked.
 *Few tokens after many*: their tiles would leave most of the GPU idle. So the keys of a tile are cut into
-pieces (as in `decode_attention`), one for each program that runs at once, or a few if all are then over
-sooner. The program that finishes last puts the pieces together, in their order. A layer with a span has few
+pieces (as in `decode_attention`): one for each program that runs at once, or a few where that is faster. The
+program that finishes last puts the pieces together, in their order. A layer with a span has few
 keys. There the program of the last piece does all.
 """
 

@@ -3,8 +3,8 @@
     y[m, n] = b[n] + Σ x[m, k] W[n, k]
 
 The rows of W are the large side of the tensor core product (yᵀ = W xᵀ), so few rows of x waste little of it.
-A program handles BLOCK_N rows of W and one of SPLITS parts of their columns, so that enough programs read at
-once, and each loads several tiles ahead. `split_k` adds up the parts.
+A program handles BLOCK_N rows of W, and one of SPLITS parts of their columns. So enough programs read at
+once. Each loads several tiles ahead. `split_k` adds up the parts.
 
 Compared with cuBLAS, the products of a layer take 3 % less time up to 64 rows, and 6 % less with launches
 that overlap (`overlap`). Both read W at over 4 TB/s and lose some 4 µs around it (docs/lab/engine.md).

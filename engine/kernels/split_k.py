@@ -1,7 +1,7 @@
 """What the products y = x Wᵀ + b of few rows share.
 
-A program handles a tile of yᵀ = W xᵀ, and one of several parts of its inner dimension, so that enough
-programs read W at once. Each program stores its part. The program that finishes last for a tile adds up all
+A program handles a tile of yᵀ = W xᵀ, and one of several parts of its inner dimension. So enough programs
+read W at once. Each program stores its part. The program that finishes last for a tile adds up all
 parts. It adds them in a fixed order, so timing never changes the sum.
 """
 

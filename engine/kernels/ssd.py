@@ -1,7 +1,7 @@
 """The scan of Mamba-2 over the chunks of prompts. `mamba2` defines it.
 
-What does not depend on the state is computed for all chunks at once (`_prepare`): Δ and its sums, and C Bᵀ of
-each group, which all heads of the group share. Then a program takes some dims of a head through the chunks of
+`_prepare` computes for all chunks at once what does not depend on the state: Δ and its sums, and C Bᵀ of each
+group. All heads of a group share C Bᵀ. Then a program takes some dims of a head through the chunks of
 a request, with the state in registers (`_scan`). So a state is read and written once. The chain of kernels in
 `mamba_ssm` (Dao & Gu 2024) and PyTorch's fused kernel (*Accelerating Mamba2 with Kernel Fusion*, 2026)
 compute chunks in parallel, and pass states through memory. But the heads of one request fill a GPU already.

@@ -50,9 +50,9 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
 
 
 def check_model(engine: EngineConfig) -> None:
-    """Finds errors of a checkpoint without reading its weights. Raises `ValueError` for files that are
-    missing or cut short, tensors that are missing or have another shape, unsupported models, and a
-    tensor_parallel_size that does not fit the heads or the experts."""
+    """Finds errors of a checkpoint without reading its weights. Raises `ValueError` for a model
+    that is not supported, for files and tensors that are missing, cut short or of another shape, and if
+    `tensor_parallel_size` does not fit the heads or the experts."""
     checkpoint = open_checkpoint(engine, torch.device("cpu"))
     checkpoint.config.of_rank(engine.tensor_parallel_size)
     if engine.enable_expert_parallel:

@@ -1,7 +1,12 @@
 """The transfer process: sockets, checksums and deadlines; no torch, no tensor.
 
-Its life: the worker starts it with a channel to its engine, the arena and a socket to itself; where there are
-cores it forks `movers`; it says Ready with its port; `tcp` opens and accepts sessions of `lane`s, each behind
-a `handshake`, and hands all but the first to movers; `prefill_side` or `decode_side` drives the machines of
-`kv_transfer.protocol` with what arrives; Drain lets what runs finish, and it ends.
+Its life:
+
+1. The service process starts it with two arenas, a channel to the engine for each, and a channel to itself.
+2. With eight cores or more it forks `movers`. It sends Ready with its port.
+3. `tcp` opens and accepts sessions of `lane`s. Each lane begins with a `handshake`. Movers get all lanes but
+   the first.
+4. `prefill_side` and `decode_side` give what arrives to the state machines of `kv_transfer.protocol`, one
+   side for each direction.
+5. Drain lets transfers finish. Then the process ends.
 """

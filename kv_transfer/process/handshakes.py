@@ -1,4 +1,4 @@
-"""Lanes that have not authenticated. Anyone can open them, so their number is bounded."""
+"""Lanes that have not authenticated. Any process on the network can open them, so their number is bounded."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class Acks:
         self.waiting: dict[bytes, float] = {}  # transfer id → when it was injected; oldest first
         self._said: dict[bytes, tuple[float, float]] = {}  # → when it was injected, when said; oldest first
         self._hold = deadlines.hold
-        # If from some moment on nothing reaches the peer, it notices after `peer_dead`, and closes; if that
-        # is lost, too, we notice `peer_dead` after its last byte.
+        # If the network breaks, the peer notices after `peer_dead`, and closes. If its FIN is lost, too, this
+        # side notices `peer_dead` after the last byte of the peer.
         self._unnoticed = 2 * deadlines.peer_dead + _MARGIN
 
     def injected(self, transfer_id: bytes, now: float) -> None:

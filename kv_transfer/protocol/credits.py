@@ -42,8 +42,9 @@ class Account:
 class ReceiverSlots:
     """Shares a receiver's arena slots among its sessions.
 
-    A free slot is kept here, or it is laid out where a lane takes one for a frame that begins. As many slots
-    as are promised are laid out, if there are that many. A slot in use is known to its user alone.
+    A free slot is kept here, or laid out: put into the pipe from which a lane takes a slot for a frame that
+    begins. As many slots are laid out as are granted and not used, if there are that many. A slot in use is
+    in neither place: its user gives it back.
     """
 
     def __init__(self, total: int) -> None:
@@ -107,8 +108,8 @@ class ReceiverSlots:
     def returned(self, session: int, total: int, sent: int) -> None:
         """The sender answered the recall of `total`; ValueError if it could not have."""
         account = self.accounts[session]
-        # If more was granted meanwhile, on top of what was unused, the answer changes nothing; and frames of
-        # the later grant may have overtaken it on other lanes.
+        # If more was granted since the recall, the answer changes nothing. Frames of the later grant may then
+        # have arrived before it, on other lanes.
         void = account.granted > total
         if account.recalled != total or sent > total or (account.arrived > sent and not void):
             raise ValueError(f"answered recall of {account.recalled} with {total}, {sent} sent")

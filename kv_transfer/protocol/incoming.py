@@ -1,8 +1,8 @@
 """One transfer as its receiver sees it: RESERVED → RECEIVING → COMPLETE → INJECTED, or ENDED from any. Pure.
 
-Frames come over several lanes in any order, COMMIT too. The transfer is COMPLETE when every sender rank's
-COMMIT came, every sequence number it counts came exactly once, and together they cover exactly what was
-asked for.
+Frames and COMMIT come in any order, over several lanes. The transfer is COMPLETE when three things hold: the
+COMMIT of every sender rank came; every frame that a COMMIT counts came exactly once; and all frames together
+have exactly the KV that FETCH asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Control messages between transfer processes: what a lane carries beside KV. docs/protocol.md lists them.
 
-Every payload is the msgpack of one fixed type (an array of its fields in this order), bounded in size before
-it is read and validated field by field while it is decoded. Nothing else is ever decoded from the network.
+Every payload is the msgpack of one fixed type: an array of its fields in this order. Its size is bounded
+before it is read, and its fields are validated while it is decoded. Nothing else from a lane is decoded.
 """
 
 from __future__ import annotations

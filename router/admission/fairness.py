@@ -1,7 +1,7 @@
 """A fair queue between keys.
 
-The next item has the lowest rank; among these it belongs to the key that was served least; among the items of
-a key the first that came is next.
+Items with the lowest rank are next. Of these, the items of the key that was served least are next. Of the
+items of one key, the oldest is next.
 
 Each key has a counter of the tokens that it was served. A key that returns after a pause starts at the level
 of the others, so that it gains nothing by the pause. Keys that always have an item waiting are served

@@ -1,10 +1,12 @@
 """Fields of OpenAI, vLLM and SGLang that Baton does not have, and the errors that refuse them.
 
 To ignore such a field would return a result that the client did not ask for. Fields that do not change the
-result are not listed, and are ignored: `stream_interval` (size of chunks), `session_id` (requests that belong
-together), `spaces_between_special_tokens` (no effect on byte-exact text), `mm_payload`, `return_mm_kwargs`
-and `return_token_offsets` (of endpoints that only render), `custom_labels` (of metrics) and
-`ngram_corpus_id` (for speculation).
+result are not listed, and are ignored:
+
+- `stream_interval` (size of chunks), `session_id` (requests that belong together)
+- `spaces_between_special_tokens` (no effect on byte-exact text)
+- `mm_payload`, `return_mm_kwargs` and `return_token_offsets` (of endpoints that only render)
+- `custom_labels` (of metrics), `ngram_corpus_id` (for speculation)
 """
 
 from typing import Any

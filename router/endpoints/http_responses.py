@@ -1,7 +1,11 @@
 """The endpoint /v1/responses: generates like a chat, and keeps what it made.
 
-Life of a response: `create` finds the conversation that it continues → it generates, for the client or in the
-background → its builder gives it to `StoredResponses` → `retrieve`, `delete`, or the next `create`.
+Life of a response:
+
+1. `create` finds the conversation that the response continues.
+2. The response is generated, for the client or in the background.
+3. Its builder gives it to `StoredResponses`.
+4. `retrieve`, `delete` or the next `create` finds it there.
 """
 
 import asyncio

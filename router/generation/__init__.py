@@ -14,7 +14,7 @@ call `on_…` with what happened. Nothing waits in between.
     prefill  none ─ planned ─ sent ─ answered (its token came) ─ over (decode has the KV, or needs none)
 
 The first time both are submitted together. If the prompt has to queue at its prefill worker, the decode is
-submitted when that worker starts to compute it, so that the queue holds no decode memory. After a failure
+submitted when that worker starts to compute it. So the queue holds no decode memory. After a failure
 the decode reservation comes first, and the prefill is sent when it is granted. So no prompt is computed again
 without KV capacity for it. An emitted token is never lost and never emitted again: a new prefill computes
 prompt + output.

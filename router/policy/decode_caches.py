@@ -12,7 +12,7 @@ CACHED_PRESSURE = 0.1
 
 
 class DecodeCaches:
-    """Owned by one router. A worker has its row of `PrefillLoads`, whichever pool it is in.
+    """Owned by one router. Each worker has its row of `PrefillLoads`, in either pool.
 
     Attributes:
         loads: of all workers, by row.

@@ -1,7 +1,7 @@
 """The messages between a router and the children that prepare bodies.
 
-A request is a line of JSON, [kind, model names, context length, salt in hexadecimal, bytes of the history],
-then the history, then the client's bytes. A reply is MessagePack.
+A request is a line of JSON, then the history, then the client's bytes. The line is [kind, model names,
+context length, salt in hexadecimal, bytes of the history]. A reply is MessagePack.
 """
 
 import json

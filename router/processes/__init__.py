@@ -1,6 +1,8 @@
 """Runs one router as several processes on one port.
 
-Life of such a router: `supervise` reserves the ports and starts the processes → each listens on the shared
-port (`listen`) → the supervisor sends them commands (`control`) and merges their metrics (`merged_metrics`) →
-on a signal all drain or stop.
+Life of such a router:
+
+1. `supervise` reserves the ports and starts the processes. Each listens on the shared port (`listen`).
+2. The supervisor sends them commands (`control`) and merges their metrics (`merged_metrics`).
+3. On a signal all drain or stop.
 """

@@ -3,7 +3,7 @@
 Only byte-level BPE is supported ("gpt2" in the file), built in the same way as transformers builds it. The
 file holds only the name of the rule that splits text before the merges, for example "smollm". The
 tokenizer.json of that model also splits off every digit, which changes the tokens of several spaces before a
-digit. transformers does not do that for a GGUF file, and Baton gives the same tokens as transformers.
+digit. For a GGUF file transformers does not do that. Baton gives the same tokens as transformers.
 """
 
 from dataclasses import dataclass
