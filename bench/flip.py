@@ -4,12 +4,16 @@
 
 A cluster has one prefill worker, two decode workers and a router. Clients send one greedy request after
 another. The second decode worker is flipped to the prefill pool and back, again and again. A flip takes from
-the call that changes the label until the worker has computed its first prompt.
+the call that changes the label until the worker has computed its first prompt. The traces of the workers say
+which part of that time passes before the worker has a prompt, and how long it computes. `ratio` compares the
+latter with the median of the worker that stays in the prefill pool. The rest of the work on the flipped
+worker and other programs on the machine make it longer.
 
 Overflow is off and the router takes prefill workers in turn: a decode worker computes no prompt, and a
-prefill worker gets the next one. The model runs in float32, so every answer must equal the one without flips.
-On GPUs it is the 8B Llama shape with random weights. The prefill worker has the first GPU, both decode
-workers the second.
+prefill worker gets the next one. The model has random weights and runs in float32, so every answer must equal
+the one without flips. On a CPU it has one small layer: with a larger model three engines on few cores make
+clients wait, and a flip would seem to last until one of them asks again. On GPUs it is the 8B Llama shape.
+The prefill worker has the first GPU, both decode workers the second.
 """
 
 from __future__ import annotations
@@ -17,18 +21,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import bench.contract as contract
 import rpc
 from bench.chaos.cluster import LocalCluster, leaks_when_idle
-from bench.chaos.load import Load, judge
-from bench.chaos.streams import cases, expected
+from bench.chaos.load import Load, Verdict, judge
+from bench.chaos.streams import Case, expected
 from bench.contract import Report, Row, percentile
+from bench.overlap.trace import events
 from bench.shapes import write_shape
 from cluster.workers import set_pool
 from rpc import worker_pb2 as pb
@@ -40,25 +48,50 @@ GOAL_S = 1.0
 QUIET_S = (0.3, 1.0)  # before each flip, and before each flip back
 CALL_S = 10.0  # for an answer of the worker
 SERVES_S = 30.0  # for the first prompt
-LOOK_S = 0.01  # between two questions whether it is computed
+LOOK_S = 0.1  # between two questions whether it is computed; each costs the engine time
 SHORT_ANSWER, LONG_ANSWER = 2, 32  # tokens; short for many prompts, long to run on a worker that moves
-FLAGS = ("--dtype", "float32", "--no-enable-prefix-caching")
+ANSWERS = (SHORT_ANSWER, SHORT_ANSWER, SHORT_ANSWER, LONG_ANSWER)
+PROMPTS, WORDS = 16, 40_000  # words: of each dummy model, and more
+FLAGS = ("--dtype", "float32", "--no-enable-prefix-caching", "--load-format", "dummy")
 ROUTER_FLAGS = ("--no-overflow", "--routing-policy", "round-robin")
 ON_CPU = ("--device", "cpu", "--num-threads", "1", "--num-blocks", "600")
-ON_CUDA = ("--load-format", "dummy", "--max-model-len", "8192", "--gpu-memory-utilization", "0.42")
+ON_CUDA = ("--max-model-len", "8192", "--gpu-memory-utilization", "0.42")
+TRACES = "traces"
+SHAPES = {"cpu": "one-small-layer", "cuda": "llama-3.1-8b"}
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A prompt. Times are time.monotonic()."""
+
+    taken: float  # the engine has it
+    token: float  # its first token is there
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is known while the workers run.
+
+    Attributes:
+        flips: when each flip to prefill began.
+    """
+
+    flips: list[float]
+    verdict: Verdict
+    leaks: dict[str, int]
 
 
 async def flip(channel: rpc.Channel) -> float:
-    """Moves a decode worker to the prefill pool. Returns the seconds until it has computed a prompt.
+    """Moves a decode worker to the prefill pool. Returns after it has computed a prompt: when that began.
 
     Raises TimeoutError if it gets none.
     """
-    began = time.perf_counter()
+    began = time.monotonic()
     before = (await set_pool(channel, "prefill", CALL_S)).prompt_tokens
     async with asyncio.timeout(SERVES_S):
         while (await _status(channel)).prompt_tokens == before:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
-    return time.perf_counter() - began
+    return began
 
 
 async def _status(channel: rpc.Channel) -> pb.WorkerStatus:
@@ -67,58 +100,96 @@ async def _status(channel: rpc.Channel) -> pb.WorkerStatus:
 
 
 async def flip_repeatedly(address: str, secret: str, flips: int, rng: random.Random) -> list[float]:
-    """Moves the worker there and back `flips` times. Returns the seconds of each flip to prefill."""
-    seconds = []
+    """Moves the worker there and back `flips` times. Returns when each flip to prefill began."""
+    began = []
     async with rpc.connect(address, secret.encode()) as channel:
         for _ in range(flips):
             await asyncio.sleep(rng.uniform(*QUIET_S))
-            seconds.append(await flip(channel))
+            began.append(await flip(channel))
             await asyncio.sleep(rng.uniform(*QUIET_S))
             await set_pool(channel, "decode", CALL_S)
-    return seconds
+    return began
 
 
-async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
+def cases(rng: random.Random) -> list[Case]:
+    """Greedy requests with different words: their answers differ, too."""
+    return [
+        Case(" ".join(f"w{rng.randrange(1, WORDS)}" for _ in range(rng.randint(8, 64))), answer, 0.0, seed=0)
+        for answer in ANSWERS
+        for _ in range(PROMPTS // len(ANSWERS))
+    ]
+
+
+async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Run:
     rng = random.Random(args.seed)
-    asked = [case for case in (*cases(24, SHORT_ANSWER), *cases(8, LONG_ANSWER)) if case.temperature == 0]
+    asked = cases(rng)
     right = await expected(cluster.url, asked, at_once=args.clients)
     load, stop = Load(cluster.url, asked, rng), asyncio.Event()
     loading = asyncio.create_task(load.run(args.clients, stop))
     address = cluster.of("decode")[1].lives[-1]["address"]
     try:
-        seconds = await flip_repeatedly(address, cluster.secret, args.flips, rng)
+        flips = await flip_repeatedly(address, cluster.secret, args.flips, rng)
     finally:
         stop.set()
         await loading
     leaks = await asyncio.to_thread(leaks_when_idle, cluster.url)
-    verdict = judge(load.streams, right)
-    for line in (*verdict.errors[:10], *(f"{name}: {count}" for name, count in leaks.items())):
+    return Run(flips, judge(load.streams, right), leaks)
+
+
+def computed(trace: Path) -> list[Computed]:
+    """The prompts that an engine computed, in order."""
+    taken: dict[str, float] = {}
+    prompts = []
+    for event in events(trace):
+        if event["name"] == "taken":
+            taken[event["args"]["attempt"]] = event["ts"] / 1e6
+        elif event["name"] == "first token":
+            prompts.append(Computed(taken[event["args"]["prefill"]], event["ts"] / 1e6))
+    return prompts
+
+
+def first_prompts(flips: Sequence[float], prompts: Sequence[Computed]) -> list[Computed]:
+    """The first prompt of each flip."""
+    return [next(prompt for prompt in prompts if prompt.taken >= began) for began in flips]
+
+
+def report_rows(report: Report, name: str, run: Run, traces: Path) -> None:
+    firsts = first_prompts(run.flips, computed(traces / "decode-1-engine.trace"))
+    seconds = [first.token - began for began, first in zip(run.flips, firsts, strict=True)]
+    waits = [first.taken - began for began, first in zip(run.flips, firsts, strict=True)]
+    computing = [first.token - first.taken for first in firsts]
+    elsewhere = [prompt.token - prompt.taken for prompt in computed(traces / "prefill-0-engine.trace")]
+    ratio = statistics.median(computing) / statistics.median(elsewhere)
+    rows: list[tuple[str, list[float], dict[str, Any]]] = [
+        ("seconds", seconds, {"goal": GOAL_S, "better": "lower"}),
+        ("until_prompt", waits, {}),
+        ("computing", computing, {"ratio": ratio, "ratio_to": "prefill 0"}),
+    ]
+    for row, times, more in rows:
+        report.add(Row(f"{name}.{row}", percentile(times, 0.5), "s", p99=percentile(times, 0.99), **more))
+    verdict = run.verdict
+    for line in (*verdict.errors[:10], *(f"{name}: {count}" for name, count in run.leaks.items())):
         print(line, file=sys.stderr)
-    report = Report("flip", {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, args.json)
-    name, p99 = f"flip.{args.device}", percentile(seconds, 0.99)
-    report.add(Row(f"{name}.seconds", percentile(seconds, 0.5), "s", p99=p99, goal=GOAL_S, better="lower"))
     for row, value, unit in (
         ("failed", verdict.failed, "requests"),
         ("different_tokens", verdict.different + verdict.lost_or_repeated, "tokens"),
-        ("leaked_blocks", sum(leaks.values()), "blocks, slots, attempts"),
+        ("leaked_blocks", sum(run.leaks.values()), "blocks, slots, attempts"),
     ):
         report.add(Row(f"{name}.{row}", value, unit, goal=0, better="lower"))
     report.add(Row(f"{name}.flips", len(seconds), "times"))
     report.add(Row(f"{name}.requests", verdict.requests, "requests"))
-    report.detail = {"seconds": seconds}
-    return report
+    report.detail = {"seconds": seconds, "until_prompt": waits, "computing": computing}
 
 
 def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
-    if args.device == "cpu":
-        workers, devices, router = [*FLAGS, *ON_CPU], [], [*ROUTER_FLAGS]
-    else:
-        model = str(write_shape("llama-3.1-8b", directory, tokenizer=True))
-        workers, devices = [*FLAGS, *ON_CUDA, "--model", model], ["cuda:0", "cuda:1", "cuda:1"]
-        router = [*ROUTER_FLAGS, "--model", model]
+    model = str(write_shape(SHAPES[args.device], directory, tokenizer=True))
+    devices = [] if args.device == "cpu" else ["cuda:0", "cuda:1", "cuda:1"]
+    own = ON_CPU if args.device == "cpu" else ON_CUDA
     return LocalCluster(
-        directory, prefill=1, decode=2, worker_flags=workers, devices=devices, router_flags=router
-    )
+        directory, prefill=1, decode=2,
+        worker_flags=[*FLAGS, *own, "--model", model, "--trace-dir", str(directory / TRACES)],
+        devices=devices, router_flags=[*ROUTER_FLAGS, "--model", model],
+    )  # fmt: skip
 
 
 def main() -> int:
@@ -137,11 +208,13 @@ def main() -> int:
     args.clients = args.clients or (8 if args.device == "cpu" else 32)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="baton-flip-") as temporary,
-        start(args, args.logs or Path(temporary)) as cluster,
-    ):
-        report = asyncio.run(measure(args, cluster))
+    report = Report("flip", {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, args.json)
+    with tempfile.TemporaryDirectory(prefix="baton-flip-") as temporary:
+        directory = args.logs or Path(temporary)
+        with start(args, directory) as cluster:
+            run = asyncio.run(measure(args, cluster))
+        # The traces are complete after the workers have ended.
+        report_rows(report, f"flip.{args.device}", run, directory / TRACES)
     report.finish()
     return 0
 

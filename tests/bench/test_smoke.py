@@ -34,6 +34,7 @@ from bench.roles import Roles
 from bench.router import __main__ as router
 from bench.router import ends
 from bench.shapes import SHAPES, write_shape
+from kv_transfer import TraceWriter
 from rpc import worker_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
@@ -431,11 +432,12 @@ def test_runs_flip(
     routed: tuple[Roles, ends.FakeWorkers, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fake workers, which compute no prompt: a flip counts as served at once."""
+    """Fake workers, which compute no prompt. A made-up trace has one for each flip, and one before it."""
     roles, workers, ready = routed
     decode = SimpleNamespace(lives=[{"address": workers.decode}])
     cluster = SimpleNamespace(url=ready["url"], secret=roles.secret.decode(), of=lambda role: [None, decode])
     computed = iter(range(100))
+    writers: list[TraceWriter] = []
     monkeypatch.setattr(contract, "gpus", list)
 
     def started(
@@ -447,20 +449,33 @@ def test_runs_flip(
     ) -> contextlib.nullcontext[SimpleNamespace]:
         check_flags("prefill", *worker_flags)
         check_flags("router", *router_flags)
+        (directory / flip.TRACES).mkdir()
+        for engine in ("prefill-0", "decode-1"):
+            writers.append(TraceWriter(directory / flip.TRACES / f"{engine}-engine.trace", engine))
+            traced(writers[-1], "before")
         return contextlib.nullcontext(cluster)
+
+    def traced(writer: TraceWriter, attempt: str) -> None:
+        writer.instant("taken", attempt=attempt)
+        writer.instant("first token", prefill=attempt, computing=0.0)
+        writer.flush()
 
     monkeypatch.setattr(flip, "LocalCluster", started)
     monkeypatch.setattr(flip, "leaks_when_idle", lambda url: {})
     monkeypatch.setattr(flip, "QUIET_S", (0.0, 0.0))
 
     async def status(channel: rpc.Channel) -> pb.WorkerStatus:
-        return pb.WorkerStatus(prompt_tokens=1 + next(computed))
+        number = next(computed)
+        traced(writers[-1], f"{number}")
+        return pb.WorkerStatus(prompt_tokens=1 + number)
 
     monkeypatch.setattr(flip, "_status", status)
     rows = run("flip", "--flips", "5", "--clients", "1")
+    for writer in writers:
+        writer.close()
     assert rows["flip.cpu.flips"] == 5
     assert rows["flip.cpu.failed"] == rows["flip.cpu.different_tokens"] == 0
-    assert rows["flip.cpu.seconds"] > 0
+    assert rows["flip.cpu.seconds"] >= rows["flip.cpu.until_prompt"] > 0 < rows["flip.cpu.computing"]
 
 
 # ---------------------------------------------------------------- with real clusters
