@@ -277,7 +277,7 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     148, since no scanned chunk does."""
     prompt = [3 + i * i % 190 for i in range(150)]
     prompts = [prompt, *([*prompt[:n], 7, 8, 9] for n in (70, 130, 150))]
-    requests = [request_of(i, tokens, max_tokens=6, ignore_eos=True) for i, tokens in enumerate(prompts)]
+    requests = [request_of(i, ids, max_tokens=6, ignore_eos=True) for i, ids in enumerate(prompts)]
     plain = tiny_engine(model=str(path))
     expected = [tokens(run(plain, [request]))[0] for request in requests]
     config = caching(12)
