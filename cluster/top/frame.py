@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bench.load.measurement.server_stages import Histogram, difference, quantile
+from cluster.histograms import Histogram, difference, quantile
 from cluster.status import device_of, merged, name_of, pool_of, state
 from cluster.top.scrape import Page, Scrape
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.load.measurement.server_stages import Histogram, page_text
+from cluster.histograms import Histogram, page_text
 from cluster.http import checked, session
 from cluster.options import EndpointOptions
 
@@ -59,14 +59,7 @@ def parse(text: str) -> Page:
                 if tier := sample.labels.get("tier"):
                     page.tiers[sample.name, tier] = sample.value
                 continue
-            histogram = page.histograms.setdefault(family.name, Histogram())
-            if sample.name.endswith("_bucket"):
-                bound = float(sample.labels["le"])
-                histogram.buckets[bound] = histogram.buckets.get(bound, 0.0) + sample.value
-            elif sample.name.endswith("_sum"):
-                histogram.total += sample.value
-            elif sample.name.endswith("_count"):
-                histogram.count += sample.value
+            page.histograms.setdefault(family.name, Histogram()).add(sample)
     return page
 
 

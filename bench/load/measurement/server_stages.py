@@ -6,7 +6,6 @@ Knows the names of the metrics of vLLM, SGLang and Baton. If the server has none
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import aiohttp
@@ -14,6 +13,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.load.measurement.quantiles import QUANTILES, enough_samples
+from cluster.histograms import Histogram, difference, page_text, quantile
 
 # Stage -> the histograms that measure it. A server has one of them.
 STAGES: Mapping[str, tuple[str, ...]] = {
@@ -28,15 +28,6 @@ STAGES: Mapping[str, tuple[str, ...]] = {
     "ttft": ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"),
     "e2e": ("vllm:e2e_request_latency_seconds", "sglang:e2e_request_latency_seconds"),
 }
-_PAGE_BYTES = 16 << 20
-
-
-class Histogram(msgspec.Struct):
-    """Cumulative counts by upper bound, summed over all labels."""
-
-    total: float = 0.0
-    count: float = 0.0
-    buckets: dict[float, float] = {}
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -97,16 +88,6 @@ async def scrape(http: aiohttp.ClientSession, urls: Sequence[str], headers: Mapp
     return merged
 
 
-async def page_text(response: aiohttp.ClientResponse) -> str:
-    """The whole text of a metrics page. Raises ValueError for an endless one."""
-    data = bytearray()
-    async for piece in response.content.iter_any():
-        data += piece
-        if len(data) > _PAGE_BYTES:
-            raise ValueError(f"more than {_PAGE_BYTES} bytes")
-    return data.decode(errors="replace")
-
-
 def parse(text: str, into: dict[str, Histogram]) -> None:
     """Adds the known histograms. Raises the errors of the parser for a bad page."""
     known = {metric for metrics in STAGES.values() for metric in metrics}
@@ -115,13 +96,7 @@ def parse(text: str, into: dict[str, Histogram]) -> None:
             continue
         histogram = into.setdefault(family.name, Histogram())
         for sample in family.samples:
-            if sample.name.endswith("_sum"):
-                histogram.total += sample.value
-            elif sample.name.endswith("_count"):
-                histogram.count += sample.value
-            elif sample.name.endswith("_bucket"):
-                bound = float(sample.labels["le"])
-                histogram.buckets[bound] = histogram.buckets.get(bound, 0.0) + sample.value
+            histogram.add(sample)
 
 
 def between(before: Snapshot, after: Snapshot) -> ServerView:
@@ -169,29 +144,3 @@ def _stage(name: str, metric: str, added: Histogram) -> Stage:
         p99=quantiles["p99"] if enough_samples(added.count, QUANTILES["p99"]) else None,
         beyond=tuple(q for q in quantiles if QUANTILES[q] * added.count > below),
     )
-
-
-def difference(before: Histogram, after: Histogram) -> Histogram | None:
-    """None if a counter went backwards."""
-    added = defaultdict(float)
-    for bound, count in after.buckets.items():
-        added[bound] = count - before.buckets.get(bound, 0.0)
-    result = Histogram(after.total - before.total, after.count - before.count, dict(added))
-    backwards = result.count < 0 or result.total < -1e-9 or any(count < 0 for count in added.values())
-    return None if backwards else result
-
-
-def quantile(histogram: Histogram, q: float) -> float:
-    """Interpolates within the bucket, as `histogram_quantile` of Prometheus.
-
-    At most the last finite bound.
-    """
-    below, lower = 0.0, 0.0
-    wanted = q * histogram.count
-    for bound, count in sorted(histogram.buckets.items()):
-        if count >= wanted and count > below:
-            if math.isinf(bound):
-                return lower
-            return lower + (bound - lower) * (wanted - below) / (count - below)
-        below, lower = count, bound
-    return lower
