@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -251,6 +251,7 @@ class ExportIn(Local):
 
     session: int  # for other ranks: a number that rank 0 gives
     export: Export
+    dtype: str = ""  # of the peer's KV; "": not known
 
 
 class ExportGone(Local):
@@ -303,7 +304,7 @@ class Copied(Local):
     """Another rank → rank 0: that many copies are over, in the order of their Copy."""
 
     count: int
-    wrong: Sequence[int] = ()  # which of them found a wrong slice, or could not read it
+    rests: Mapping[int, int | None] = {}  # of slices that were pulled: each that is not 0, as `device.Rest`
 
 
 class CopyBlocks(Local):

@@ -76,7 +76,7 @@ class Pulls:
         try:
             if not self._allowed:
                 raise Unreachable(f"{TCP_ONLY} at the receiver")
-            self._sources[message.session] = _Source(self._pool.open(message.export))
+            self._sources[message.session] = _Source(self._pool.open(message.export, message.dtype))
             self._opening[message.session] = message.export.kind
         except Unreachable as e:
             self._answers.append(Opened(message.session, False, str(e)))
@@ -112,7 +112,7 @@ class Pulls:
         ended, self._lost = self._lost, []
         while self._pulls and self._pool.passed(self._pulls[0].event):
             pull = self._pulls.popleft()
-            ended.append((pull.arrived, pull.outcome()))
+            ended.append((pull.arrived, [rest == 0 for rest in pull.outcome()]))
             pull.source.pulls -= 1
             self._close_unused(pull.source)
         return ended

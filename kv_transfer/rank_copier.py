@@ -107,13 +107,13 @@ class RankCopier:
             try:
                 return pool.pull(self._memories[memory], staged)
             except Unreachable:
-                return None, lambda: [False] * len(batch)
+                return None, lambda: [None] * len(batch)
         if is_gather:
             events = [self._events.get(order.layers_ready) for order in batch]
             done = pool.gather(staged, [event for event in events if event is not None])
         else:
             done = pool.scatter(staged)[1]
-        return done, lambda: [True] * len(batch)
+        return done, lambda: [0] * len(batch)
 
     def _orders(self, channel: Channel, pool: Pool, *, is_gather: bool) -> Sequence[Copy]:
         """Those that came, without orders to open and close memory: these it carries out."""
@@ -122,12 +122,12 @@ class RankCopier:
             match message:
                 case Copy():
                     orders.append(message)
-                case ExportIn(number, export):
+                case ExportIn(number, export, dtype):
                     try:
                         if is_gather:
                             pool.adopt(export)
                         else:
-                            self._memories[number] = pool.open(export)
+                            self._memories[number] = pool.open(export, dtype)
                         channel.send(Opened(number, True, ""))
                     except Unreachable as e:
                         channel.send(Opened(number, False, str(e)))
@@ -152,8 +152,8 @@ class RankCopier:
 def _report(channel: Channel, pool: Pool, under_way: deque[tuple[Event, Outcome]]) -> None:
     """Tells rank 0 which copies are over."""
     while under_way and ((event := under_way[0][0]) is None or pool.passed(event)):
-        whole = under_way.popleft()[1]()
-        channel.send(Copied(len(whole), [place for place, right in enumerate(whole) if not right]))
+        rests = under_way.popleft()[1]()
+        channel.send(Copied(len(rests), {place: rest for place, rest in enumerate(rests) if rest != 0}))
 
 
 def _staged(table_of: Callable[[tuple[int, ...], int, int], Any], order: Copy) -> Staged:

@@ -17,7 +17,7 @@ prefix cache is there on all ranks, because it comes from steps that have ended.
 
 With exported memory the first rank that holds the heads of a slice fills a slot of its own memory. Each rank
 of the receiver opens the memories with heads that it holds, and copies from there. If one of them cannot, the
-pair of workers uses TCP. A slice is right only if all ranks that read it found it right.
+pair of workers uses TCP. A slice is right if the sums of all ranks that read it add up to its checksum.
 
 A scatter waits for nothing. No step under way touches its blocks: a step ends on rank 0 only after all ranks
 have added to the sums of its last layer. Rank 0 starts a step with the KV only after every rank has copied.
@@ -26,7 +26,7 @@ have added to the sums of its last layer. Rank 0 starts a step with the KV only 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,8 +45,8 @@ from kv_transfer.channel import (
     Opened,
 )
 from kv_transfer.device.open_pool import open_pool
-from kv_transfer.device.pool import Event, Outcome, Pool, Staged
-from kv_transfer.layout import Slice, heads_of, rank_of
+from kv_transfer.device.pool import Event, Outcome, Pool, Rest, Staged
+from kv_transfer.layout import Range, Slice, heads_of, rank_of
 from kv_transfer.peer_memory import PeerMemory, Unreachable, join
 from kv_transfer.protocol.messages import Export
 from kv_transfer.transport import PagedKV
@@ -124,8 +124,8 @@ class RankedPool:
         self._ordered = [0] * len(channels)
         self._copied = [0] * len(channels)
         self._heard = [0.0] * len(channels)  # when a rank last copied, or had nothing to do
-        # Of each rank, by number: orders to read a slice that was wrong, until `outcome` tells.
-        self._wrong: list[set[int]] = [set() for _ in channels]
+        # Of each rank, by number: orders to read a slice that left a rest, until `outcome` adds it.
+        self._rests: list[dict[int, Rest]] = [{} for _ in channels]
         self._exports: list[Exported | None] = [None] * len(channels)
         self._memories = 0  # of peers, that were opened
         self._opened: list[dict[int, Opened]] = [{} for _ in channels]  # by number
@@ -192,11 +192,11 @@ class RankedPool:
             if not opened.reached:
                 raise Unreachable(f"rank {i + 1}: {opened.why}")
 
-    def open(self, export: Export) -> PeerMemory:
-        own = self._own.open(export)
+    def open(self, export: Export, dtype: str) -> PeerMemory:
+        own = self._own.open(export, dtype)
         self._memories += 1
         for channel in self._channels:
-            channel.send(ExportIn(self._memories, export))
+            channel.send(ExportIn(self._memories, export, dtype))
         return _PeerMemory(own, self._memories, self._channels)
 
     def opened(self, memory: _PeerMemory) -> bool:
@@ -211,29 +211,23 @@ class RankedPool:
         return all(answers)
 
     def pull(self, memory: _PeerMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        by_rank = self._by_rank()
-        numbers: list[dict[int, int]] = [{} for _ in self._channels]  # place in the batch → number
-        places: list[int] = []  # in the batch, of the slices that this rank reads
-        for place, item in enumerate(batch):
+        by_rank, ordered = self._by_rank(), (0, *self._ordered)
+        readers: list[list[tuple[int, int]]] = []  # of each slice: ranks, and the numbers of their orders
+        for item in batch:
+            readers.append([])
             for rank in self._holders(item.piece):
                 by_rank[rank].append(_Order(item, _Ready(None, 0)))
-                if rank:
-                    numbers[rank - 1][place] = self._ordered[rank - 1] + len(by_rank[rank])
-                else:
-                    places.append(place)
+                readers[-1].append((rank, ordered[rank] + len(by_rank[rank])))
         own = _of_own(by_rank[0])
         pulled, own_outcome = self._own.pull(memory.own, own) if own else (None, list)
         self._order(by_rank, memory.number)
 
-        def outcome() -> list[bool]:
-            whole = [True] * len(batch)
-            for place, right in zip(places, own_outcome(), strict=True):
-                whole[place] = right
-            for wrong, ordered in zip(self._wrong, numbers, strict=True):
-                for place in [place for place, number in ordered.items() if number in wrong]:
-                    whole[place] = False
-                wrong.difference_update(ordered.values())
-            return whole
+        def outcome() -> list[Rest]:
+            rests = [dict(enumerate(own_outcome(), 1)), *self._rests]
+            return [
+                _whole({(self._heads[x.piece.state][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
+                for x, read_by in zip(batch, readers, strict=True)
+            ]
 
         return self._copies(pulled), outcome
 
@@ -259,8 +253,9 @@ class RankedPool:
                 self._heard[i] = time.monotonic()
                 for message in messages:
                     match message:
-                        case Copied(count, wrong):
-                            self._wrong[i].update(self._copied[i] + 1 + place for place in wrong)
+                        case Copied(count, rests):
+                            first = self._copied[i] + 1
+                            self._rests[i].update({first + place: rest for place, rest in rests.items()})
                             self._copied[i] += count
                         case Exported():
                             self._exports[i] = message
@@ -286,6 +281,12 @@ class RankedPool:
 
     def _copies(self, own: Event | None) -> _Copies:
         return _Copies(own, tuple(self._ordered))
+
+
+def _whole(read: Collection[tuple[Range, Rest]]) -> Rest:
+    """The rest of a slice: None if ranks with the same heads read different words."""
+    known = [rest for rest in dict(read).values() if rest is not None]
+    return sum(known) % (1 << 64) if len(known) == len(read) else None
 
 
 def _of_own(batch: Sequence[_Order]) -> list[Staged]:

@@ -20,8 +20,8 @@ SCATTER_BYTES = 2 * GATHER_BYTES
 CONTEXT_BYTES = 600 << 20
 """That a process takes on a GPU before it allocates anything."""
 LANDINGS = 2
-"""Of a receiver, for slices that its kernels cannot read in the memory of the peer: while a kernel scatters
-slices from one, the next are copied into the other."""
+"""Of a receiver, for slices of a peer that it converts: while a kernel scatters slices from one, the next are
+copied into the other."""
 
 
 def exported_slot_bytes(slot_bytes: int) -> int:
@@ -45,10 +45,11 @@ def landing_bytes(slot_bytes: int) -> int:
 
 
 def device_bytes(num_slots: int, slot_bytes: int, *, adopted: bool = False) -> int:
-    """Memory of a GPU that KV transfer takes on each rank, if peers read slots there: slots for peers, and
-    room for slices of peers. `adopted`: the transfer process has slots for both directions, and a context."""
+    """Memory of a GPU that KV transfer takes on each rank, if peers read slots there. `adopted`: the transfer
+    process has slots for both directions, and a context. Landings are not counted, since few workers convert
+    KV. If there is no memory for them, the pair of workers uses TCP."""
     slots = exported_bytes(num_slots, exported_slot_bytes(slot_bytes))
-    return slots + LANDINGS * landing_bytes(slot_bytes) + (slots + CONTEXT_BYTES if adopted else 0)
+    return 2 * slots + CONTEXT_BYTES if adopted else slots
 
 
 def coalesce(

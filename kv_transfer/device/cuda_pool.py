@@ -13,9 +13,9 @@ import torch
 from kv_transfer.arena import Arena
 from kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
 from kv_transfer.device import copy_kernels
-from kv_transfer.device.pool import Event, Outcome, Staged, held_heads, of_each_dtype
+from kv_transfer.device.pool import Event, Outcome, Rest, Staged, held_heads, of_each_dtype
 from kv_transfer.device.tables import Tables
-from kv_transfer.layout import ITEM_BYTES, Slice, convertible, slice_bytes
+from kv_transfer.layout import ITEM_BYTES, Range, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemories, Unreachable
 from kv_transfer.protocol.messages import Export
 from kv_transfer.staging import GATHER_BYTES, LANDINGS, at_once, coalesce, exported_slot_bytes, landing_bytes
@@ -185,20 +185,28 @@ class CudaPool:
         with torch.cuda.device(self._device):
             self._exported = self._open_one(export)
 
-    def open(self, export: Export) -> PeerMemories[PeerDeviceMemory]:
+    def open(self, export: Export, dtype: str) -> PeerMemories[PeerDeviceMemory]:
         if export.slot_bytes > (most := exported_slot_bytes(self._slot_bytes)):
             raise Unreachable(f"the sender has slots of {export.slot_bytes} bytes, the receiver takes {most}")
         with torch.cuda.device(self._device), torch.cuda.stream(self._pulls):
             memory = PeerMemories(export, self._layout, [self._heads, *self._state_heads], self._open_one)
             try:
-                while len(self._landings) < LANDINGS:
-                    size = landing_bytes(self._slot_bytes)
-                    there = torch.empty(size, dtype=torch.uint8, device=self._device)
-                    self._landings.append(_Landing(there, self.record()))
-            except torch.OutOfMemoryError:
+                if dtype not in ("", self._layout.dtype):
+                    self._make_landings()
+            except Unreachable:
                 memory.close()
-                raise Unreachable("no memory to read into") from None
+                raise
         return memory
+
+    def _make_landings(self) -> None:
+        """Where there are none yet. Raises Unreachable."""
+        try:
+            while len(self._landings) < LANDINGS:
+                size = landing_bytes(self._slot_bytes)
+                there = torch.empty(size, dtype=torch.uint8, device=self._device)
+                self._landings.append(_Landing(there, self.record()))
+        except torch.OutOfMemoryError:
+            raise Unreachable("no memory to convert KV in") from None
 
     def _open_one(self, export: Export) -> PeerDeviceMemory:
         memory = PeerDeviceMemory(export)
@@ -218,11 +226,11 @@ class CudaPool:
         return True
 
     def pull(self, memory: PeerMemories[PeerDeviceMemory], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        """The kernel that scatters the slices reads them in the memory of the peer, and sums them. The marks
-        are copied after that, on a stream of their own: the next kernel does not wait for them.
+        """The kernel that scatters the slices reads this rank's heads in the memory of the peer, and sums
+        them. The marks are copied after that, on a stream of their own, so the next kernel does not wait.
 
-        Each byte is read once, since a second look may find other bytes. So slices that two kernels read are
-        copied here first."""
+        Each byte is read once, since a second look may find other bytes. Slices that are converted are read
+        by two kernels, so they are copied here first."""
         asked = batch
         places = {item.slot: memory.place(item.slot) for item in batch}
         sources = list({source.address: source for source, _ in places.values()}.values())
@@ -232,7 +240,7 @@ class CudaPool:
             return source.slot(number)
 
         landing = None
-        if all(self._is_scattered_as_it_is(item) for item in batch):
+        if not any(self._is_converted(item) for item in batch):
             items = [(item, address_of(item.slot)) for item in batch]
         else:
             landing, items = self._land(batch, address_of, memory.slot_bytes)
@@ -255,17 +263,21 @@ class CudaPool:
         if landing is not None:
             landing.free = event
 
-        def outcome() -> list[bool]:
+        def outcome() -> list[Rest]:
             words = table.words[:count].tolist()
             self._tables.give(table)
             sums = {item.slot: words[i] for i, item in enumerate(batch)}
             first = {source.address: len(batch) + i * each for i, source in enumerate(sources)}
-            whole: list[bool] = []
+            rests: list[Rest] = []
             for item in asked:
                 source, number = places[item.slot]
                 mark = first[source.address] + 2 * number
-                whole.append(words[mark : mark + 2] == [item.generation, sums[item.slot]])
-            return whole
+                generation, checksum = words[mark : mark + 2]
+                if not (self._is_converted(item) or self._held(item.piece)[0] == item.piece.head_start):
+                    checksum = 0  # another rank has it
+                right = generation == item.generation
+                rests.append((checksum - sums[item.slot]) % (1 << 64) if right else None)
+            return rests
 
         return event, outcome
 
@@ -274,6 +286,7 @@ class CudaPool:
     ) -> tuple[_Landing, list[tuple[Staged, int]]]:
         """Copies slices of a peer to memory here. Copies have a stream of their own: the next ones run while
         a kernel scatters the slices before. Raises Unreachable."""
+        self._make_landings()
         landing = self._landings.popleft()
         self._landings.append(landing)
         batch, offsets, copies = self._stage(batch, address_of, slot_bytes)
@@ -286,10 +299,9 @@ class CudaPool:
         self._stream.wait_event(_event(self._pulls))
         return landing, _at(batch, landing.memory, offsets)
 
-    def _is_scattered_as_it_is(self, item: Staged) -> bool:
-        """By one kernel, which sums it."""
-        is_converted = item.piece.state is None and item.dtype not in (None, self._layout.dtype)
-        return not is_converted and self._holds_all_of(item.piece)
+    def _is_converted(self, item: Staged) -> bool:
+        """Then this rank sums all of it. Else the kernel that scatters it sums what this rank holds."""
+        return item.piece.state is None and item.dtype not in (None, self._layout.dtype)
 
     def close(self) -> None:
         for stream in (self._pulls, self._stream, self._marks):
@@ -333,8 +345,7 @@ class CudaPool:
         for dtype, some in by_dtype.items():
             of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
             convert = dtype != self._layout.dtype
-            copy_sums = not convert and all(self._holds_all_of(x.piece) for x, _ in of_dtype)
-            if sums and not copy_sums:
+            if sums and convert:
                 words = [self._bytes(x) // 4 for x, _ in of_dtype]
                 lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
                 table = self._tables.send([field for line in lines for field in line]).view(len(words), -1)
@@ -342,13 +353,11 @@ class CudaPool:
             if convert:
                 self._convert(of_dtype, dtype)
             else:
-                self._copy(of_dtype, into_pool=True, sums=checksums if sums and copy_sums else ())
+                self._copy(of_dtype, into_pool=True, sums=checksums if sums else ())
 
-    def _holds_all_of(self, piece: Slice) -> bool:
-        if piece.state is None and self._heads == (0, self._layout.num_kv_heads):
-            return True
-        heads = self._heads if piece.state is None else self._state_heads[piece.state]
-        return held_heads(piece, heads) == (piece.head_start, piece.head_start + piece.head_count)
+    def _held(self, piece: Slice) -> Range:
+        """The heads of a slice that this rank holds."""
+        return held_heads(piece, self._heads if piece.state is None else self._state_heads[piece.state])
 
     def _copy(
         self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = ()
@@ -370,17 +379,17 @@ class CudaPool:
     def _kv_launches(self, items: Sequence[_Summed]) -> list[_Launch]:
         pieces = [x.piece for x, _, _ in items]
         tokens = max([piece.token_count for piece in pieces])
-        heads = max([piece.head_count for piece in pieces])
-        held, first = self._heads, self._heads[0]
+        held = [held_heads(piece, self._heads) for piece in pieces]
+        heads = max([stop - start for start, stop in held])
         before = 0  # bytes of a head that stand before these in a slice: scales follow values
         launches: list[_Launch] = []
         for addresses, pool, words in self._rows:
             lines = [
                 copy_kernels.line_at(
                     addresses[piece.layer], words, x.table.data_ptr(), address + before * _heads(piece),
-                    piece, held_heads(piece, held), first, checksum, before // 4 * _heads(piece),
+                    piece, some, self._heads[0], checksum, before // 4 * _heads(piece),
                 )
-                for (x, address, checksum), piece in zip(items, pieces, strict=True)
+                for (x, address, checksum), piece, some in zip(items, pieces, held, strict=True)
             ]  # fmt: skip
             launches.append(
                 (partial(copy_kernels.launch, pool=pool, most_tokens=tokens, most_heads=heads), lines)

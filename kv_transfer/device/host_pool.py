@@ -12,7 +12,7 @@ import xxhash
 
 from kv_transfer.arena import Arena
 from kv_transfer.device.convert import Dense
-from kv_transfer.device.pool import Event, Outcome, Staged, held_heads, of_each_dtype
+from kv_transfer.device.pool import Event, Outcome, Rest, Staged, held_heads, of_each_dtype
 from kv_transfer.layout import runs, slice_bytes
 from kv_transfer.peer_memory import PeerArena, PeerMemories, PeerMemory, Unreachable, export_arena, mark
 from kv_transfer.protocol.messages import Export
@@ -78,20 +78,21 @@ class HostPool:
     def adopt(self, export: Export) -> None:
         self._exported = True  # it is the arena
 
-    def open(self, export: Export) -> PeerMemories[PeerArena]:
+    def open(self, export: Export, dtype: str) -> PeerMemories[PeerArena]:
         return PeerMemories(export, self._layout, [self._heads, *self._state_heads], PeerArena)
 
     def opened(self, memory: Any) -> bool:
         return True
 
     def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        whole: list[bool] = []
+        rests: list[Rest] = []
         for item, (arena, number) in [(item, memory.place(item.slot)) for item in batch]:
             slot = arena.slot(number)[: slice_bytes(self._layouts[item.dtype], item.piece)]
             checksum = xxhash.xxh3_64_intdigest(slot)
             self._scatter(item, slot)
-            whole.append(arena.mark(number) == (item.generation, checksum))
-        return None, lambda: whole
+            right = arena.mark(number) == (item.generation, checksum)
+            rests.append(0 if right else None)
+        return None, lambda: rests
 
     def _gather(self, item: Staged, slot: memoryview) -> None:
         if item.piece.state is not None:
@@ -190,7 +191,7 @@ class NoPool:
     def adopt(self, export: Export) -> None:
         raise Unreachable("no KV")
 
-    def open(self, export: Export) -> PeerMemory:
+    def open(self, export: Export, dtype: str) -> PeerMemory:
         raise Unreachable("no KV")
 
     def opened(self, memory: Any) -> bool:

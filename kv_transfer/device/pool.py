@@ -13,8 +13,13 @@ from kv_transfer.peer_memory import PeerMemory
 from kv_transfer.protocol.messages import Export
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
-Outcome = Callable[[], list[bool]]
-"""Of each slice that was pulled: whether its generation and its checksum were right."""
+Rest = int | None
+"""The checksum of a slice less the sums of the words that were read, modulo 2⁶⁴; None: wrong or overwritten.
+
+The rank that holds the first head of a slice has the checksum. So the slice is right if the rests of the
+ranks that read different heads of it add up to 0."""
+Outcome = Callable[[], list[Rest]]
+"""Of each slice that was pulled."""
 
 
 class Staged(Struct, frozen=True):
@@ -67,8 +72,8 @@ class Pool(Protocol):
         Raises Unreachable. With several ranks it waits for the others."""
         ...
 
-    def open(self, export: Export) -> PeerMemory:
-        """Raises Unreachable unless a test copy succeeded."""
+    def open(self, export: Export, dtype: str) -> PeerMemory:
+        """`dtype`: of KV there; "": not known. Raises Unreachable unless a test copy succeeded."""
         ...
 
     def opened(self, memory: Any) -> bool:

@@ -50,10 +50,10 @@ class PeerExports:
             raise ProtocolError("length", f"EXPORT of slots of {export.slot_bytes} bytes")
         self._memories[number] = _Memory(session, export, count_slots(export))
         nixl = self._reader(export)
-        if nixl is None:
-            self._channel.post(ExportIn(number, export))
-            return
         assert session.peer is not None
+        if nixl is None:
+            self._channel.post(ExportIn(number, export, session.peer.kv_dtype))
+            return
         if why := nixl.open(number, session.peer.incarnation, export):
             self.opened(number, False, why)
 

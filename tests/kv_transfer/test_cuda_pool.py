@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +19,14 @@ from kv_transfer.cuda_memory import DeviceMemory, Slots
 from kv_transfer.device import copy_kernels
 from kv_transfer.device.cuda_pool import CudaPool
 from kv_transfer.device.host_pool import HostPool
-from kv_transfer.device.pool import Pool, Staged
-from kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state
+from kv_transfer.device.pool import Pool, Rest, Staged
+from kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state, slice_bytes
 from kv_transfer.transport import PagedKV
 
 from . import cuda_on_cpu
 
 BLOCKS, TOKENS, SLOTS, SLOT_BYTES = 6, 41, 16, 4096
-STATES = StateType("conv", 1, 3, 6, "bfloat16"), StateType("ssm", 4, 3, 8, "float32")
+STATES = StateType("conv", 1, 4, 6, "bfloat16"), StateType("ssm", 4, 4, 8, "float32")
 THERE, HERE = [5, 0, 3, 1], [2, 4, 0, 5]
 DTYPES = [("bfloat16", "bfloat16"), (FP8, FP8), ("bfloat16", FP8), (FP8, "float32")]
 
@@ -52,6 +55,15 @@ def cache(dtype: str, block_size: int, seed: int) -> PagedKV:
     return PagedKV(layers, block_size, layout, "cpu", scales=scales, states=states)
 
 
+def rank_of_two(kv: PagedKV, rank: int) -> PagedKV:
+    """The same cache with the heads of a rank."""
+    heads = slice(2 * rank, 2 * rank + 2)
+    layers = [x[..., heads, :].clone() for x in kv.layers]
+    scales = [x[:, :, heads].clone() for x in kv.scales]
+    states = [[x[:, :, heads].clone() for x in of] for of in kv.states]
+    return replace(kv, layers=layers, scales=scales, states=states, rank=rank, ranks=2)
+
+
 def everything(kv: PagedKV) -> list[torch.Tensor]:
     tensors = [*kv.layers, *kv.scales, *(layer for state in kv.states for layer in state)]
     return [tensor.float() for tensor in tensors]
@@ -59,7 +71,7 @@ def everything(kv: PagedKV) -> list[torch.Tensor]:
 
 def pieces(layout: KVLayout, most: int) -> list[Slice]:
     found = [p for i in (0, 2) for h in ((0, 3), (3, 4)) for p in cut(layout, i, (7, TOKENS), h, most)]
-    return found + [p for state in (0, 1) for p in cut_state(layout, 1, state, TOKENS, (0, 3), 300)]
+    return found + [p for state in (0, 1) for p in cut_state(layout, 1, state, TOKENS, (0, 4), 300)]
 
 
 def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str) -> PagedKV:
@@ -87,7 +99,8 @@ def pulled(
         sender.adopt(export)
     else:
         export = sender.export()
-    memory = receiver.open(export)
+    memory = receiver.open(export, sent)
+    assert bool(receiver._landings) is (sent != kept), "only what is converted needs them"
     tables, whole = (sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)), []
     for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
         sender.gather([Staged(piece, slot, tables[0], generation=generation) for slot, piece in few])
@@ -98,7 +111,7 @@ def pulled(
             memory, [Staged(piece, slot, tables[1], sent, generation) for slot, piece in few]
         )
         assert receiver.passed(event)
-        whole += outcome()
+        whole += [rest == 0 for rest in outcome()]
     return target, whole
 
 
@@ -132,3 +145,71 @@ def test_a_slice_that_is_wrong_or_late_is_found() -> None:
     for damage, wrong in ((bend, 1), (use_again, 4)):
         _, whole = pulled("bfloat16", "bfloat16", damage, adopts=damage is bend)
         assert [i for i, right in enumerate(whole) if not right] == [wrong]
+
+
+@pytest.mark.parametrize(("sent", "kept"), DTYPES)
+def test_ranks_read_each_byte_once_and_their_sums_add_up(
+    sent: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of two ranks, from a worker of one. What is converted is read by both."""
+    launch, read = copy_kernels._launch, 0
+
+    def counted(table: torch.Tensor, halves: int, *args: Any, into_pool: bool, **kwargs: Any) -> None:
+        nonlocal read
+        read += 4 * halves * int((table[:, 4] * table[:, 6]).sum()) if into_pool else 0
+        launch(table, halves, *args, into_pool=into_pool, **kwargs)
+
+    source, whole_target = cache(sent, 16, 1), cache(kept, 32, 2)
+    sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
+    targets = [rank_of_two(whole_target, rank) for rank in (0, 1)]
+    ranks = [CudaPool(target, Arena.create(SLOTS, SLOT_BYTES), exported=True) for target in targets]
+    export = sender.export()
+    memories = [rank.open(export, sent) for rank in ranks]
+    there, here = sender.table(THERE, TOKENS, 2), [rank.table(HERE, TOKENS, 1) for rank in ranks]
+    monkeypatch.setattr(copy_kernels, "_launch", counted)
+    in_all = 0
+    for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
+        sender.gather([Staged(piece, slot, there, generation=generation) for slot, piece in few])
+        in_all += sum(slice_bytes(source.layout, piece) for _, piece in few)
+        rests = dict.fromkeys(few, 0)
+        for rank, memory, table in zip(ranks, memories, here, strict=True):
+            mine = [item for item in few if operator.lt(*rank._held(item[1]))]
+            staged = [Staged(piece, slot, table, sent, generation) for slot, piece in mine]
+            for item, rest in zip(mine, rank.pull(memory, staged)[1](), strict=True):
+                assert rest is not None
+                rests[item] += rest
+        assert not any(rest % (1 << 64) for rest in rests.values())
+    if sent == kept:
+        assert read == in_all
+        assert not any(rank._landings for rank in ranks), "nothing was copied before it was read"
+    right = moved(HostPool, sent, kept)
+    for rank, target in enumerate(targets):
+        for tensor, expected in zip(everything(target), everything(rank_of_two(right, rank)), strict=True):
+            assert torch.equal(tensor, expected)
+
+
+def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
+    source = cache("bfloat16", 16, 1)
+    sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
+    ranks = [
+        CudaPool(rank_of_two(source, rank), Arena.create(SLOTS, SLOT_BYTES), exported=True) for rank in (0, 1)
+    ]
+    export, piece = sender.export(), Slice(0, 0, 4, 0, 5)
+    sender.gather([Staged(piece, 3, sender.table(THERE, TOKENS, 2), generation=1)])
+
+    def rests() -> list[Rest]:
+        return [
+            rest
+            for rank in ranks
+            for rest in rank.pull(
+                rank.open(export, "bfloat16"), [Staged(piece, 3, rank.table(HERE, TOKENS, 1), None, 1)]
+            )[1]()
+        ]
+
+    first, second = rests()
+    assert first
+    assert (first + (second or 0)) % (1 << 64) == 0
+    assert sender._exported is not None
+    ctypes.memset(sender._exported.slot(3) + 2 * 16, 0xA5, 1)  # of head 2
+    assert rests()[0] == first
+    assert rests()[1] != second

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ import torch
 
 from kv_transfer import ranked_pool
 from kv_transfer.arena import Arena, ArenaEnd, channel_pair
-from kv_transfer.channel import ChannelClosed
+from kv_transfer.channel import Channel, ChannelClosed, Copied, Copy
 from kv_transfer.device.host_pool import HostPool
 from kv_transfer.device.pool import Event, Pool, Staged
 from kv_transfer.layout import KVLayout, cut
-from kv_transfer.ranked_pool import open_ranks
+from kv_transfer.ranked_pool import RankedPool, _PeerMemory, _Table, open_ranks
+from kv_transfer.transport import PagedKV
 
 from .ranks import Ranks, mapped, positions
 
@@ -144,6 +147,40 @@ def test_a_rank_makes_one_table_for_all_layers(monkeypatch: pytest.MonkeyPatch) 
                 staged = [Staged(piece, 0, there)]
                 until_passed(pool, pool.gather(staged) if is_gather else pool.scatter(staged)[1])
             assert made == [("MainThread", [3, 5]), ("kv copies", (3, 5))]
+
+
+@pytest.mark.parametrize(
+    ("rests", "right"),
+    [
+        ([5, 5, -5, -5], True),
+        ([5, 5, -4, -4], False),  # a wrong word
+        ([5, 6, -5, -5], False),  # ranks with the same heads read different words
+        ([0, 0, 0, 0], True),
+        ([5, 5, None, -5], False),  # another generation
+    ],
+)
+def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | None], right: bool) -> None:
+    """Of four ranks, two have head 0, and two head 1."""
+    modulo = [rest if rest is None else rest % (1 << 64) for rest in rests]
+    layout, layers = layout_of(2), [torch.empty(0)]
+    own: Any = SimpleNamespace(
+        gather_most=1, pull=lambda memory, batch: (None, lambda: modulo[:1]), passed=lambda event: True
+    )
+    ends = [channel_pair() for _ in range(3)]
+    pool = RankedPool(
+        own, PagedKV(layers, 16, layout, "cpu", 0, 4), [Channel(end, Copied) for end, _ in ends]
+    )
+    table, memory = _Table(None, [0], 0), _PeerMemory(own, 1, [])
+    [piece] = cut(layout, 0, (0, 3), (0, 2), SLOT)
+    event, outcome = pool.pull(memory, [Staged(piece, 0, table, None, 1)])
+    assert not pool.passed(event)
+    for (_, end), rest in zip(ends, modulo[1:], strict=True):
+        Channel(end, Copy).send(Copied(1, {0: rest} if rest != 0 else {}))
+    until_passed(pool, event)
+    assert (outcome() == [0]) is right
+    assert not any(pool._rests)
+    for end in itertools.chain(*ends):
+        end.close()
 
 
 def test_a_rank_that_hangs_or_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

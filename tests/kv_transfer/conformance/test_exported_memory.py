@@ -131,7 +131,7 @@ def of_other_ranks(patch: pytest.MonkeyPatch, name: str, other: Any, times: int 
 
 def wrong(pull: Any, *args: Any) -> Any:
     event, outcome = pull(*args)
-    return event, lambda: [False for _ in outcome()]
+    return event, lambda: [None for _ in outcome()]
 
 
 @pytest.mark.parametrize("fault", [unreachable, wrong])
