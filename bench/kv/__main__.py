@@ -24,7 +24,8 @@
 
 `--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: in turns with these engines, each installed for that Python.
 `kv.nixl.256MiB`: --kv-connector nixl against NIXL alone, if NIXL is also installed for this Python; with
-`.tcp` over UCX's TCP. `kv.nixl_cuda.256MiB`, with `--device cuda`: from pool to pool over memory of GPUs.
+`.tcp` over UCX's TCP, with `.unchecked` without checksums, which NIXL alone does not have either.
+`kv.nixl_cuda.4096MiB`, with `--device cuda`: from pool to pool over memory of GPUs, as `kv.cuda_ipc`.
 `kv.vs.nixl_read.256MiB` is Baton's GB/s and the ratio to the engine (`peer_driver`; settings in PEERS).
 """
 
@@ -50,7 +51,7 @@ from bench.kv import exported
 from bench.kv.pair import BLOCK, Pair, Settings, children, cpu_seconds
 from bench.kv.raw_sockets import MIB, RawPair
 from kv_transfer.config import nixl_installed
-from kv_transfer.staging import EXPORTED_SLOT_BYTES
+from kv_transfer.staging import exported_slot_bytes
 
 PARTS = ("tcp", "encrypted", "nixl", "exported")
 SIZES = (64, 256)  # MiB
@@ -149,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "nixl" in parts and "nixl" in pythons and nixl_installed():
         nixl_connector(report, settings, pythons["nixl"], pairs)
         if args.device == "cuda":
-            nixl_on_gpus(report, settings, pythons["nixl"], pairs)
+            nixl_on_gpus(report, pythons["nixl"], pairs)
     if "exported" in parts:
         without_sockets(report, args.device, pairs)
     report.finish()
@@ -240,32 +241,41 @@ def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: in
 
 
 def nixl_connector(report: Report, settings: Settings, python: str, pairs: int) -> None:
-    """Beside NIXL alone, which reads the same bytes in pieces of a slot, all at once."""
+    """Beside NIXL alone, which reads the same bytes in pieces of a slot, all at once, without checksums."""
     settings = replace(settings, nixl=True)
     for over, environment in NIXL_OVER.items():
         with (
             patch.dict(os.environ, environment),
             exported.opened(settings, "nixl") as pair,
+            exported.opened(replace(settings, checksums=False), "nixl") as unchecked,
             closing(Peer("nixl_read", python, settings.most_bytes, environment)) as peer,
         ):
+            alone = in_pieces(peer, settings.slot_bytes)
             for mib in NIXL_SIZES:
-                alone = in_pieces(peer, settings.slot_bytes)
                 name = f"kv.nixl{over}.{mib}MiB"
                 compare(report, name, ours(pair), alone, mib * MIB, pairs, 0.9, f"{name}.alone", "NIXL alone")
+                if mib > NIXL_SIZES[0]:
+                    name, way = f"{name}.unchecked", ours(unchecked)
+                    compare(report, name, way, alone, mib * MIB, pairs, other="NIXL alone")
 
 
-def nixl_on_gpus(report: Report, settings: Settings, python: str, pairs: int) -> None:
+def nixl_on_gpus(report: Report, python: str, pairs: int) -> None:
     """Beside NIXL alone between the same GPUs, in pieces of a slot there. NIXL alone neither gathers nor
     scatters."""
-    settings = replace(settings, nixl=True, nixl_on_gpus=True, device="cuda")
-    with (
-        exported.opened(settings, "nixl_cuda") as pair,
-        closing(Peer("nixl_read_cuda", python, settings.most_bytes, {})) as peer,
-    ):
-        for mib in NIXL_SIZES[1:]:
-            alone = in_pieces(peer, max(settings.slot_bytes, EXPORTED_SLOT_BYTES))
-            name = f"kv.nixl_cuda.{mib}MiB"
-            compare(report, name, ours(pair), alone, mib * MIB, pairs, 0.9, f"{name}.alone", "NIXL alone")
+    variants = exported.variants("cuda")
+    for variant in ("", ".default_slots"):
+        settings = replace(variants[variant], exports=False, nixl=True, nixl_on_gpus=True)
+        with (
+            exported.opened(settings, "nixl_cuda") as pair,
+            closing(Peer("nixl_read_cuda", python, settings.most_bytes, {})) as peer,
+        ):
+            alone = in_pieces(peer, exported_slot_bytes(settings.slot_bytes))
+            for mib in exported.SIZES["cuda"][1:]:
+                name, goal = f"kv.nixl_cuda.{mib}MiB", None if variant or mib < 1024 else 0.9
+                shown = "" if variant else f"{name}.alone"
+                compare(
+                    report, name + variant, ours(pair), alone, mib * MIB, pairs, goal, shown, "NIXL alone"
+                )
 
 
 def in_pieces(peer: Peer, piece: int) -> Way:

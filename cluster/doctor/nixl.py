@@ -64,6 +64,7 @@ def measure(lane: socket.socket, exactly: Callable[[int], bytes], *, reads: bool
 
 def _read(memory: NixlMemory, theirs: bytes) -> tuple[int, float, str]:
     """Bytes, seconds, and why there are none, if so."""
+    from kv_transfer.process.nixl_memory import SliceToRead
     from kv_transfer.protocol.messages import Export
 
     incarnation, expected, export = msgspec.msgpack.decode(theirs, type=tuple[int, int, Export])
@@ -76,12 +77,12 @@ def _read(memory: NixlMemory, theirs: bytes) -> tuple[int, float, str]:
     size, began = 0, time.perf_counter()
     free: Iterable[int] = range(SLOTS // 2)
     while (now := time.perf_counter()) < began + SECONDS or memory.busy:
-        started = True
         if now < began + SECONDS:
-            started = all(memory.read(0, slot, slot, SLOT_BYTES, expected) for slot in free)
-        ended = dict(memory.finished())
-        if not started or not all(ended.values()):
+            memory.read(0, [SliceToRead(slot, slot, SLOT_BYTES, expected) for slot in free])
+        ended = memory.finished()
+        if not all(ended.values()):
             return 0, 0.0, "a read failed, or other bytes came"
+        time.sleep(0)  # threads read
         size += SLOT_BYTES * len(ended)
         free = ended
     return size, time.perf_counter() - began, "no read can start"

@@ -27,7 +27,7 @@ from kv_transfer.channel import (
 )
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Connect, ProtocolError, Session
-from kv_transfer.process.nixl_memory import NixlMemory
+from kv_transfer.process.nixl_memory import NixlMemory, SliceToRead
 from kv_transfer.process.peer_exports import RING, PeerExports
 from kv_transfer.process.peers import Peers
 from kv_transfer.process.slots import SlotPipe
@@ -268,7 +268,7 @@ class DecodeSide:
         return self._nixl.look_within()
 
     def _take_finished(self, nixl: NixlMemory) -> None:
-        finished = dict(nixl.finished())
+        finished = nixl.finished()
         if nixl.for_receiver:
             finished = self._handed_to_engine(finished)
         if finished:
@@ -278,27 +278,39 @@ class DecodeSide:
         """Of slots with marks that NIXL has read: the engine verifies them. Returns those that it does not
         need to see: they could not be read, or their transfer has ended."""
         over: dict[int, bool] = {}
+        taken: dict[int, list[int]] = {}
         for slot, whole in read.items():
             pull = self._pulls[slot]
             transfer = self._fetches.open.get(pull.ticket.transfer.id) if pull.ticket.transfer else None
             if not (whole and transfer):
                 over[slot] = False
                 continue
-            self._take_there({pull.session: [pull.m.slot]})
+            taken.setdefault(pull.session, []).append(pull.m.slot)
             pull.taken = True
             self._arrived_at(transfer, slot, RING, slot, pull.header, pull.m)
+        self._take_there(taken)
         return over
 
     def _slices_at(self, session: Session, transfer_id: bytes, slices: Sequence[SliceAt]) -> None:
         """Instead of frames. Each uses a credit and a slot, too, though the engine writes nothing into it."""
         nixl = self._exports.reader(session, slices)
         session.moved(time.monotonic())
+        to_read: list[SliceToRead] = []
         for m in slices:
             if session.number not in self._peers.by_session:
                 break  # a slice before this one ended it
-            self._slice_at(session, transfer_id, m, nixl)
+            slot = self._slice_at(session, transfer_id, m, nixl)
+            if slot is not None:
+                to_read.append(SliceToRead(m.slot, slot, m.length, m.generation))
+        if nixl and session.number in self._peers.by_session:
+            nixl.read(session.number, to_read)
+        else:
+            self._pulled({x.slot: False for x in to_read})
 
-    def _slice_at(self, session: Session, transfer_id: bytes, m: SliceAt, nixl: NixlMemory | None) -> None:
+    def _slice_at(
+        self, session: Session, transfer_id: bytes, m: SliceAt, nixl: NixlMemory | None
+    ) -> int | None:
+        """Returns the slot that NIXL is to read into, if any."""
         kind, state_type = kind_of(m.state)
         header = Header(
             FrameType.KV, transfer_id, m.layer, kind, m.head_start, m.head_count, m.token_start,
@@ -315,10 +327,9 @@ class DecodeSide:
             self._pulled({slot: False})
         elif nixl is None:
             self._arrived_at(ticket.transfer, slot, session.number, m.slot, header, m)
-        elif nixl.read(session.number, m.slot, slot, m.length, m.generation):
-            self._take_finished(nixl)  # while it was read, others may have been verified
         else:
-            self._pulled({slot: False})
+            return slot
+        return None
 
     def _arrived_at(
         self, transfer: Transfer, slot: int, session: int, there: int, header: Header, m: SliceAt

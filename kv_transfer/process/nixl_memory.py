@@ -8,8 +8,9 @@ shared memory or TCP. It has its own connections, which are neither authenticate
 says where UCX listens for them. A slice that changed on the way, or that its owner overwrote too early, has
 another checksum than SLICES names. With slots on a GPU the engines compute checksums (`nixl_slots`).
 
-NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process compute checksums:
-while they read a slice, the next is copied. Only this file imports NIXL, when a worker uses it.
+NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process start reads, each
+with a UCX worker of its own. Shared memory is copied by the thread that starts the read, and the bytes are in
+its cache when it computes their checksum. Only this file imports NIXL, when a worker uses it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import socket
 import struct
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -46,7 +47,7 @@ _ADDRESS = struct.Struct("<Q")
 _PLACE = struct.Struct("<QI")  # of slots with marks: address, device
 _END = 1 << 64  # of all addresses
 _PATIENCE, _RARELY = 1.0, 0.01  # seconds: after so long without an end, looks are so far apart
-_VERIFIERS = 4  # threads, at most: one reads 13 GB/s
+_MOST_THREADS = 4  # one copies and verifies 3 to 4 GB/s of shared memory
 _SMALL = 64 << 10  # bytes that are read sooner than a thread is woken
 _SLEEP = 100_000  # microseconds that NIXL's thread waits for an event; 0 would keep a core busy
 
@@ -66,15 +67,23 @@ class _Peer:
     export: Export
 
 
+class SliceToRead(NamedTuple):
+    there: int  # slot of the peer
+    slot: int  # of ours
+    length: int
+    checksum: int  # of slots without marks
+
+
 @dataclass(slots=True, eq=False)
 class _Read:
     """Bytes of a peer on their way here, and then under verification."""
 
-    handle: int
     peer: bytes
+    token_of: int | None  # session
+    slots: Sequence[int]  # of ours
     size: int
     is_right: Callable[[], bool] | None  # None: the engine will see
-    found: Future[bool] | None = None  # what `is_right` says; None: they are under way
+    handle: int = 0
 
 
 def listen_on(host: str) -> None:
@@ -117,8 +126,10 @@ class NixlMemory:
         self._errors = tuple(x for x in found if isinstance(x, type) and issubclass(x, Exception))
         config = self._nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, _SLEEP
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
+        threads = min(_MOST_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
         self._agent = self._nixl.nixlAgent(_name(incarnation).decode(), config)
-        self._backend = [self._agent.createBackend("UCX", {})]
+        self._backend = [self._agent.createBackend("UCX", {"num_workers": str(threads)})]
         try:
             out, here = self._registered(sending, receiving, device)
         except (CudaError, OSError, *self._errors) as e:
@@ -134,10 +145,13 @@ class NixlMemory:
         """Slots with marks, which the engine opens."""
         self._open: dict[int, _Peer] = {}  # by session
         self._users: Counter[bytes] = Counter()  # sessions and reads of each peer
-        self._tokens: dict[int, _Read] = {}  # by session
-        self._reads: dict[int, _Read] = {}  # by slot of ours
-        threads = min(_VERIFIERS, max(1, len(os.sched_getaffinity(0)) // 2))
-        self._verifiers = ThreadPoolExecutor(threads, "checksums")
+        self._reads = 0  # that are not over
+        self._under_way: set[_Read] = set()  # NIXL reads, and no thread waits for that
+        # Steps of reads that are over. Threads add to them. None: NIXL still reads.
+        self._steps: deque[tuple[_Read, Future[bool | None]]] = deque()
+        self._tokens_over: list[tuple[int, bool]] = []
+        self._slots_over: dict[int, bool] = {}
+        self._threads = ThreadPoolExecutor(threads, "reads", self._here.enter_thread)
         self._wake = wake
         self._moved = 0.0  # when a read began or ended (time.monotonic())
 
@@ -167,20 +181,19 @@ class NixlMemory:
                 return "the metadata is of another worker"
             self._open[session] = peer = _Peer(name, address, sum(device), export)
             place = self._here.tokens + session % (PAGE // TOKEN) * TOKEN
-            self._tokens[session] = self._start(
-                peer, [(place, token_at, TOKEN)], lambda: self._here.token_read(place) == export.token
-            )
+            is_right = partial(self._is_token, place, export.token)
+            self._start(peer, [(place, token_at, TOKEN)], is_right, token_of=session)
         except (*self._errors, struct.error) as e:
             return f"NIXL: {e}"
         return ""
 
     def opened(self) -> Iterator[tuple[int, str]]:
         """Sessions of which the token was read, and why their memory cannot be read; empty: it can."""
-        for session, read in list(self._tokens.items()):
-            if (whole := self._finished(read)) is not None:
-                del self._tokens[session]
-                if session in self._open:
-                    yield session, "" if whole else "NIXL did not read the token"
+        self._take()
+        tokens, self._tokens_over = self._tokens_over, []
+        for session, whole in tokens:
+            if session in self._open:
+                yield session, "" if whole else "NIXL did not read the token"
 
     def close(self, session: int) -> None:
         """Its reads go on: their slots are used until `finished` names them."""
@@ -189,40 +202,38 @@ class NixlMemory:
 
     # ------------------------------------------------------------ slices
 
-    def read(self, session: int, there: int, slot: int, length: int, expected: int) -> bool:
-        """Starts to read a slot of the peer into `slot`. If it starts, `finished` tells how it ends. UCX
-        copies shared memory here, and returns when it is copied."""
+    def read(self, session: int, slices: Sequence[SliceToRead]) -> None:
+        """Starts to read slices of the peer. `finished` tells how each ends."""
         peer, here = self._open[session], self._here
         export = peer.export
-        pieces = [(here.slot(slot), peer.address + there * export.slot_bytes, length)]
-        is_right = None
-        if here.mark_bytes:
-            marks = peer.address + export.num_slots * export.slot_bytes
-            pieces.append((here.mark(slot), marks + there * MARK, MARK))
-        else:
-            is_right = partial(_is_right, here.arena.slot(slot)[:length], expected)
-        try:
-            self._reads[slot] = read = self._start(peer, pieces, is_right)
-        except self._errors:
-            return False
-        self._finished(read)  # if it is over, its checksum is computed while the next slot is read
-        return True
+        if not here.mark_bytes:  # each is verified and free again as soon as it is there
+            for x in slices:
+                piece = here.slot(x.slot), peer.address + x.there * export.slot_bytes, x.length
+                is_right = partial(_is_right, here.arena.slot(x.slot)[: x.length], x.checksum)
+                self._start(peer, [piece], is_right, slots=[x.slot])
+            return
+        pieces: list[tuple[int, int, int]] = []
+        marks = peer.address + export.num_slots * export.slot_bytes
+        for x in slices:
+            pieces.append((here.slot(x.slot), peer.address + x.there * export.slot_bytes, x.length))
+            pieces.append((here.mark(x.slot), marks + x.there * MARK, MARK))
+        if pieces:
+            self._start(peer, pieces, None, slots=[x.slot for x in slices])
 
-    def finished(self) -> Iterator[tuple[int, bool]]:
+    def finished(self) -> dict[int, bool]:
         """The slots whose read is over, and whether they are as SLICES said."""
-        for slot, read in list(self._reads.items()):
-            if (whole := self._finished(read)) is not None:
-                del self._reads[slot]
-                yield slot, whole
+        self._take()
+        slots, self._slots_over = self._slots_over, {}
+        return slots
 
     @property
     def busy(self) -> bool:
         """`opened` or `finished` will have something."""
-        return bool(self._reads or self._tokens)
+        return bool(self._reads or self._tokens_over or self._slots_over)
 
     def look_within(self) -> float | None:
-        """Seconds until a read may be over: NIXL has no descriptor that tells. None: none is under way."""
-        if not any(read.found is None for read in (*self._reads.values(), *self._tokens.values())):
+        """Seconds until a read may be over: NIXL has no descriptor that tells. None: `wake` tells."""
+        if not self._under_way:
             return None
         return 0.0 if time.monotonic() < self._moved + _PATIENCE else _RARELY
 
@@ -239,40 +250,92 @@ class NixlMemory:
         return out, here
 
     def _start(
-        self, peer: _Peer, pieces: Sequence[tuple[int, int, int]], is_right: Callable[[], bool] | None
-    ) -> _Read:
+        self,
+        peer: _Peer,
+        pieces: Sequence[tuple[int, int, int]],
+        is_right: Callable[[], bool] | None,
+        *,
+        token_of: int | None = None,
+        slots: Sequence[int] = (),
+    ) -> None:
         """`pieces`: of each the address here, the address there, and its bytes."""
-        nixl, number = self._nixl, self._here.device or 0
-        ours = nixl.nixlXferDList(self._segment, [(here, size, number) for here, _, size in pieces])
-        theirs = nixl.nixlXferDList(self._segment, [(there, size, peer.device) for _, there, size in pieces])
-        handle = self._agent.createXferReq(nixl.NIXL_READ, ours, theirs, peer.name, b"", self._backend)
-        self._agent.postXferReq(handle, b"")
         self._users[peer.name] += 1
-        self._moved = time.monotonic()
-        return _Read(handle, peer.name, sum(size for _, _, size in pieces), is_right)
+        self._reads += 1
+        read = _Read(peer.name, token_of, slots, sum(size for _, _, size in pieces), is_right)
+        self._do(read, partial(self._begin, read, peer, pieces), here=read.size <= _SMALL)
 
-    def _finished(self, read: _Read) -> bool | None:
-        """Whether the bytes are right; None: they are under way, or their checksum is computed."""
-        if read.found is None:
-            try:
-                if self._agent.getXferStatus(read.handle) == self._nixl.NIXL_IN_PROG:
-                    return None
-                read.found = self._verified(read)
-            except self._errors:  # the peer is gone
-                read.found = _known(False)
+    def _do(self, read: _Read, step: Callable[[], bool | None], *, here: bool) -> None:
+        """By a thread, or at once `here`."""
+        self._moved = time.monotonic()
+        if here:
+            future: Future[bool | None] = Future()
+            future.set_result(step())
+            self._steps.append((read, future))
+            return
+
+        def done(future: Future[bool | None]) -> None:
+            self._steps.append((read, future))
+            if wake := self._wake:
+                wake()
+
+        self._threads.submit(step).add_done_callback(done)
+
+    def _take(self) -> None:
+        """What threads have done, and what NIXL has read."""
+        self._take_steps()
+        for read in list(self._under_way):
+            if (came := self._came(read)) is not None:
+                self._under_way.discard(read)
+                here = read.is_right is None or read.size <= _SMALL
+                self._do(read, partial(self._end, read, came=came), here=here)
+        self._take_steps()
+
+    def _take_steps(self) -> None:
+        while self._steps:
+            read, future = self._steps.popleft()
+            if (whole := future.result()) is None:
+                self._under_way.add(read)
+                continue
+            self._moved = time.monotonic()
+            self._reads -= 1
+            self._release(read.peer)
+            self._slots_over |= dict.fromkeys(read.slots, whole)
+            if read.token_of is not None:
+                self._tokens_over.append((read.token_of, whole))
+
+    def _begin(self, read: _Read, peer: _Peer, pieces: Sequence[tuple[int, int, int]]) -> bool | None:
+        """In any thread. UCX copies shared memory here, and returns when it is copied."""
+        nixl, number = self._nixl, self._here.device or 0
+        try:
+            ours = nixl.nixlXferDList(self._segment, [(here, size, number) for here, _, size in pieces])
+            theirs = nixl.nixlXferDList(
+                self._segment, [(there, size, peer.device) for _, there, size in pieces]
+            )
+            read.handle = self._agent.createXferReq(
+                nixl.NIXL_READ, ours, theirs, peer.name, b"", self._backend
+            )
+            self._agent.postXferReq(read.handle, b"")
+        except self._errors:
+            return self._end(read, came=False)
+        came = self._came(read)
+        return None if came is None else self._end(read, came=came)
+
+    def _came(self, read: _Read) -> bool | None:
+        """Whether NIXL has read all bytes; None: it still reads."""
+        try:
+            return None if self._agent.getXferStatus(read.handle) == self._nixl.NIXL_IN_PROG else True
+        except self._errors:  # the peer is gone
+            return False
+
+    def _end(self, read: _Read, *, came: bool) -> bool:
+        """In any thread. Whether the bytes are right."""
+        if read.handle:
             with suppress(*self._errors):
                 self._agent.releaseXferReq(read.handle)
-            self._moved = time.monotonic()
-            self._release(read.peer)
-        return read.found.result() if read.found.done() else None
+        return came and (read.is_right is None or read.is_right())
 
-    def _verified(self, read: _Read) -> Future[bool]:
-        if read.is_right is None or read.size <= _SMALL:
-            return _known(read.is_right is None or read.is_right())
-        found = self._verifiers.submit(read.is_right)
-        if wake := self._wake:
-            found.add_done_callback(lambda _: wake())
-        return found
+    def _is_token(self, place: int, token: bytes) -> bool:
+        return self._here.token_read(place) == token
 
     def _release(self, peer: bytes) -> None:
         self._users[peer] -= 1
@@ -289,9 +352,3 @@ def _name(incarnation: int) -> bytes:
 
 def _is_right(slice_: memoryview, expected: int) -> bool:
     return checksum(slice_) == expected
-
-
-def _known(whole: bool) -> Future[bool]:
-    future: Future[bool] = Future()
-    future.set_result(whole)
-    return future

@@ -36,6 +36,9 @@ class ArenaSlots(Slots):
         self._tokens = ctypes.create_string_buffer(PAGE)
         self.tokens = ctypes.addressof(self._tokens)  # a page for those that are read
 
+    def enter_thread(self) -> None:
+        """In each thread that reads."""
+
     def token_read(self, address: int) -> bytes:
         return ctypes.string_at(address, TOKEN)
 
@@ -64,9 +67,12 @@ class GpuSlots(Slots):
         self.size = memory.size
         self.tokens = allocate(PAGE)
 
-    def token_read(self, address: int) -> bytes:
+    def enter_thread(self) -> None:
         assert self.device is not None
-        enter_device(self.device)  # in any thread
+        enter_device(self.device)
+
+    def token_read(self, address: int) -> bytes:
+        self.enter_thread()
         return read(address, TOKEN)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,7 @@ import pytest
 import kv_transfer as kv
 from kv_transfer.cuda_memory import CudaError
 from kv_transfer.process import nixl_slots
-from kv_transfer.process.nixl_memory import NixlMemory, checksum, listen_on
+from kv_transfer.process.nixl_memory import NixlMemory, SliceToRead, checksum, listen_on
 
 from .conftest import until
 
@@ -31,25 +30,25 @@ def pair() -> tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]:
         return NixlMemory(OWNER, *arenas[:2]), arenas[0], NixlMemory(READER, *arenas[2:]), arenas[3]
 
 
-def all_of(found: Callable[[], Iterator[tuple[int, Any]]]) -> list[tuple[int, Any]]:
-    return until(lambda: list(found()), "a read to end")
+def opened(reader: NixlMemory) -> list[tuple[int, str]]:
+    return until(lambda: list(reader.opened()), "a token to be read")
 
 
 def ended(reader: NixlMemory, slot: int) -> bool:
     """Whether the slot is right."""
-    return dict(all_of(reader.finished))[slot]
+    return until(reader.finished, "a read to end")[slot]
 
 
 def test_slots_are_read_and_verified(pair: tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]) -> None:
     owner, there, reader, here = pair
     assert reader.open(1, OWNER, owner.export) == ""
-    assert all_of(reader.opened) == [(1, "")]
+    assert opened(reader) == [(1, "")]
     payload = os.urandom(1000)
     there.slot(2)[:1000] = payload
-    assert reader.read(1, 2, 3, 1000, checksum(memoryview(payload)))
+    reader.read(1, [SliceToRead(2, 3, 1000, checksum(memoryview(payload)))])
     assert ended(reader, 3)
     assert here.slot(3)[:1000] == payload
-    assert reader.read(1, 2, 0, 1000, checksum(memoryview(b"what was there before")))
+    reader.read(1, [SliceToRead(2, 0, 1000, checksum(memoryview(b"what was there before")))])
     reader.close(1)  # the session ends, the read goes on
     assert not ended(reader, 0)
     assert not reader.busy
@@ -98,8 +97,8 @@ def test_metadata_that_is_not_of_this_peer(pair: tuple[NixlMemory, kv.Arena, Nix
     assert reader.open(2, OWNER, beyond) == "4 slots of 4096 bytes do not fit behind their address"
     wrong = msgspec.structs.replace(owner.export, token=bytes(16))
     assert reader.open(3, OWNER, wrong) == ""
-    assert all_of(reader.opened) == [(3, "NIXL did not read the token")]
+    assert opened(reader) == [(3, "NIXL did not read the token")]
     reader.close(3)
     assert reader.open(4, OWNER, owner.export) == ""
-    assert all_of(reader.opened) == [(4, "")]
+    assert opened(reader) == [(4, "")]
     reader.close(4)
