@@ -32,8 +32,8 @@ class TransferDeadlines(msgspec.Struct, frozen=True):
     tombstone: float = 60.0
 
 
-def _lane_processes() -> int:
-    """None on fewer than eight cores: there more processes would only compete for the cores."""
+def _movers() -> int:
+    """No mover on fewer than eight cores: more processes would only compete for these."""
     cores = len(os.sched_getaffinity(0))
     return min(8, cores // 2) if cores >= 8 else 0
 
@@ -76,7 +76,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     # accepted connections that have not yet proved the secret; as many more from known addresses
     max_handshakes: int = 64
     max_waiting: int = 4096  # FETCHes for prefill ids not yet seen
-    lane_processes: int = msgspec.field(default_factory=_lane_processes)  # 0: the transfer process does it
+    movers: int = msgspec.field(default_factory=_movers)  # 0: the transfer process does it
     encrypt: bool = False  # lanes; each peer must do the same
     nixl: bool = False  # KV is read with NIXL where a test read succeeds, on both sides of sessions
     nixl_device: str | None = None  # with slots of its own for NIXL: "cuda:0" or "cpu"; None: the arenas
@@ -104,7 +104,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"num_slots is {self.num_slots}: an arena needs at least 4 slots")
         if not 1 <= self.lanes <= MAX_LANES:
             raise ValueError(f"lanes is {self.lanes}: must be between 1 and {MAX_LANES}")
-        if not 0 <= self.lane_processes <= 64:
-            raise ValueError(f"lane_processes is {self.lane_processes}: must be between 0 and 64")
+        if not 0 <= self.movers <= 64:
+            raise ValueError(f"movers is {self.movers}: must be between 0 and 64")
         if not 0 <= self.incarnation < 1 << 64:
             raise ValueError(f"incarnation is {self.incarnation}: must fit in 64 bits")

@@ -1,4 +1,4 @@
-"""An event loop over descriptors: a process of lanes is one thread, which this is for.
+"""An event loop over descriptors: the transfer process and each mover have one thread, which runs it.
 
 Nothing is handed over between threads, nor waits for another's turn at the interpreter.
 """

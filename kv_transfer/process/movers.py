@@ -153,7 +153,7 @@ class MoverHandle:
     def check(self, now: float) -> None:
         """MoverDied: it hangs, and what its lanes hold does not come back."""
         if any(now >= lane.closed_by for lane in self.lanes.values()):
-            raise MoverDied(f"process {self._pid} of lanes hangs: it closes no lane")
+            raise MoverDied(f"mover {self._pid} hangs: it closes no lane")
 
     def flush(self) -> None:
         """Tell it what is posted, as far as there is room."""
@@ -163,7 +163,7 @@ class MoverHandle:
             raise self._died(e) from None
 
     def _died(self, why: ChannelClosed) -> MoverDied:
-        return MoverDied(f"process {self._pid} of lanes is gone: {why}")
+        return MoverDied(f"mover {self._pid} is gone: {why}")
 
     def stop(self) -> None:
         """It reads what it was told, closes its lanes and ends; one that hangs is killed."""
@@ -173,7 +173,7 @@ class MoverHandle:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             ended = os.pidfd_open(self._pid)
             if not wait([ended], _STOPS_WITHIN):
-                log.error("process %d of lanes hangs: killed", self._pid)
+                log.error("mover %d hangs: killed", self._pid)
                 os.kill(self._pid, signal.SIGKILL)
             os.close(ended)
             os.waitpid(self._pid, 0)
@@ -186,9 +186,9 @@ def fork(
     slots: SlotPipe,
     inherited: Sequence[socket.socket],
 ) -> list[MoverHandle]:
-    """Start `config.lane_processes` movers. Before there are threads; `inherited` stays with this process."""
+    """Start `config.movers` movers. Before there are threads; `inherited` stays with this process."""
     handles: list[MoverHandle] = []
-    for number in range(config.lane_processes):
+    for number in range(config.movers):
         (ours, theirs), (near, far) = channel_pair(), channel_pair()
         parent_pid = os.getpid()
         pid = os.fork()
@@ -215,7 +215,7 @@ def _child(parent_pid: int, not_mine: Sequence[socket.socket], run: Callable[[],
         run()
         code = 0
     except Exception:
-        log.critical("a process of lanes died", exc_info=True)
+        log.critical("a mover died", exc_info=True)
         logging.shutdown()
     finally:
         os._exit(code)

@@ -114,7 +114,7 @@ class Peers:
         if peer.session is not None or now < peer.retry_at:
             return
         address, incarnation = peer.key
-        wanted = self._config.lanes + bool(self._config.lane_processes)  # lane 0 carries no KV then
+        wanted = self._config.lanes + bool(self._config.movers)  # lane 0 carries no KV then
         lanes = max(1, min(wanted, MAX_LANES, self._config.max_lanes // len(self._peers)))
         try:
             host, port = address.rsplit(":", 1)

@@ -52,7 +52,7 @@ class DecodeLoad:
 
     @property
     def pressure(self) -> float:
-        """The higher of two shares: KV blocks in use, and batch slots in use. 0 is idle, 1 is full."""
+        """The higher of two shares: KV blocks in use, and seats in use. 0 is idle, 1 is full."""
         blocks = 1 - self.blocks_free / self.blocks_total if self.blocks_total else 1.0
         batch = self.running / self.max_running if self.max_running else 1.0
         return max(blocks, batch)

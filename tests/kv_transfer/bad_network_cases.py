@@ -58,9 +58,7 @@ def transfer(pair: Any, network: BadNetwork) -> str:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "network", [{"lane_processes": 0}, {"lane_processes": 3}], indirect=True, ids=["0", "3"]
-)
+@pytest.mark.parametrize("network", [{"movers": 0}, {"movers": 3}], indirect=True, ids=["0", "3"])
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_every_request_ends_right(network: tuple[Any, BadNetwork], rounds: int) -> None:
     pair, bad = network
@@ -84,7 +82,7 @@ def test_every_request_ends_right(network: tuple[Any, BadNetwork], rounds: int) 
 @pytest.mark.parametrize(
     ("network", "rounds"),
     [
-        pytest.param({"lane_processes": processes, "deadlines": BACK}, rounds, marks=marks)
+        pytest.param({"movers": processes, "deadlines": BACK}, rounds, marks=marks)
         for processes, rounds, marks in ((3, 1, ()), (0, 40, pytest.mark.long), (3, 40, pytest.mark.long))
     ],
     indirect=["network"],

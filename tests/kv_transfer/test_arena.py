@@ -67,7 +67,7 @@ def test_bad_slot_sizes_are_named(slot_bytes: int) -> None:
         ({"num_slots": 2}, "num_slots"),
         ({"lanes": 0}, "lanes"),
         ({"lanes": 65}, "lanes"),
-        ({"lane_processes": -1}, "lane_processes"),
+        ({"movers": -1}, "movers"),
         ({"incarnation": 1 << 64}, "incarnation"),
     ],
 )

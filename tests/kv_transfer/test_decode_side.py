@@ -80,7 +80,7 @@ class Side:
         monkeypatch.setattr(decode_side, "time", SimpleNamespace(monotonic=lambda: self.now))
         config = kv.TransferConfig(
             name="decode 0", incarnation=1, model_fingerprint="m", num_slots=4,
-            slot_bytes=4096, layout=kv.KVLayout(1, 1, 8, "float32"), max_lanes=12, lane_processes=0,
+            slot_bytes=4096, layout=kv.KVLayout(1, 1, 8, "float32"), max_lanes=12, movers=0,
             deadlines=kv.TransferDeadlines(**deadlines),
         )  # fmt: skip
         ours, theirs = kv.channel_pair()

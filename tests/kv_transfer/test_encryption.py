@@ -22,13 +22,13 @@ from .test_lane import OutgoingFrame, Owner, Sender, connected, receiving, sendi
 KEY, OTHER = bytes(range(32)), bytes(32)
 
 
-@pytest.mark.parametrize("lane_processes", [0, 1])
-def test_as_a_decode_worker(make_prefill: Any, lane_processes: int) -> None:
+@pytest.mark.parametrize("movers", [0, 1])
+def test_as_a_decode_worker(make_prefill: Any, movers: int) -> None:
     """With a mover, lane 1 and its keys go on in another process, after frames of the transfer process."""
-    prefill = make_prefill(encrypt=True, lane_processes=lane_processes)
+    prefill = make_prefill(encrypt=True, movers=movers)
     prefill_id = prefill.hold(10)
     expected = [prefill.rows(prefill.held[prefill_id], layer, 0, 10) for layer in range(3)]
-    lanes = 1 + lane_processes
+    lanes = 1 + movers
     session = [
         connect(prefill.port, session=b"s" * 16, number=i, lanes=lanes, encrypt=True) for i in range(lanes)
     ]

@@ -24,7 +24,7 @@ from kv_transfer.protocol.frame import FrameType, Header
 
 from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack, unpack
 
-TWO: dict[str, Any] = {"lane_processes": 2}
+TWO: dict[str, Any] = {"movers": 2}
 
 
 def movers(worker: Any) -> list[psutil.Process]:
@@ -188,7 +188,7 @@ def test_more_frames_than_there_are_slots(make_decode: Any, until: Any) -> None:
 
 def test_more_pings_than_are_read(make_prefill: Any, until: Any) -> None:
     """The transfer process has no time for its mover, who keeps a bounded number of them and no more."""
-    prefill = make_prefill(lane_processes=1)
+    prefill = make_prefill(movers=1)
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
     prefill.process.send_signal(signal.SIGSTOP)
@@ -215,7 +215,7 @@ def test_a_session_that_ends_in_mid_frame(make_decode: Any, until: Any) -> None:
 
 def test_a_lane_that_a_mover_cannot_take(make_prefill: Any, until: Any) -> None:
     """Out of descriptors: the session ends, and the worker goes on."""
-    prefill = make_prefill(lane_processes=1)
+    prefill = make_prefill(movers=1)
     (process,) = movers(prefill)
     first = [connect(prefill.port, session=b"f" * 16, number=i, lanes=2) for i in (0, 1)]
     until(lambda: lanes(process) == 1, "it to have begun")
@@ -293,7 +293,7 @@ def test_movers_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
 
 def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, until: Any) -> None:
     """Two are with its lane, ten are not: every slot comes home, and the next session has them."""
-    prefill = make_prefill(lane_processes=1, slots=64)
+    prefill = make_prefill(movers=1, slots=64)
     (process,) = movers(prefill)
     prefill_id = prefill.hold(300)
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
@@ -328,25 +328,21 @@ def gives_up(worker: Any, control: Any) -> bool:
     return worker.stats().deadlines == {"peer_dead": 1}
 
 
-@pytest.mark.parametrize("lane_processes", [0, 1])
-def test_one_lane_that_falls_silent_ends_its_session(
-    make_prefill: Any, until: Any, lane_processes: int
-) -> None:
+@pytest.mark.parametrize("movers", [0, 1])
+def test_one_lane_that_falls_silent_ends_its_session(make_prefill: Any, until: Any, movers: int) -> None:
     """As over a network that has lost one way of several: lane 0 is heard all the time."""
-    prefill = make_prefill(
-        lane_processes=lane_processes, deadlines=kv.TransferDeadlines(peer_dead=1.0, ping=0.1)
-    )
+    prefill = make_prefill(movers=movers, deadlines=kv.TransferDeadlines(peer_dead=1.0, ping=0.1))
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
-    lane_1_at(lane_processes, prefill, until)
+    lane_1_at(movers, prefill, until)
     until(lambda: gives_up(prefill, control), "prefill to notice")
     assert [lane.read()[0] for lane in (control, data)] == [0, 0]
 
 
-@pytest.mark.parametrize("lane_processes", [0, 1])
-def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, lane_processes: int) -> None:
+@pytest.mark.parametrize("movers", [0, 1])
+def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, movers: int) -> None:
     """Before COMMIT, so that nothing else is due; lane 0 is heard all the time. The slot comes home."""
     decode = make_decode(
-        lanes=1 if lane_processes else 2, lane_processes=lane_processes,
+        lanes=1 if movers else 2, movers=movers,
         deadlines=kv.TransferDeadlines(peer_dead=1.0, ping=0.1),
     )  # fmt: skip
     peers = Peers(decode, until, [b"a"])
@@ -358,11 +354,11 @@ def test_a_lane_that_falls_silent_in_mid_frame(make_decode: Any, until: Any, lan
     peers.serve(b"a", *peers.asked(b"a"))
 
 
-@pytest.mark.parametrize("lane_processes", [0, 1])
-def test_every_lane_is_pinged(make_prefill: Any, until: Any, lane_processes: int) -> None:
-    prefill = make_prefill(lane_processes=lane_processes, deadlines=kv.TransferDeadlines(ping=0.05))
+@pytest.mark.parametrize("movers", [0, 1])
+def test_every_lane_is_pinged(make_prefill: Any, until: Any, movers: int) -> None:
+    prefill = make_prefill(movers=movers, deadlines=kv.TransferDeadlines(ping=0.05))
     both = [connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1)]
-    lane_1_at(lane_processes, prefill, until)
+    lane_1_at(movers, prefill, until)
     for lane in both:
         for _ in range(2):
             head = lane._exactly(64)
@@ -374,13 +370,11 @@ def test_every_lane_is_pinged(make_prefill: Any, until: Any, lane_processes: int
             assert unpack(body[:length]) == [prefill.incarnation, 0]
 
 
-@pytest.mark.parametrize("lane_processes", [0, 1])
-def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(
-    make_decode: Any, until: Any, lane_processes: int
-) -> None:
+@pytest.mark.parametrize("movers", [0, 1])
+def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(make_decode: Any, until: Any, movers: int) -> None:
     """Longer than every deadline, on a lane of either kind."""
     decode = make_decode(
-        lanes=1 if lane_processes else 2, lane_processes=lane_processes,
+        lanes=1 if movers else 2, movers=movers,
         deadlines=kv.TransferDeadlines(progress=1.0),
     )  # fmt: skip
     peers = Peers(decode, until, [b"a"])

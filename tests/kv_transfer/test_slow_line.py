@@ -20,7 +20,7 @@ TOKENS = SLOT_BYTES // LAYOUT.bytes_per_token_layer  # a frame a layer
 RATE = 800_000.0  # bytes a second, of all lanes: three frames at once take 2.9 s
 PROGRESS = 0.8
 SHORT = kv.TransferDeadlines(progress=PROGRESS, hold=1.5)
-KINDS = pytest.mark.parametrize("lane_processes", [0, 1])
+KINDS = pytest.mark.parametrize("movers", [0, 1])
 _CHUNK = 1 << 13
 
 
@@ -72,9 +72,9 @@ class SlowLine(Proxy):
 def make_line(make_pair: Any) -> Iterator[Callable[..., tuple[Any, SlowLine]]]:
     made: list[SlowLine] = []
 
-    def make(lane_processes: int, deadlines: kv.TransferDeadlines) -> tuple[Any, SlowLine]:
+    def make(movers: int, deadlines: kv.TransferDeadlines) -> tuple[Any, SlowLine]:
         settings = {
-            "layout": LAYOUT, "slot_bytes": SLOT_BYTES, "blocks": 16, "lane_processes": lane_processes,
+            "layout": LAYOUT, "slot_bytes": SLOT_BYTES, "blocks": 16, "movers": movers,
             "lanes": 3, "deadlines": deadlines,
         }  # fmt: skip
         pair = make_pair(settings, settings)
@@ -92,9 +92,9 @@ def fetched(pair: Any, line: SlowLine) -> tuple[bytes, bytes]:
 
 
 @KINDS
-def test_a_frame_that_takes_several_deadlines(make_line: Any, lane_processes: int) -> None:
+def test_a_frame_that_takes_several_deadlines(make_line: Any, movers: int) -> None:
     """The whole transfer takes longer than `hold`, too."""
-    pair, line = make_line(lane_processes, SHORT)
+    pair, line = make_line(movers, SHORT)
     prefill_id, decode_id = fetched(pair, line)
     blocks, started = pair.prefill.held[prefill_id], time.monotonic()
     event = pair.event(decode_id)
@@ -111,9 +111,9 @@ def test_a_frame_that_takes_several_deadlines(make_line: Any, lane_processes: in
 
 
 @KINDS
-def test_a_line_that_stands_still(make_line: Any, lane_processes: int) -> None:
+def test_a_line_that_stands_still(make_line: Any, movers: int) -> None:
     """In mid-frame: one side gives the transfer up after `progress`. Then it goes on, and all is well."""
-    pair, line = make_line(lane_processes, kv.TransferDeadlines(progress=PROGRESS, hold=2.0, peer_dead=20.0))
+    pair, line = make_line(movers, kv.TransferDeadlines(progress=PROGRESS, hold=2.0, peer_dead=20.0))
     prefill_id, decode_id = fetched(pair, line)
     blocks = pair.prefill.held[prefill_id]
     pair.until(lambda: line.carried > SLOT_BYTES // 2, "it to be in mid-frame")

@@ -26,11 +26,11 @@ def open_things(pid: int) -> tuple[int, int]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("lane_processes", [0, 2])
+@pytest.mark.parametrize("movers", [0, 2])
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.long)])
-def test_nothing_grows(make_pair: Any, count: int, lane_processes: int) -> None:
+def test_nothing_grows(make_pair: Any, count: int, movers: int) -> None:
     gc.collect()  # garbage of earlier tests may hold descriptors
-    settings = {"deadlines": DEADLINES, "lane_processes": lane_processes}
+    settings = {"deadlines": DEADLINES, "movers": movers}
     pair = make_pair(settings, settings)
     assert pair.prefill.port, "it is up, and has forked"
     assert pair.decode.port

@@ -28,7 +28,7 @@ class TransferProcess:
         self.heartbeat = kv.Heartbeat.create()
         self.service, service = kv.channel_pair()
         # On every machine the same; tests of what it changes say otherwise.
-        default: Any = {"name": "worker 0", "model_fingerprint": MODEL, "lane_processes": 0}
+        default: Any = {"name": "worker 0", "model_fingerprint": MODEL, "movers": 0}
         settings = default | config
         self.process = kv.spawn_transfer(
             kv.TransferConfig(
