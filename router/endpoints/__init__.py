@@ -5,7 +5,7 @@ Life of a request here:
 1. `http_server` or `grpc_server` receives it.
 2. `Frontend.authorize` checks the API key, `admit` the limits, and `prepare` makes an `ActiveRequest` of the
    bytes.
-3. `http_generation` or, for a response that is kept, `http_responses` calls them for HTTP.
+3. `http_generation` or, for a response that is kept, `http_openai_responses` calls them for HTTP.
 4. The endpoint takes the deltas of the `ActiveRequest` and sends them: `grpc_server` as messages,
    `http_response` as one JSON object or as server-sent events, which `builders` build.
 """

@@ -6,16 +6,16 @@ from router.active_request import ActiveRequest, Services
 from router.admission.queue import Entry
 from router.api.bodies import ChatOptions
 from router.config import RouterConfig
-from router.endpoints.builders import ChatBuilder, CompletionBuilder, MessagesBuilder, ResponseBuilder
+from router.endpoints.builders import AnthropicBuilder, ChatBuilder, CompletionBuilder, ResponseBuilder
 from router.endpoints.frontend import Frontend
 from router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body, timeout_of
 from router.endpoints.http_response import respond
 from router.preparation.prepare import Generated
 
-_BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[MessagesBuilder]] = {
+_BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[AnthropicBuilder]] = {
     "chat": ChatBuilder,
     "completion": CompletionBuilder,
-    "messages": MessagesBuilder,
+    "messages": AnthropicBuilder,
 }
 
 

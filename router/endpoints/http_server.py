@@ -19,8 +19,8 @@ from router.config import RouterConfig
 from router.endpoints.cors import Cors
 from router.endpoints.frontend import Frontend, request_name
 from router.endpoints.http_generation import HttpGeneration
+from router.endpoints.http_openai_responses import OpenAIResponses
 from router.endpoints.http_request import ACCOUNT, REQUEST_ID, authorization, read_body
-from router.endpoints.http_responses import HttpResponses
 from router.preparation.prepare import Converted
 from router.status import router_status, scrape_targets
 from rpc.ports import url_host
@@ -45,7 +45,7 @@ class HttpEndpoints:
         self._created = int(time.time())
         self._cors = Cors(config.allowed_origins)
         generation = HttpGeneration(config, services, frontend)
-        responses = HttpResponses(config, services, frontend, generation)
+        responses = OpenAIResponses(config, services, frontend, generation)
         self.app = web.Application(middlewares=[self._guard])
         self.app.on_response_prepare.append(self._cors.add_headers)
         self.app.add_routes(

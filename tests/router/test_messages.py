@@ -7,7 +7,7 @@ import pytest
 
 from router.admission.keys import api_keys
 from router.api.anthropic.reply import AnthropicMessage, MessageEvent
-from router.endpoints.builders.messages import _arguments
+from router.endpoints.builders.anthropic import _arguments
 from router.text.tokenizer import ModelTokenizer
 
 from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster

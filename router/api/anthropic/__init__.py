@@ -1,7 +1,7 @@
 """Anthropic's Messages API, as another form of a chat completion.
 
 1. `body` validates a request and turns it into a `ChatBody`; `content` does that for its messages.
-2. The chat completion runs as usual. `router.endpoints.builders.messages` builds the response.
+2. The chat completion runs as usual. `router.endpoints.builders.anthropic` builds the response.
 3. `errors` gives an error Anthropic's form. `reply` has the models of responses, for `/openapi.json`.
 
 Form: https://platform.claude.com/docs/en/api/messages

@@ -1,7 +1,7 @@
 """OpenAI's Responses API, as another form of a chat completion.
 
 1. `body` validates a request and turns it into a `ChatBody`; `items` does that for its input.
-2. The chat completion runs as usual. `router.endpoints.builders.responses` builds the response.
+2. The chat completion runs as usual. `router.endpoints.builders.openai_responses` builds the response.
 3. `reply` has the models of responses and of the events of a stream, for `/openapi.json`.
 
 Form: https://platform.openai.com/docs/api-reference/responses

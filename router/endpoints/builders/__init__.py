@@ -5,10 +5,16 @@
 3. The builder collects a whole response, or returns the events of a stream at once.
 """
 
+from router.endpoints.builders.anthropic import AnthropicBuilder
 from router.endpoints.builders.base import ResponseBuilder
 from router.endpoints.builders.chat import ChatBuilder
 from router.endpoints.builders.completion import CompletionBuilder
-from router.endpoints.builders.messages import MessagesBuilder
-from router.endpoints.builders.responses import ResponsesBuilder
+from router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 
-__all__ = ["ChatBuilder", "CompletionBuilder", "MessagesBuilder", "ResponseBuilder", "ResponsesBuilder"]
+__all__ = [
+    "AnthropicBuilder",
+    "ChatBuilder",
+    "CompletionBuilder",
+    "OpenAIResponsesBuilder",
+    "ResponseBuilder",
+]

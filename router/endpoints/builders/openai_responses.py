@@ -19,7 +19,7 @@ _PREFIXES = {"reasoning": "rs_", "content": "msg_", "call": "fc_"}
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-class ResponsesBuilder(BlocksBuilder):
+class OpenAIResponsesBuilder(BlocksBuilder):
     """Builds one response. Its blocks are items: reasoning, messages and function calls.
 
     Attributes:

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from router.active_request import ActiveRequest, Services
 from router.config import RouterConfig
-from router.endpoints.builders import ResponsesBuilder
+from router.endpoints.builders import OpenAIResponsesBuilder
 from router.endpoints.builders.base import encode
 from router.endpoints.frontend import Frontend
 from router.endpoints.http_generation import HttpGeneration
@@ -51,7 +51,7 @@ class _Turn:
         return b"[" + b",".join(self.earlier) + b"]" if self.earlier else b""
 
 
-class HttpResponses:
+class OpenAIResponses:
     """Owns the stored responses, and the tasks of those that are generated in the background."""
 
     def __init__(
@@ -62,7 +62,7 @@ class HttpResponses:
         self._frontend = frontend
         self._generation = generation
         self._stored = StoredResponses(lambda: frontend.key_names)
-        self._running: dict[tuple[str, str], tuple[asyncio.Task[None], ResponsesBuilder]] = {}
+        self._running: dict[tuple[str, str], tuple[asyncio.Task[None], OpenAIResponsesBuilder]] = {}
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         raw = await read_body(request, self._config)
@@ -119,7 +119,7 @@ class HttpResponses:
         input = bytes(memoryview(raw)[peek.start : peek.stop]) if peek.stored else None
         return _Turn(key, earlier, input, peek.background, size)
 
-    def _builder(self, request: web.Request, active: ActiveRequest, turn: _Turn) -> ResponsesBuilder:
+    def _builder(self, request: web.Request, active: ActiveRequest, turn: _Turn) -> OpenAIResponsesBuilder:
         def keep(response: dict[str, Any]) -> None:
             if turn.input is not None:
                 conversation = (*turn.earlier, turn.input, encode(response["output"]))
@@ -127,10 +127,10 @@ class HttpResponses:
                 self._stored.put(turn.key, response["id"], stored)
 
         model, tokenizer = self._config.model_name, self._services.tokenizer
-        return ResponsesBuilder(active, model, tokenizer, _new_id(request), keep)
+        return OpenAIResponsesBuilder(active, model, tokenizer, _new_id(request), keep)
 
     async def _create_in_background(self, request: web.Request, raw: bytearray, turn: _Turn) -> web.Response:
-        prepared: asyncio.Future[ResponsesBuilder] = asyncio.get_running_loop().create_future()
+        prepared: asyncio.Future[OpenAIResponsesBuilder] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._generate_unseen(request, raw, turn, prepared))
         try:
             builder = await prepared
@@ -144,12 +144,12 @@ class HttpResponses:
         request: web.Request,
         raw: bytearray,
         turn: _Turn,
-        prepared: "asyncio.Future[ResponsesBuilder]",
+        prepared: "asyncio.Future[OpenAIResponsesBuilder]",
     ) -> None:
         """Generates in the background. `prepared` gets the builder, or the error that comes before it."""
         task = asyncio.current_task()
         assert task is not None
-        builder: ResponsesBuilder | None = None
+        builder: OpenAIResponsesBuilder | None = None
         try:
             with self._frontend.admit(ACCOUNT.get(), turn.size) as entry:
                 active = await self._generation.prepare(request, "responses", raw, entry, turn.history)

@@ -11,7 +11,7 @@ from router.errors import ApiError
 from router.text.tokenizer import ModelTokenizer
 
 
-class MessagesBuilder(BlocksBuilder):
+class AnthropicBuilder(BlocksBuilder):
     """Builds one message. Its blocks are thinking, text and tool_use."""
 
     def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
