@@ -67,7 +67,7 @@ class RouterConfig:
     keep_alive: float = 75.0
     """Seconds that a connection may be idle, and seconds for a client to send the headers."""
     worker_wait: float = 60.0
-    """Seconds that a request waits when a role has no worker."""
+    """Seconds that a request waits when a pool has no worker."""
     drain_timeout: float = 60.0
     """Seconds for running requests to finish after SIGTERM."""
     overflow: bool = True

@@ -176,7 +176,7 @@ class EngineOptions:
     ] = "0"
     disk_cache_dir: Annotated[
         Path | None,
-        directory("On a local disk, for --disk-cache-size. The file in it has no name."),
+        directory("A directory on a local disk, for --disk-cache-size. The file in it has no name."),
     ] = None
     block_size: Annotated[
         int | None,
@@ -206,7 +206,8 @@ class EngineOptions:
 TtitTarget = Annotated[
     float | None,
     opt(
-        "Target time between tokens. It limits prompt tokens in a decode step, and decode grows to meet it.",
+        "Target time between tokens. It limits prompt tokens in a decode step, and the decode pool grows to "
+        "meet it.",
         "MS",
         shown="3.5 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
         "100 to grow the pool",

@@ -77,7 +77,7 @@ class FrontOptions(ServerTlsOptions):
         float, opt("Longest idle time of a connection, or to receive headers.", "S", check=between(0.1))
     ] = 75.0
     worker_wait: Annotated[
-        float, opt("Longest wait of a request while a role has no worker.", "S", check=between(0))
+        float, opt("Longest wait of a request while a pool has no worker.", "S", check=between(0))
     ] = 60.0  # fmt: skip
     no_overflow: Annotated[bool, opt("Only handovers: no worker both prefills and decodes a request.")] = (
         False

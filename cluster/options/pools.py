@@ -82,7 +82,7 @@ class PoolOptions:
         opt("KV cache of decode workers; KV is converted on its way.", shown="as --kv-cache-dtype"),
     ] = None
     ttft_target: Annotated[
-        float, opt("Target time to first token, for which prefill grows.", "MS", check=between(1))
+        float, opt("Target time to first token. The prefill pool grows to meet it.", "MS", check=between(1))
     ] = 1000.0
     ttit_target: TtitTarget = None
     shrink_after: Annotated[
@@ -114,7 +114,7 @@ class RayOptions:
         Literal["spread", "pack", "pair"],
         opt(
             "With --ray-address. spread: use the emptiest machine; pack: fill a machine to half, then the "
-            "next; pair: prefill I and decode I on one machine (KV still uses TCP).",
+            "next; pair: prefill I and decode I on one machine.",
         ),
     ] = "spread"
     prefill_nodes: Annotated[

@@ -14,7 +14,7 @@ class TransferOptions:
 
     panel: ClassVar[str] = "KV transfer"
     kv_lanes: Annotated[
-        int, opt("TCP connections from a decode worker to each prefill worker.", "N", check=between(1))
+        int, opt("TCP connections to each worker from which KV is fetched.", "N", check=between(1))
     ] = 4
     kv_connector: Annotated[
         Literal["auto", "tcp", "nixl"],
@@ -30,7 +30,7 @@ class TransferOptions:
     kv_bind: Annotated[
         str | None,
         opt(
-            "Interfaces or local addresses over which a decode worker spreads its lanes.",
+            "Interfaces or local addresses over which a worker spreads the lanes that it opens.",
             "NIC,NIC",
             shown="by route",
         ),

@@ -1,6 +1,6 @@
 """Generations that cannot go on, and wait outside the admission queue.
 
-    no worker of a role ───▶ without_worker ─ a worker becomes ready ─▶ on_worker
+    no worker of a pool ───▶ without_worker ─ a worker becomes ready ─▶ on_worker
     no retry budget left ──▶ without_budget ─ budget is free again ───▶ on_retry, in order of arrival
 
 A parked generation does not hold up the queue. It may keep a reservation on a decode worker (`Retarget`).

@@ -59,12 +59,12 @@ class Waits:
             self._metrics.queue.observe(self.waited)
         self._prefilled, self._has_retry = True, False
 
-    def wait_for_worker(self, role: str) -> None:
+    def wait_for_worker(self, pool: str) -> None:
         """Parks the request, until `Parkable.on_worker`."""
         self._parked.for_worker(self._request)
         if self._worker_timer is None:
             loop = asyncio.get_running_loop()
-            self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, role)
+            self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, pool)
 
     def worker_found(self) -> None:
         self._parked.worker_found(self._request)
@@ -77,9 +77,9 @@ class Waits:
         self.worker_found()
         self._parked.remove(self._request)
 
-    def _no_worker(self, role: str) -> None:
+    def _no_worker(self, pool: str) -> None:
         self._metrics.deadlines["worker_wait"].inc()
-        text = f"no {role} worker became available within {self._worker_wait:g} s"
+        text = f"no {pool} worker became available within {self._worker_wait:g} s"
         self._request.fail(NoWorker(text, retry_after=max(1, round(self._worker_wait))))
 
     def _timed_out(self, timeout: float) -> None:
