@@ -246,9 +246,12 @@ def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytes
     monkeypatch.setattr(sim, "SHORT", {4: 0.05, 64: 0.05, 1_000: 0.001})
     monkeypatch.setattr(sim, "PLACED_SHORT", (2,))
     monkeypatch.setattr(sim, "PLACED_REQUESTS_SHORT", 20)
+    monkeypatch.setattr(sim, "CHATS", 20)
+    monkeypatch.setattr(sim, "CHATS_DRAWS", 1)
     rows = run("routing_sim", "--short")
     assert {"routing_sim.multi_turn.w64.changes.sticky.hits", "routing_sim.mooncake.w4.bound"} <= {*rows}
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
+    assert rows["routing_sim.chats.x1.ttft"] > 0
 
 
 # ---------------------------------------------------------------- a router with fake workers
