@@ -308,7 +308,7 @@ class DecodeRole:
             bytes=event.stats.bytes,
             fetch_us=event.stats.fetch_seconds * 1e6,
         )
-        self._attempts.report(messages.Injected(event.decode_id, event.stats))
+        self._attempts.report(messages.KVInjected(event.decode_id, event.stats))
         first, vocabulary = event.first_token, self.engine.model_config.vocab_size
         # These token ids come from a peer. An out-of-range id would crash the engine or the router.
         if (largest := max((first.token_id, *first.top_ids))) >= vocabulary:

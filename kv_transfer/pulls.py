@@ -82,7 +82,7 @@ class Pulls:
             self._answers.append(Opened(message.session, False, str(e)))
 
     def opened(self) -> list[Opened]:
-        """What is known since the last call."""
+        """The answers that became known since the last call."""
         answers, self._answers = self._answers, []
         for session, kind in list(self._opening.items()):
             try:

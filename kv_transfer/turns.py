@@ -59,8 +59,8 @@ class Turns:
         self._ring.remove(transfer)
 
     def next(self, passed: Callable[[Any], bool], *, ahead: bool) -> OutgoingTransfer | None:
-        """The first transfer with credit, window and a slice that is ready; `ahead`: or of the last layer.
-        A transfer that is skipped keeps its turn."""
+        """The first transfer with credit, window and a slice that is ready. With `ahead`, a slice of the last
+        layer need not be ready. A transfer that is skipped keeps its turn."""
         for transfer in sorted(self._with_room(), key=lambda t: not t.prefill.launched):
             piece, event = transfer.pending[0]
             if event is None or (ahead and piece.layer == self._last_layer) or passed(event):
@@ -71,7 +71,7 @@ class Turns:
 
     @property
     def waiting(self) -> bool:
-        """Once `next` found nothing: a slice with credit and window waits to be ready."""
+        """Whether a slice with credit and window waits to be ready. Ask only after `next` found nothing."""
         return any(True for _ in self._with_room())
 
     @property

@@ -76,7 +76,7 @@ class Attempts:
     def scored(self, logprobs: PromptLogprobs) -> None:
         stream = self._streams.get(logprobs.id)
         if stream is not None:
-            self._send(messages.Scored(stream, logprobs))
+            self._send(messages.PromptScored(stream, logprobs))
 
     def token(self, output: Output) -> None:
         stream = self._streams.get(output.id)
@@ -85,7 +85,7 @@ class Attempts:
         self._tokens[stream].append(output)
 
     def report(
-        self, message: messages.Injected | messages.Prefilled | messages.SecondToken | messages.Decoded
+        self, message: messages.KVInjected | messages.Prefilled | messages.SecondToken | messages.Decoded
     ) -> None:
         """Sends what metrics and logs say of an attempt, when no client waits for this thread."""
         self._reports.append(message)

@@ -101,7 +101,7 @@ class Journal:
             },
         )
 
-    def injected(self, done: messages.Injected) -> None:
+    def injected(self, done: messages.KVInjected) -> None:
         attempt, stats = self._open.get(done.decode_id), done.stats
         if attempt is None:
             return

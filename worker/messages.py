@@ -197,7 +197,7 @@ class PrefillStarted(_Message):
     prefill_id: bytes
 
 
-class Scored(_Message):
+class PromptScored(_Message):
     """A part of a prompt was computed, and its log probabilities were asked for."""
 
     stream: int
@@ -278,7 +278,7 @@ class Stopped(_Message):
     """Answers Stop. It is the engine's last message; the engine then waits for Exit."""
 
 
-class Injected(_Message):
+class KVInjected(_Message):
     """The KV of a request is complete in the decode engine's blocks."""
 
     decode_id: bytes
@@ -318,10 +318,10 @@ FromEngine = (
     | Tokens
     | Reserved
     | PrefillStarted
-    | Scored
+    | PromptScored
     | Failed
     | EngineStatus
-    | Injected
+    | KVInjected
     | Prefilled
     | Decoded
     | SecondToken

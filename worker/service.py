@@ -320,14 +320,16 @@ class Service:
 
     def _deliver(self, message: FromEngine) -> None:
         match message:
-            case messages.Tokens() | messages.Scored() | messages.Reserved() | messages.PrefillStarted():
+            case (
+                messages.Tokens() | messages.PromptScored() | messages.Reserved() | messages.PrefillStarted()
+            ):
                 self._routers.deliver(message.stream, streams.progress(message))
             case messages.Failed():
                 self._journal.failed(message)
                 self._routers.deliver(message.stream, streams.failed(message))
             case EngineStatus():
                 self._answer(message)
-            case messages.Injected(_, stats):
+            case messages.KVInjected(_, stats):
                 self._metrics.injected(stats)
                 self._journal.injected(message)
             case messages.Prefilled():

@@ -101,13 +101,13 @@ def offer(message: messages.Offered) -> pb.WorkerMessage:
 
 
 def progress(
-    message: messages.Tokens | messages.Scored | messages.Reserved | messages.PrefillStarted,
+    message: messages.Tokens | messages.PromptScored | messages.Reserved | messages.PrefillStarted,
 ) -> pb.WorkerMessage:
     """Converts what happened to attempts that go on."""
     match message:
         case messages.Tokens(_, tokens):
             return pb.WorkerMessage(step=pb.StepOutput(tokens=[_token(token) for token in tokens]))
-        case messages.Scored(_, logprobs):
+        case messages.PromptScored(_, logprobs):
             return pb.WorkerMessage(prompt_logprobs=_prompt_logprobs(logprobs))
         case messages.Reserved(_, decode_id):
             return pb.WorkerMessage(reserved=pb.Reserved(decode_id=decode_id))

@@ -113,7 +113,7 @@ class Lane:
 
     @property
     def receiving(self) -> bool:
-        """In mid-frame, of KV."""
+        """Whether a KV frame has begun to arrive and is not complete."""
         return self.ticket is not None
 
     # ------------------------------------------------------------ for its owner
@@ -142,7 +142,7 @@ class Lane:
         self._ahead_room = memoryview(bytearray(_AHEAD_BYTES))
 
     def encrypt(self, keys: LaneKeys) -> None:
-        """Encrypt all frames that are pushed from now on, and expect that of all whose header comes."""
+        """From now on, encrypt each frame that is pushed, and decrypt each frame that comes."""
         from kv_transfer.protocol.encryption import FrameDecryptor, FrameEncryptor
 
         self._lay_messages()
@@ -151,8 +151,9 @@ class Lane:
         self._reader = FrameDecryptor(keys.incoming)
 
     def leave(self) -> tuple[socket.socket, bytes, bytes, LaneKeys | None]:
-        """Stop serving it here, between two frames, for another process: its socket, what is read of the next
-        header (with what stands before it), what is still to be written, and its keys."""
+        """Stop serving the lane in this process, so that another process can. It must be between two frames.
+        Returns its socket, the bytes that were read before and in the next header, the bytes that are still
+        to be written, and its keys."""
         assert self._header is None
         assert not self._frames
         self.closed = True
@@ -251,7 +252,7 @@ class Lane:
         self._wait_for(min(max(self._rest, 1), _PIECE) if self.receiving else 1)
 
     def _move_ahead(self, want: Sequence[memoryview]) -> int:
-        """Fills `want` with bytes that were read ahead, as far as there are any. How many."""
+        """Fills `want` with bytes that were read ahead, as far as there are any. Returns their number."""
         before = len(self._ahead)
         for view in want:
             count = min(len(view), len(self._ahead))
@@ -260,7 +261,7 @@ class Lane:
         return before - len(self._ahead)
 
     def _take(self, got: int) -> None:
-        """So many bytes came: of a payload, of its trailer, of the next header."""
+        """Counts `got` bytes that came: of a payload, of its trailer, of the next header."""
         payload = min(got, self._rest)
         if payload:
             at = len(self._payload) - self._rest
@@ -277,10 +278,10 @@ class Lane:
         self._wait_for(1)
 
     def look_at_sent(self, now: float) -> None:
-        """If the peer took bytes of KV frames since the last look, they moved.
+        """Notes progress if the peer has acknowledged bytes of KV frames since the last look.
 
-        Not when they were written: the kernel takes megabytes at once, and asks for more when a third of them
-        is gone, which on a slow line is a minute later."""
+        A write is no progress: the kernel takes megabytes at once. It asks for more when a third of them has
+        left, which on a slow line is a minute later."""
         if self._taken < self._kv_end and not self.closed:
             left = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))
             taken = self._sent - int.from_bytes(left, sys.byteorder)

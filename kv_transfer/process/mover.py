@@ -49,7 +49,7 @@ class Say(Local):
 
 
 class Move(Local):
-    """Send this slot as one frame. Answered by Gone, or by the lane's Closed."""
+    """Send this slot as one frame. Answered by Gone, or by the lane's `LaneClosed`."""
 
     lane: int
     header: Header
@@ -104,7 +104,7 @@ class Heard(Local):
     kv_moved: float
 
 
-class Closed(Local):
+class LaneClosed(Local):
     """Last of its lane."""
 
     lane: int
@@ -113,7 +113,7 @@ class Closed(Local):
 
 
 ToMover = Adopt | Say | Move | Close
-FromMover = Begins | Ends | Gone | Said | Heard | Closed
+FromMover = Begins | Ends | Gone | Said | Heard | LaneClosed
 
 
 class Mover:
@@ -158,7 +158,7 @@ class Mover:
     def _told(self, _: int) -> None:
         self._channel.flush()
         for message in self._channel.receive():
-            match message:  # a message for a lane that has closed is dropped: its Closed is under way
+            match message:  # a message for a lane that has closed is dropped: its LaneClosed is under way
                 case Adopt():
                     self._adopt(message)
                 case Say(number, payload) if number in self._lanes:
@@ -173,7 +173,7 @@ class Mover:
     def _adopt(self, m: Adopt) -> None:
         _, fds, _, _ = socket.recv_fds(self._side, 1, 1)
         if not fds:  # the kernel has closed it
-            self._channel.post(Closed(m.lane, "socket", "too many open files"))
+            self._channel.post(LaneClosed(m.lane, "socket", "too many open files"))
             return
         lane = Lane(
             socket.socket(fileno=fds[0]), self._loop, self, self._trace, read=m.read, unwritten=m.unwritten,
@@ -228,4 +228,4 @@ class Mover:
     def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
         number = self._ids.pop(lane)
         del self._lanes[number]
-        self._channel.post(Closed(number, kind, why[:512]))
+        self._channel.post(LaneClosed(number, kind, why[:512]))

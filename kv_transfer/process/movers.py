@@ -103,7 +103,7 @@ class FarLane:
                 self._owner.control(self, header, memoryview(payload))
             case mover.Heard(_, at, kv_moved):
                 self.heard, self.kv_moved = at, kv_moved
-            case mover.Closed(_, kind, why):
+            case mover.LaneClosed(_, kind, why):
                 assert self._incoming is None
                 for frame in self._frames.values():  # the lane closed before the mover was told of them
                     assert self.sender is not None
@@ -140,7 +140,7 @@ class MoverHandle:
         while reports := self._received():
             for report in reports:
                 far = self.lanes[report.lane]
-                if isinstance(report, mover.Closed):
+                if isinstance(report, mover.LaneClosed):
                     del self.lanes[report.lane]
                 far.report(report)
 

@@ -155,7 +155,7 @@ class HeldPrefills:
         return [] if held is None else self._end_transfer(held, "integrity", now)
 
     def close(self, prefill_id: bytes, reason: Reason, now: float) -> list[Effect]:
-        """The engine's own end. It has stopped reading already and expects no Release."""
+        """The engine ends the prefill. It does not read the blocks any more, and expects no Release."""
         effects: list[Effect] = []
         waiting = self.waiting.pop(prefill_id, None)
         if waiting is not None:
@@ -221,7 +221,7 @@ class HeldPrefills:
 
     @property
     def _pins(self) -> int:
-        """Those that the engine is asked for, and those that it has made."""
+        """The pins that the engine was asked for, and those that it has made."""
         return len(self._asked) + sum(held.pinned_until is not None for held in self.held.values())
 
     def _is_used(self, transfer_id: bytes) -> bool:
@@ -244,7 +244,8 @@ class HeldPrefills:
         return ended or ("busy" if len(self.waiting) >= self._max_waiting else None)
 
     def ack(self, transfer_id: bytes, now: float) -> list[Effect]:
-        """Only the current transfer's ACK releases; one that outlived its session still is that."""
+        """Releases the prefill of this transfer, if the transfer is current. A committed transfer stays
+        current when its session ends."""
         for held in (self.open.get(transfer_id), *self.held.values()):
             if held is None or held.transfer_id != transfer_id:
                 continue
@@ -287,7 +288,7 @@ class HeldPrefills:
     # ------------------------------------------------------------ frames and time
 
     def begin_send(self, transfer_id: bytes, now: float, frames: int = 1) -> bool:
-        """Frames are about to leave: counted, unless their transfer has ended (then they must not leave)."""
+        """Counts frames that are about to leave. False: their transfer has ended, and they must not leave."""
         held = self.open.get(transfer_id)
         if held is None:
             return False

@@ -44,7 +44,7 @@ class GrpcEndpoint:
     """Owns the gRPC server of a router, and updates its health service.
 
     Health of the service "": the process serves. Health of "baton.v1.Inference": it also has a worker of each
-    role.
+    pool.
     """
 
     def __init__(

@@ -287,7 +287,7 @@ def test_movers_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
         for slot in list(lane._frames):
             lane.report(mover.Gone(number, slot, False))
         assert -1 not in sent, "the session is over before its lanes are"
-        lane.report(mover.Closed(number, "lost", ""))
+        lane.report(mover.LaneClosed(number, "lost", ""))
     assert (sorted(dropped), sent) == ([2, 3, 4, 5, 6, 7], [1, 0, -1])
 
 

@@ -78,7 +78,7 @@ def test_a_decode_makes_spans(receiver: Receiver) -> None:
     worker, now = Worker("decode", receiver), time.monotonic()
     worker.submit()
     stats = InjectStats(1000, 10, 3, now, now, now + 1, now + 3, now + 2, now + 3, now + 4)
-    worker.journal.injected(messages.Injected(worker.attempt, stats))
+    worker.journal.injected(messages.KVInjected(worker.attempt, stats))
     worker.journal.decoded(messages.Decoded(worker.attempt, now + 4, now + 9, 6))
     spans = worker.spans(3)
     seconds = {name: (span.end - span.start) / 1e9 for name, span in spans.items()}

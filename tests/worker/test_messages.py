@@ -48,7 +48,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
     "message",
     [
         messages.Tokens(3, [Output(ID, 0, 7), Output(ID, 1, 8, LOGPROBS, "stop", 16, 0.1, 0.2)]),
-        messages.Scored(3, PromptLogprobs(ID, 1, b"\0\0\0\x80", b"\1\0\0\0", b"", b"")),
+        messages.PromptScored(3, PromptLogprobs(ID, 1, b"\0\0\0\x80", b"\1\0\0\0", b"", b"")),
         messages.EngineStatus(
             1,
             EngineStats(

@@ -140,7 +140,7 @@ def test_tokens_keep_every_field(reason: str, expected: Any) -> None:
 
 def test_logprobs_of_a_prompt_keep_every_field() -> None:
     given = PromptLogprobs(b"a" * 16, 5, b"logp", b"rank", b"ids!", b"tops")
-    sent = streams.progress(messages.Scored(1, given)).prompt_logprobs
+    sent = streams.progress(messages.PromptScored(1, given)).prompt_logprobs
     assert [value for _, value in sent.ListFields()] == list(given)
 
 
