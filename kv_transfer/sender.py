@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from content import CHUNK_TOKENS
@@ -42,7 +42,7 @@ from kv_transfer.channel import (
     StopOut,
     ToSender,
 )
-from kv_transfer.layout import Slice, cut, cut_state, heads_of, intersect, rank_of, slice_bytes
+from kv_transfer.layout import cut, cut_state, heads_of, intersect, rank_of, slice_bytes
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.pulls import adopted, exported
@@ -81,6 +81,7 @@ class ArenaSender:
         self._layout = kv.layout
         self._ranks = kv.ranks
         self._kv_layers = kv.layout.kv_layers
+        self._head_bytes = kv.layout.head_bytes
         self._last_layer = kv.layout.num_layers - 1
         # Each slice has heads of one rank. Ranks may hold the same head. By state type; None: KV.
         self._heads = {
@@ -431,23 +432,22 @@ class ArenaSender:
             self._channel.send(self._commit_of(transfer, prefill.first_token))
 
     def _plan(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
-        is_state = layer in self._layout.state_layers
-        cut_layer = self._cut_states if is_state else self._cut_kv
-        for piece in cut_layer(transfer, layer, start, stop):
-            transfer.pending.append((piece, event))
-            transfer.frames += 1
-            transfer.bytes += slice_bytes(self._layout, piece)
-
-    def _cut_kv(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int) -> Iterator[Slice]:
-        heads = list(intersect(*transfer.heads, self._heads[None]))
-        for tokens, held in itertools.product(intersect(start, stop, transfer.ranges), heads):
-            yield from cut(self._layout, layer, tokens, held, transfer.slot_bytes)
-
-    def _cut_states(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int) -> Iterator[Slice]:
-        """All heads of each state. They do not depend on the positions that the peer asks for."""
-        for state in range(len(self._layout.states)):
-            for held in self._heads[state]:
-                yield from cut_state(self._layout, layer, state, stop, held, transfer.slot_bytes)
+        layout = self._layout
+        if layer in layout.state_layers:  # in full, whatever positions the peer asks for
+            pieces = [
+                piece
+                for state in range(len(layout.states))
+                for held in self._heads[state]
+                for piece in cut_state(layout, layer, state, stop, held, transfer.slot_bytes)
+            ]
+            transfer.bytes += sum(slice_bytes(layout, piece) for piece in pieces)
+        else:
+            heads, pieces = list(intersect(*transfer.heads, self._heads[None])), []
+            for tokens, held in itertools.product(intersect(start, stop, transfer.ranges), heads):
+                pieces += cut(layout, layer, tokens, held, transfer.slot_bytes)
+                transfer.bytes += (tokens[1] - tokens[0]) * (held[1] - held[0]) * self._head_bytes
+        transfer.pending.extend([(piece, event) for piece in pieces])
+        transfer.frames += len(pieces)
 
     def _commit_of(self, transfer: OutgoingTransfer, first_token: FirstToken) -> CommitOut:
         """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""

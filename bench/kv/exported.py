@@ -21,7 +21,7 @@ from kv_transfer.arena import TOKEN
 from kv_transfer.peer_memory import PeerArena, export_arena
 
 KINDS = {"cpu": "shared_memory", "cuda": "cuda_ipc"}
-SIZES = {"cpu": (64, 256), "cuda": (64, 256, 1024, 4096)}  # MiB
+SIZES = {"cpu": (64, 256), "cuda": (64, 256, 1024, 4096, 8192)}  # MiB
 DEFAULT_SLOTS = 64, 2 * MIB  # of workers
 _SLOTS = {"cpu": DEFAULT_SLOTS, "cuda": (64, 32 * MIB)}  # a GPU copies large pieces faster
 _PIECES, _PIECE = 4, 64 * MIB  # of a plain copy

@@ -20,6 +20,7 @@ the mix is a bijection, so one wrong word is always found. The kernel that moves
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -36,6 +37,8 @@ PROGRAMS = 132
 another GPU busy. More read no faster, but hold the multiprocessors: a decode step took four times as long."""
 FIELDS = 11  # of a line: see `line`
 SUM_FIELDS = 3
+_compiled: dict[tuple[torch.device, tuple[int, ...]], Any] = {}
+"""Kernels of `_copy`. To look one up, Triton takes longer than to launch it."""
 CONVERTED_FIELDS = 10
 CONVERTED_HEADS = 32  # of one program
 LARGEST, LEAST = tl.constexpr(convert.LARGEST), tl.constexpr(convert.LEAST)
@@ -123,22 +126,18 @@ def _launch(
     per_program = max(1, WORDS // columns)
     tiles = _cdiv(most_rows, per_program)
     items = halves * tiles * len(table)
-    _copy[(min(PROGRAMS, items) if into_pool else items,)](
-        table,
-        items,
-        tiles,
-        pool_width,
-        pool_half,
-        HALVES=halves,
-        LINE=FIELDS,
-        BLOCK=block_size,
-        TOKENS=per_program,
-        COLUMNS=columns,
-        INTO_POOL=into_pool,
-        SCALES=scales,
-        SUMS=sums,
-        num_warps=WARPS,
-    )
+    grid = (min(PROGRAMS, items) if into_pool else items, 1, 1)
+    # In the order of the kernel's parameters: a compiled kernel takes them as they stand.
+    fixed = (
+        pool_width, pool_half, halves, FIELDS, block_size, per_program, columns, into_pool, scales, sums
+    )  # fmt: skip
+    compiled = _compiled.get((table.device, fixed))
+    if compiled is not None:
+        compiled[grid](table, items, tiles, *fixed)
+        return
+    compiled = _copy[grid](table, items, tiles, *fixed, num_warps=WARPS)
+    if compiled is not None:  # not interpreted
+        _compiled[table.device, fixed] = compiled
 
 
 def _parts(pool: Tensor) -> tuple[int, int]:

@@ -239,8 +239,9 @@ class CudaPool:
             source, number = places[slot]
             return source.slot(number)
 
-        landing = None
+        landing, copy_into_pool = None, self._into_pool
         if not any(self._is_converted(item) for item in batch):
+            copy_into_pool = partial(self._copy, into_pool=True)
             items = [(item, address_of(item.slot)) for item in batch]
         else:
             landing, items = self._land(batch, address_of, memory.slot_bytes)
@@ -252,7 +253,7 @@ class CudaPool:
         sum_at = [table.there.data_ptr() + 8 * i for i in range(len(batch))]
         with torch.cuda.stream(self._stream):
             table.send(len(batch), self._stream)
-            self._into_pool(items, sum_at)
+            copy_into_pool(items, sums=sum_at)
             self._marks.wait_event(_event(self._stream))
         for i, source in enumerate(sources):
             marks = table.there.data_ptr() + 8 * (len(batch) + i * each)
