@@ -1,4 +1,4 @@
-"""Offers the hottest prefixes of a worker that leaves to its peers, through a router.
+"""When a worker leaves, offers the prefixes that it used last to other workers, through a router.
 
 Life of an offer:
 

@@ -91,7 +91,7 @@ class PrefillRole:
                 self._prefix_fetches.start(request, content, lambda fetched: None)
             case messages.OfferPrefixes():
                 if exchange is not None:
-                    self._offers.start(exchange.hottest())
+                    self._offers.start(exchange.last_used())
             case messages.OfferDeclined(number):
                 self._offers.declined(number)
             case _:

@@ -106,7 +106,7 @@ class PrefixCache:
         for name in names:
             self._cached.move_to_end(name)
 
-    def hottest(self) -> Iterator[CachedPrefix]:
+    def last_used(self) -> Iterator[CachedPrefix]:
         """Cached prefixes, the last used first. None is the beginning of one before it."""
         seen: set[bytes] = set()
         for last in reversed(list(self._cached)):

@@ -69,9 +69,9 @@ class PrefixExchange:
     def empty(self) -> bool:
         return not self._pins and not self._imports and not self._brought
 
-    def hottest(self) -> Iterator[CachedPrefix]:
+    def last_used(self) -> Iterator[CachedPrefix]:
         """Prefixes that this cache has, the last used first. None is the beginning of one before it."""
-        return self._cache.hottest()
+        return self._cache.last_used()
 
     def bring(self, chunks: Sequence[bytes], first_chunk: int, then: Callable[[], None]) -> bool:
         """Copies what the tiers below have of these chunks to the pool, as far as `pin` may take it, and then

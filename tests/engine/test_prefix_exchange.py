@@ -235,7 +235,7 @@ def test_a_peer_that_names_wrong_positions_gets_nothing(size: int) -> None:
     holder.scheduler.assert_whole()
 
 
-def test_the_hottest_prefixes_are_those_used_last() -> None:
+def test_the_prefixes_used_last_come_first() -> None:
     worker = Worker(16, num_blocks=26)
     old, new = text(100, 1), text(100, 2)
     branch = [*old[:64], *text(50, 3)]
@@ -243,12 +243,12 @@ def test_the_hottest_prefixes_are_those_used_last() -> None:
         worker.compute(prompt)
     worker.compute(new, salt=b"salt")
     assert worker.compute(old) == 96
-    found = list(worker.exchange.hottest())
+    found = list(worker.exchange.last_used())
     assert [prefix.token_ids for prefix in found] == [old[:96], new[:96], branch[:112], new[:96]]
     assert [prefix.cache_salt for prefix in found] == [b"", b"salt", b"", b""]
     assert {len(prefix.chunks) for prefix in found} == {1}
     worker.compute(text(320, 4))  # evicts all but the beginnings of the last used prompts
-    [newest, *_] = worker.exchange.hottest()
+    [newest, *_] = worker.exchange.last_used()
     assert newest.token_ids == text(320, 4)
 
 
