@@ -51,13 +51,10 @@ class PrefixSource(NamedTuple):
     holder: WorkerConnection
     tier: Tier
 
-    def seconds(self, asker: pb.WorkerStatus, tokens: int) -> float:
+    def seconds(self, asker: WorkerConnection, tokens: int) -> float:
         """Time in which the asker fetches so many tokens, as it measured. 0: it did not measure lately."""
-        key = self.holder.description.incarnation, self.tier
-        for link in asker.prefix_links:
-            if (link.incarnation, link.tier) == key:
-                return link.wait + tokens / link.tokens_per_s
-        return 0.0
+        link = asker.prefix_links.get((self.holder.description.incarnation, self.tier))
+        return link.wait + tokens / link.tokens_per_s if link is not None else 0.0
 
 
 class Candidates:
@@ -189,7 +186,7 @@ class Candidates:
             for holder in have if len(have) <= DRAWN else rng.sample(have, DRAWN):
                 source = PrefixSource(self._workers[holder], index.slowest_tier(holder, wanted))
                 computing = self._loads.seconds(row, found - own)
-                saved = computing - source.seconds(worker.status, found - own)
+                saved = computing - source.seconds(worker, found - own)
                 if saved > max(most_saved, -computing):
                     best, most_saved = source, saved
         return best

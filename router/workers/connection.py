@@ -88,6 +88,7 @@ class WorkerConnection:
         accepted: the worker passed `Observer.check`. False again after the stream ends.
         reason, remedy: why the worker is not ready and what to do; empty if it is ready.
         status: the last report.
+        prefix_links: those of the last report, by incarnation and tier of the other worker.
         pool: in which the worker gets new work: that of the last report, or else its first.
         attempts: the open attempts, and the worker's decode load.
         breaker: decides whether the worker fails too often to get work.
@@ -107,6 +108,7 @@ class WorkerConnection:
         self.accepted = False
         self.description = pb.WorkerDescription()
         self.status = pb.WorkerStatus()
+        self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
         self.pool = pb.POOL_UNSPECIFIED
         self.attempts = AttemptTable()
         self.breaker = CircuitBreaker()
@@ -440,6 +442,7 @@ class WorkerConnection:
         if invalid and not self._invalid_rates:  # not with each report
             log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
         self.status, self._invalid_rates = status, bool(invalid)
+        self.prefix_links = {(link.incarnation, link.tier): link for link in status.prefix_links}
         if self.attempts.load is not None:
             running = status.requests_running + status.reservations
             self.attempts.load.reported(blocks_free=status.blocks_free, running=running)
