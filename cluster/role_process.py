@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from cluster.backoff import RestartPolicy
+from rpc.process_end import process_end
 
 Phase = Literal["starting", "ready", "waiting", "stopped"]
 
@@ -191,7 +192,7 @@ class RoleProcess:
         )  # fmt: skip
         said = asyncio.create_task(self._follow(read_end, started))
         self._watching = watching = asyncio.create_task(self._watch())
-        await _exited(popen.pid)
+        await process_end(popen.pid)
         hung = watching.result() if watching.done() and not watching.cancelled() else ""
         watching.cancel()
         self._kill_tree()  # before the pid is reaped: until then no other process can get its group id
@@ -255,19 +256,6 @@ class RoleProcess:
         if self._popen is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
-
-
-async def _exited(pid: int) -> None:
-    """Returns as soon as the child `pid` is dead. Does not reap it."""
-    loop = asyncio.get_running_loop()
-    dead = asyncio.Event()
-    pidfd = os.pidfd_open(pid)
-    loop.add_reader(pidfd, dead.set)
-    try:
-        await dead.wait()
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
 
 
 def describe_exit(code: int) -> str:

@@ -10,7 +10,7 @@ in turns. Matrices are stored in one of two forms:
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from engine.layers.ranks import Part, whole
 from engine.layers.weights import Checkpoint
+from engine.loader.rearranged import Rearranged
 
 FUSED = re.compile(r"(.*\.experts)\.((gate_up|down)_proj)(_bias|_blocks|_scales|)$")
+BLOCKS = "_blocks"
 PROJECTIONS = {"gate_up": ("gate", "up"), "down": ("down",)}
 GROUP = 32  # values with one scale
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -32,27 +34,22 @@ class _OfExpert(NamedTuple):
     """One tensor of one expert."""
 
     stored: str  # the projection of all experts
-    kind: str  # "", "_blocks" or "_bias"
     expert: Part
     turn: int  # its rows are turn, turn + turns, … of the stored ones
     turns: int
     shape: tuple[int, ...]
 
 
-class GptOssCheckpoint:
+class GptOssCheckpoint(Rearranged[_OfExpert]):
     """The `Checkpoint` of a gpt-oss model: reads `files`, and gives each expert its tensors."""
 
     def __init__(self, files: Checkpoint) -> None:
-        self.config = files.config
-        self.source = files.source
-        self._files = files
-        self._of_expert: dict[str, _OfExpert] = {}
-        self._others: set[str] = set()
+        super().__init__(files)
         for name in files.names():
             if fused := FUSED.match(name):
-                self._of_expert.update(self._split(name, *fused.groups()))
+                self._pieces.update(self._split(name, *fused.groups()))
             else:
-                self._others.add(name)
+                self._stored[name] = name
 
     def _split(
         self, name: str, experts: str, projection: str, kind: str, suffix: str
@@ -60,11 +57,11 @@ class GptOssCheckpoint:
         """The tensors of each expert in this one, by the names that they would have in other families."""
         if suffix == "_scales":  # read with the blocks
             return
-        stored, shape = f"{experts}.{projection}", self._files.shape(name) or ()
+        shape = self._files.shape(name) or ()
         if len(shape) != {"": 3, "_blocks": 4, "_bias": 2}[suffix]:
             raise ValueError(f"{self._files.file_of(name)}: tensor {name} is {list(shape)}")
-        if suffix == "_blocks":
-            self._check_scales(stored, shape)
+        if suffix == BLOCKS:
+            self._check_scales(f"{experts}.{projection}", shape)
             shape = (*shape[:2], shape[2] * GROUP)
         elif suffix == "":
             shape = (shape[0], shape[2], shape[1])
@@ -76,7 +73,7 @@ class GptOssCheckpoint:
             for turn, of in enumerate(PROJECTIONS[kind]):
                 to = f"{experts}.{expert}.{of}_proj.{'bias' if suffix == '_bias' else 'weight'}"
                 part = Part(expert, expert + 1, count)
-                yield to, _OfExpert(stored, suffix, part, turn, turns, (rows // turns, *columns))
+                yield to, _OfExpert(name, part, turn, turns, (rows // turns, *columns))
 
     def _check_scales(self, stored: str, blocks: tuple[int, ...]) -> None:
         name = f"{stored}_scales"
@@ -88,43 +85,28 @@ class GptOssCheckpoint:
                 f"does not fit blocks of {list(blocks)}"
             )
 
-    def names(self) -> Collection[str]:
-        return self._others | self._of_expert.keys()
-
-    def file_of(self, name: str) -> str:
-        found = self._of_expert.get(name)
-        return self._files.file_of(f"{found.stored}{found.kind}" if found else name)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        found = self._of_expert.get(name)
-        return found.shape if found else self._files.shape(name)
-
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        found = self._of_expert.get(name)
+        found = self._pieces.get(name)
         if found is None:
             return self._files.read(name, parts)
         rows, *columns = parts
-        stored = f"{found.stored}{found.kind}"
         all_turns = rows.of(found.turns)
-        if found.kind == "_blocks":
+        if found.stored.endswith(BLOCKS):
             return self._dequantized(found, all_turns, *columns)
-        if columns:
-            return self._files.read(stored, [found.expert, *columns, all_turns])[0].T[
-                found.turn :: found.turns
-            ]
-        return self._files.read(stored, [found.expert, all_turns])[0, found.turn :: found.turns]
+        read = self._files.read(found.stored, [found.expert, *columns, all_turns])[0]
+        return (read.T if columns else read)[found.turn :: found.turns]
 
     def _dequantized(self, found: _OfExpert, rows: Part, columns: Part) -> Tensor:
         first = columns.start // GROUP
         groups = Part(first, -(-columns.stop // GROUP), columns.size // GROUP)
         of_turn = slice(found.turn, None, found.turns)
+        names = found.stored, f"{found.stored.removesuffix(BLOCKS)}_scales"
         blocks, scales = (
-            self._files.read(f"{found.stored}{kind}", [found.expert, rows, groups, *inside])[0, of_turn]
-            for kind, inside in (("_blocks", [whole(GROUP // 2)]), ("_scales", []))
+            self._files.read(name, [found.expert, rows, groups, *inside])[0, of_turn]
+            for name, inside in zip(names, ([whole(GROUP // 2)], []), strict=True)
         )
-        for tensor, kind in ((blocks, "_blocks"), (scales, "_scales")):
+        for tensor, name in zip((blocks, scales), names, strict=True):
             if tensor.dtype is not torch.uint8:
-                name = f"{found.stored}{kind}"
                 raise ValueError(
                     f"{self._files.file_of(name)}: tensor {name} is of {tensor.dtype}, not of {torch.uint8}"
                 )

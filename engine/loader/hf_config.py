@@ -164,17 +164,12 @@ def _spans(
 
 def _qwen3_experts(config: Mapping[str, Any], integer: Integer, number: Number, source: str) -> ExpertsConfig:
     # transformers 5 writes another name for the number of experts than older versions.
-    num_experts = integer("num_local_experts" if "num_local_experts" in config else "num_experts")
+    count = "num_local_experts" if "num_local_experts" in config else "num_experts"
     dense = _integers(config, "mlp_only_layers", source)
     step = integer("decoder_sparse_step", 1)
-    layers = range(step - 1, integer("num_hidden_layers"), step)
-    return ExpertsConfig(
-        num_experts,
-        _num_chosen(num_experts, integer, source),
-        integer("moe_intermediate_size"),
-        Scoring.NORMALIZED_SOFTMAX if config.get("norm_topk_prob") else Scoring.SOFTMAX,
-        layers=tuple(layer for layer in layers if layer not in dense),
-    )
+    layers = [i for i in range(step - 1, integer("num_hidden_layers"), step) if i not in dense]
+    scoring = Scoring.NORMALIZED_SOFTMAX if config.get("norm_topk_prob") else Scoring.SOFTMAX
+    return _experts(integer, source, layers, scoring, count=count, size="moe_intermediate_size")
 
 
 def _qwen3_next_experts(
@@ -188,34 +183,19 @@ def _qwen3_next_experts(
 def _llama4_experts(
     config: Mapping[str, Any], integer: Integer, number: Number, source: str
 ) -> ExpertsConfig:
-    num_experts, size = integer("num_local_experts"), integer("intermediate_size")
     step = integer("interleave_moe_layer_step", 1)
     layers: Sequence[int] = range(step - 1, integer("num_hidden_layers"), step)
     if config.get("moe_layers") is not None:
         layers = _integers(config, "moe_layers", source)
-    return ExpertsConfig(
-        num_experts,
-        _num_chosen(num_experts, integer, source),
-        size,
-        Scoring.SIGMOID_ON_INPUT,
-        tuple(layers),
-        shared_intermediate_size=size,
-    )
+    shared = integer("intermediate_size")
+    return _experts(integer, source, layers, Scoring.SIGMOID_ON_INPUT, shared_intermediate_size=shared)
 
 
 def _gpt_oss_experts(
     config: Mapping[str, Any], integer: Integer, number: Number, source: str
 ) -> ExpertsConfig:
-    num_experts = integer("num_local_experts")
-    return ExpertsConfig(
-        num_experts,
-        _num_chosen(num_experts, integer, source),
-        integer("intermediate_size"),
-        Scoring.NORMALIZED_SOFTMAX,
-        layers=tuple(range(integer("num_hidden_layers"))),
-        activation=ClampedSwiGLU(number("swiglu_alpha", 1.702), number("swiglu_limit", 7.0)),
-        bias=True,
-    )
+    activation = ClampedSwiGLU(number("swiglu_alpha", 1.702), number("swiglu_limit", 7.0))
+    return _experts(integer, source, range(integer("num_hidden_layers")), activation=activation, bias=True)
 
 
 def _granite_experts(
@@ -223,15 +203,8 @@ def _granite_experts(
 ) -> ExpertsConfig | None:
     if config.get("num_local_experts") == 0:
         return None
-    num_experts = integer("num_local_experts")
-    return ExpertsConfig(
-        num_experts,
-        _num_chosen(num_experts, integer, source),
-        integer("intermediate_size"),
-        Scoring.NORMALIZED_SOFTMAX,
-        layers=tuple(range(integer("num_hidden_layers"))),
-        shared_intermediate_size=integer("shared_intermediate_size"),
-    )
+    layers, shared = range(integer("num_hidden_layers")), integer("shared_intermediate_size")
+    return _experts(integer, source, layers, shared_intermediate_size=shared)
 
 
 EXPERTS: dict[str, Callable[..., ExpertsConfig | None]] = {
@@ -245,11 +218,15 @@ EXPERTS: dict[str, Callable[..., ExpertsConfig | None]] = {
 """Reads the mixtures of experts of these architectures."""
 
 
-def _num_chosen(num_experts: int, integer: Integer, source: str) -> int:
-    num_chosen = integer("num_experts_per_tok")
+def _experts(
+    integer: Integer, source: str, layers: Sequence[int], scoring: Scoring = Scoring.NORMALIZED_SOFTMAX,
+    *, count: str = "num_local_experts", size: str = "intermediate_size", **more: Any,
+) -> ExpertsConfig:  # fmt: skip
+    """`count` and `size`: the names of these settings."""
+    num_experts, num_chosen = integer(count), integer("num_experts_per_tok")
     if num_chosen > num_experts:
         raise ValueError(f"{source}: num_experts_per_tok {num_chosen} of {num_experts} experts")
-    return num_chosen
+    return ExpertsConfig(num_experts, num_chosen, integer(size), scoring, tuple(layers), **more)
 
 
 def _nope(

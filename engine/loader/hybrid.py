@@ -9,7 +9,7 @@
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.layers.ranks import Part
 from engine.layers.weights import Checkpoint
+from engine.loader.rearranged import Rearranged
 
 RENAMED = {
     "model.final_layernorm.": "model.norm.",
@@ -34,24 +35,21 @@ class _Matrix(NamedTuple):
     stored: str
     experts: list[Part]
     rows: Part
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.length, self.columns
 
 
-class HybridCheckpoint:
+class HybridCheckpoint(Rearranged[_Matrix]):
     """The `Checkpoint` of a model with state layers: reads `files`."""
 
     def __init__(self, files: Checkpoint) -> None:
-        if files.config.quantization is not None:
-            raise ValueError(
-                f"{files.source}: quantized checkpoints of {files.config.architecture} are not supported"
-            )
-        self.config = files.config
-        self.source = files.source
-        self._files = files
-        self._stored: dict[str, str] = {}
-        self._matrices: dict[str, _Matrix] = {}
+        super().__init__(files)
         for stored in files.names():
             if fused := FUSED.match(stored):
-                self._matrices.update(self._split(stored, *fused.groups()))
+                self._pieces.update(self._split(stored, *fused.groups()))
             else:
                 self._stored[_renamed(stored)] = stored
 
@@ -66,23 +64,11 @@ class HybridCheckpoint:
             owners = {f"{layer}.mlp.shared_expert" if self.config.experts else f"{layer}.mlp": []}
         for owner, experts in owners.items():
             for i, name in enumerate(names):
-                matrix = _Matrix(stored, experts, Part(i * size, (i + 1) * size, shape[-2]))
+                matrix = _Matrix(stored, experts, Part(i * size, (i + 1) * size, shape[-2]), shape[-1])
                 yield f"{owner}.{name}_proj.weight", matrix
 
-    def names(self) -> Collection[str]:
-        return self._stored.keys() | self._matrices.keys()
-
-    def file_of(self, name: str) -> str:
-        matrix = self._matrices.get(name)
-        return self._files.file_of(matrix.stored if matrix else self._stored.get(name, name))
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        if matrix := self._matrices.get(name):
-            return matrix.rows.length, (self._files.shape(matrix.stored) or ())[-1]
-        return self._files.shape(self._stored[name])
-
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        if matrix := self._matrices.get(name):
+        if matrix := self._pieces.get(name):
             rows, columns = parts
             first, size = matrix.rows.start, matrix.rows.size
             stored_rows = Part(first + rows.start, first + rows.stop, size)

@@ -8,7 +8,7 @@
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.layers.ranks import Part, whole
 from engine.layers.weights import Checkpoint
 from engine.loader.interleaved import read_halves
+from engine.loader.rearranged import Rearranged
 
 TEXT = "language_model."
 ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
@@ -31,23 +32,21 @@ class _Matrix(NamedTuple):
     columns: Part
     rows: Part
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.length, self.columns.size
 
-class Llama4Checkpoint:
+
+class Llama4Checkpoint(Rearranged[_Matrix]):
     """The `Checkpoint` of a Llama 4 text model: reads `files`, and gives each expert its tensors."""
 
     def __init__(self, files: Checkpoint) -> None:
-        if files.config.quantization is not None:
-            raise ValueError(f"{files.source}: quantized checkpoints of Llama 4 are not supported")
-        self.config = files.config
-        self.source = files.source
-        self._files = files
+        super().__init__(files)
         prefix = TEXT if any(name.startswith(TEXT) for name in files.names()) else ""
-        self._stored: dict[str, str] = {}
-        self._matrices: dict[str, _Matrix] = {}
         for stored in files.names():
             name = stored.removeprefix(prefix)
             if fused := FUSED.match(name):
-                self._matrices.update(self._split(stored, *fused.groups()))
+                self._pieces.update(self._split(stored, *fused.groups()))
             elif stored.startswith(prefix):
                 self._stored[name] = stored
 
@@ -65,19 +64,8 @@ class Llama4Checkpoint:
                 matrix = _Matrix(stored, Part(expert, expert + 1, count), whole(columns), part)
                 yield f"{experts}.{expert}.{name}_proj.weight", matrix
 
-    def names(self) -> Collection[str]:
-        return self._stored.keys() | self._matrices.keys()
-
-    def file_of(self, name: str) -> str:
-        matrix = self._matrices.get(name)
-        return self._files.file_of(matrix.stored if matrix else self._stored.get(name, name))
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        matrix = self._matrices.get(name)
-        return (matrix.rows.length, matrix.columns.size) if matrix else self._files.shape(self._stored[name])
-
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        if matrix := self._matrices.get(name):
+        if matrix := self._pieces.get(name):
             rows, columns = parts
             first, size = matrix.rows.start, matrix.rows.size
             stored_rows = Part(first + rows.start, first + rows.stop, size)

@@ -11,7 +11,7 @@ The layers that predict several tokens (`mtp`) are left out.
 """
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.layers.ranks import Part
 from engine.layers.weights import Checkpoint
 from engine.loader.hybrid import rotated_first
+from engine.loader.rearranged import Rearranged
 
 TENSOR = re.compile(r"(.*)\.(in_proj_qkvz|in_proj_ba|conv1d|q_proj|k_proj|q_norm|k_norm)\.(weight|bias)")
 PLUS_ONE = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")
@@ -30,19 +31,14 @@ class _Rows(NamedTuple):
 
     stored: str
     rows: Tensor
+    shape: tuple[int, ...]
 
 
-class Qwen3NextCheckpoint:
+class Qwen3NextCheckpoint(Rearranged[_Rows]):
     """The `Checkpoint` of a Qwen3-Next model: reads `files`."""
 
     def __init__(self, files: Checkpoint) -> None:
-        if files.config.quantization is not None:
-            raise ValueError(f"{files.source}: quantized checkpoints of Qwen3-Next are not supported")
-        self.config = files.config
-        self.source = files.source
-        self._files = files
-        self._rows: dict[str, _Rows] = {}
-        self._stored: set[str] = set()
+        super().__init__(files)
         for stored in files.names():
             if match := TENSOR.fullmatch(stored):
                 layer, kind, what = match.groups()
@@ -50,9 +46,9 @@ class Qwen3NextCheckpoint:
                 if sum(map(len, parts.values())) != shape[0]:
                     raise ValueError(f"{files.file_of(stored)}: tensor {stored} is {list(shape)}")
                 for name, rows in parts.items():
-                    self._rows[f"{layer}.{name}.{what}"] = _Rows(stored, rows)
+                    self._pieces[f"{layer}.{name}.{what}"] = _Rows(stored, rows, (len(rows), *shape[1:]))
             elif not stored.startswith("mtp."):
-                self._stored.add(stored)
+                self._stored[stored] = stored
 
     def _parts(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors that the rows of a stored one belong to."""
@@ -81,20 +77,8 @@ class Qwen3NextCheckpoint:
             case _:
                 yield kind, order
 
-    def names(self) -> Collection[str]:
-        return self._stored | self._rows.keys()
-
-    def file_of(self, name: str) -> str:
-        found = self._rows.get(name)
-        return self._files.file_of(found.stored if found else name)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        if found := self._rows.get(name):
-            return len(found.rows), *(self._files.shape(found.stored) or ())[1:]
-        return self._files.shape(name)
-
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        if found := self._rows.get(name):
+        if found := self._pieces.get(name):
             rows = found.rows[parts[0].indices]
             first, size = int(rows.min()), (self._files.shape(found.stored) or ())[0]
             read = self._files.read(found.stored, [Part(first, int(rows.max()) + 1, size), *parts[1:]])

@@ -29,7 +29,7 @@ from router.api.messages import Message
 from router.api.sampling import Body, OpenAIBody
 from router.api.structured import ResponseFormat, Structure
 from router.api.tools import NamedTool, Tool, ToolChoice
-from router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refuse
+from router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refusing
 
 MAX_LOGPROBS = 20
 MAX_NAMED = 128
@@ -70,10 +70,7 @@ class GenerationBody(OpenAIBody):
     """How many alternatives to show with the log probability of each token of the prompt."""
     response_format: ResponseFormat | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return refuse(data, GENERATION)
+    _refuse_unsupported = refusing(GENERATION)
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -156,10 +153,7 @@ class CompletionOptions(GenerationBody):
     echo: Nullable[bool] = False
     add_special_tokens: Nullable[bool] = True
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_chat_fields(cls, data: Any) -> Any:
-        return refuse(data, COMPLETION)
+    _refuse_chat_fields = refusing(COMPLETION)
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> Self:
@@ -238,10 +232,7 @@ class ChatOptions(RenderedBody, GenerationBody):
     thinking_token_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """-1: no limit."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_completion_fields(cls, data: Any) -> Any:
-        return refuse(data, CHAT)
+    _refuse_completion_fields = refusing(CHAT)
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -319,10 +310,7 @@ class TokenizeBody(RenderedBody):
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     return_token_strs: Nullable[bool] = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return refuse(data, TOKENIZE)
+    _refuse_unsupported = refusing(TOKENIZE)
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from router.api.fields import Part, TextPart, invalid, text
-from router.api.unsupported import refuse
+from router.api.unsupported import refusing
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 
@@ -47,10 +47,7 @@ class Message(Part):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return refuse(data, {"function_call": (), "audio": ()}, nested=True)
+    _refuse_unsupported = refusing({"function_call": (), "audio": ()}, nested=True)
 
     @model_validator(mode="after")
     def _check_tool_fields(self) -> Self:

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from router.api.fields import Part, invalid, one_of
 from router.api.tools import WHITESPACE
-from router.api.unsupported import refuse
+from router.api.unsupported import refusing
 from rpc import worker_pb2 as pb
 
 Schema = dict[str, Any]
@@ -96,10 +96,7 @@ class StructuredOutputs(Part):
     choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     grammar: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return refuse(data, _UNSUPPORTED, nested=True)
+    _refuse_unsupported = refusing(_UNSUPPORTED, nested=True)
 
     @model_validator(mode="after")
     def _check_members(self) -> Self:

@@ -7,7 +7,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from router.api.fields import Part, invalid
 from router.api.messages import FUNCTION_NAME
-from router.api.unsupported import refuse
+from router.api.unsupported import refusing
 
 WHITESPACE = r"[ \n\r\t]{1,32}"
 """Between the parts of a tool's arguments. Workers allow the same in other JSON."""
@@ -27,10 +27,7 @@ class Function(Part):
     """JSON schema of an object. None: the function takes no arguments."""
     strict: bool | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return refuse(data, _UNSUPPORTED, nested=True)
+    _refuse_unsupported = refusing(_UNSUPPORTED, nested=True)
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Self:
@@ -43,10 +40,7 @@ class Tool(Part):
     type: Literal["function"]
     function: Function
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return refuse(data, _UNSUPPORTED, nested=True)
+    _refuse_unsupported = refusing(_UNSUPPORTED, nested=True)
 
     def for_template(self) -> dict[str, Any]:
         return {"type": "function", "function": self.function.model_dump(exclude_none=True)}

@@ -11,6 +11,8 @@ result are not listed, and are ignored:
 
 from typing import Any
 
+from pydantic import model_validator
+
 from router.api.fields import unsupported
 
 # For each field the values that have no effect, and are accepted.
@@ -122,3 +124,12 @@ def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = Fals
             remedy = f": {REMEDIES[name]}" if name in REMEDIES else ""
             raise unsupported(f"{name} is not supported{remedy}", None if nested else name)
     return {name: value for name, value in data.items() if name not in fields}
+
+
+def refusing(fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
+    """Makes a validator that passes a body, or a part of it, through `refuse`."""
+
+    def check(cls: type, data: Any) -> Any:
+        return refuse(data, fields, nested=nested)
+
+    return model_validator(mode="before")(classmethod(check))

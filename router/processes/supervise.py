@@ -30,6 +30,7 @@ from router.processes.listen import listen, reserve
 from router.processes.merged_metrics import MergedMetrics
 from router.status import scrape_targets
 from rpc.ports import url_host
+from rpc.process_end import process_end
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +94,7 @@ class _Process:
 
     async def ended(self) -> int:
         """Waits for its end. Returns the exit code."""
-        dead = asyncio.Event()
-        pidfd = os.pidfd_open(self.pid)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(pidfd, dead.set)
-        try:
-            await dead.wait()
-        finally:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
+        await process_end(self.pid)
         return self._popen.wait()
 
     async def send(self, command: str) -> bytes:

@@ -19,7 +19,7 @@ from router.api.fields import (
 from router.api.messages import FUNCTION_NAME
 from router.api.sampling import Body, SamplingBody
 from router.api.structured import JsonSchema, ResponseFormat
-from router.api.unsupported import COUNT_TOKENS, MESSAGES, refuse
+from router.api.unsupported import COUNT_TOKENS, MESSAGES, refuse, refusing
 from router.api.validation import validate
 
 NO_EFFECT = "no effect"
@@ -138,10 +138,7 @@ class PromptBody(Body):
 class CountTokensBody(PromptBody):
     """POST /v1/messages/count_tokens."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return refuse(data, COUNT_TOKENS)
+    _refuse_unsupported = refusing(COUNT_TOKENS)
 
     def chat(self) -> ChatBody:
         """Raises InvalidRequest, which names fields of a chat completion."""
@@ -158,10 +155,7 @@ class MessagesBody(PromptBody, SamplingBody):
         Literal["auto", "standard_only"] | None, Field(description=f"{NO_EFFECT}: there is one tier")
     ] = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return refuse(data, MESSAGES)
+    _refuse_unsupported = refusing(MESSAGES)
 
     def chat(self) -> ChatBody:
         """Raises InvalidRequest, which names fields of a chat completion."""

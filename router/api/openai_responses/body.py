@@ -11,7 +11,7 @@ from router.api.openai_responses.items import Input, chat_messages
 from router.api.sampling import OpenAIBody
 from router.api.structured import JsonSchema, ResponseFormat
 from router.api.tools import Function
-from router.api.unsupported import RESPONSES, refuse
+from router.api.unsupported import RESPONSES, refuse, refusing
 from router.api.validation import validate
 from router.errors import InvalidRequest
 
@@ -55,11 +55,11 @@ class FunctionTool(Function):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
+    def _refuse_other_tools(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
         if kind != "function":
             raise unsupported(f"tools of type {kind!r} are not supported")
-        return refuse(data, {"defer_loading": (False,), "allowed_callers": (["direct"],)}, nested=True)
+        return refuse(data, {"allowed_callers": (["direct"],)}, nested=True)
 
     @property
     def for_chat(self) -> dict[str, Any]:
@@ -134,10 +134,7 @@ class ResponsesBody(OpenAIBody):
     ] = None
     truncation: Annotated[Literal["disabled"] | None, Field(description="`auto` is refused")] = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        return refuse(data, RESPONSES)
+    _refuse_unsupported = refusing(RESPONSES)
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
