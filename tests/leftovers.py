@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PATIENCE = 3.0
 """Seconds. A child that dies with its parent may outlive it for a moment."""
+HELPERS = ("multiprocessing", "tests.kv_transfer.forked")
+"""In the command lines of children of pytest that end with it."""
 _FOUND = pytest.StashKey[list[str]]()
 
 
@@ -28,8 +30,10 @@ def left_behind(since: float) -> Iterator[psutil.Process]:
             parent = process.parent()
             if parent is None or parent.pid == 1 or parent.name() == "systemd":
                 yield process
-            elif parent.pid == os.getpid() and "multiprocessing" not in " ".join(process.cmdline()):
-                yield process  # multiprocessing's own helpers end with pytest
+            elif parent.pid == os.getpid():
+                line = " ".join(process.cmdline())
+                if not any(helper in line for helper in HELPERS):
+                    yield process
         except psutil.Error:
             continue  # it has ended, or it belongs to another user
 

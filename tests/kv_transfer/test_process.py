@@ -19,6 +19,14 @@ import pytest
 
 import kv_transfer as kv
 from kv_transfer.process.tcp import _connecting
+from tests.kv_transfer.transfer_process import TransferProcess
+
+
+@pytest.fixture(autouse=True)
+def _fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As workers start them."""
+    monkeypatch.setattr(TransferProcess, "popen", subprocess.Popen)
+
 
 # ---------------------------------------------------------------- peers that are not to be talked to
 

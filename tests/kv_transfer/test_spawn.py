@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import kv_transfer.spawn
+from .transfer_process import TransferProcess
 
 
 def test_the_cluster_secret_is_not_in_its_environment(
@@ -14,7 +14,7 @@ def test_the_cluster_secret_is_not_in_its_environment(
 ) -> None:
     """The process's new title clears /proc/PID/environ, but others could have read that before."""
     environments: list[dict[str, str]] = []
-    popen = kv_transfer.spawn.subprocess.Popen
+    popen = TransferProcess.popen
 
     def recorded(*args: Any, env: dict[str, str] | None = None, **kwargs: Any) -> Any:
         assert env is not None, "it inherits everything"
@@ -22,6 +22,6 @@ def test_the_cluster_secret_is_not_in_its_environment(
         return popen(*args, env=env, **kwargs)
 
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "a cluster secret for tests")
-    monkeypatch.setattr(kv_transfer.spawn.subprocess, "Popen", recorded)
+    monkeypatch.setattr(TransferProcess, "popen", staticmethod(recorded))
     make_prefill()
     assert ["BATON_CLUSTER_SECRET" in environment for environment in environments] == [False]

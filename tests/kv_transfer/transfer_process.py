@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import functools
 import random
+import subprocess
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 import kv_transfer as kv
+from kv_transfer import spawn
+
+from .forked import Forked
 
 SECRET = b"a cluster secret for tests"
 MODEL = "model of the tests"
@@ -14,6 +21,9 @@ MODEL = "model of the tests"
 
 class TransferProcess:
     """Owns the process, and the ends of the engine: `sending` and `receiving`."""
+
+    popen: Any = Forked
+    """Starts the process: this, or `subprocess.Popen` as in workers."""
 
     def __init__(
         self, layout: kv.KVLayout, *, slots: int = 16, slot_bytes: int = 4096, secret: bytes = SECRET,
@@ -30,13 +40,16 @@ class TransferProcess:
         # On every machine the same; tests of what it changes say otherwise.
         default: Any = {"name": "worker 0", "model_fingerprint": MODEL, "movers": 0}
         settings = default | config
-        self.process = kv.spawn_transfer(
-            kv.TransferConfig(
-                incarnation=self.incarnation, layout=layout, num_slots=slots,
-                slot_bytes=slot_bytes, encrypt=encrypt, **settings,
-            ),
-            sending=sending, receiving=receiving, heartbeat=self.heartbeat, service=service, secret=secret,
-        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spawn, "subprocess", SimpleNamespace(Popen=self.popen, PIPE=subprocess.PIPE))
+            self.process = kv.spawn_transfer(
+                kv.TransferConfig(
+                    incarnation=self.incarnation, layout=layout, num_slots=slots,
+                    slot_bytes=slot_bytes, encrypt=encrypt, **settings,
+                ),
+                sending=sending, receiving=receiving, heartbeat=self.heartbeat, service=service,
+                secret=secret,
+            )  # fmt: skip
         sending.channel.close()
         receiving.channel.close()
         service.close()
