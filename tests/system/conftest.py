@@ -74,7 +74,7 @@ def model_id(server: Serve) -> str:
     return server.get("/v1/models")["data"][0]["id"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def otlp() -> Iterator[Receiver]:
     """Takes the traces of `broken`."""
     receiver = Receiver()
@@ -90,7 +90,7 @@ def shallow_model(shallow_model_path: Path) -> list[str]:
     return ["--model", str(shallow_model_path), "--served-model-name", EMBEDDED_NAME]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def broken(
     tmp_path_factory: pytest.TempPathFactory, otlp: Receiver, shallow_model: list[str]
 ) -> Iterator[Broken]:
