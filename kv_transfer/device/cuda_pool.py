@@ -14,7 +14,7 @@ from kv_transfer.arena import Arena
 from kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
 from kv_transfer.device import copy_kernels
 from kv_transfer.device.pool import Event, Outcome, Rest, Staged, held_heads, of_each_dtype
-from kv_transfer.device.tables import Tables
+from kv_transfer.device.tables import Table, Tables
 from kv_transfer.layout import ITEM_BYTES, Range, Slice, convertible, slice_bytes
 from kv_transfer.peer_memory import PeerMemories, Unreachable
 from kv_transfer.protocol.messages import Export
@@ -239,24 +239,29 @@ class CudaPool:
             source, number = places[slot]
             return source.slot(number)
 
-        landing, copy_into_pool = None, self._into_pool
+        landing = None
         if not any(self._is_converted(item) for item in batch):
-            copy_into_pool = partial(self._copy, into_pool=True)
             items = [(item, address_of(item.slot)) for item in batch]
         else:
             landing, items = self._land(batch, address_of, memory.slot_bytes)
             batch = [item for item, _ in items]
         each = sources[0].marks_bytes // 8
-        count = len(batch) + len(sources) * each
-        table = self._tables.take(count)  # a checksum for each slice, then the marks
+        # A checksum for each slice, the lines of the kernels, then the marks.
+        marks_at = len(batch) * (1 + len(self._rows) * copy_kernels.FIELDS)
+        count = marks_at + len(sources) * each
+        table = self._tables.take(count)
+        there = table.there.data_ptr()
         table.words[: len(batch)] = 0
-        sum_at = [table.there.data_ptr() + 8 * i for i in range(len(batch))]
+        sum_at = [there + 8 * i for i in range(len(batch))]
         with torch.cuda.stream(self._stream):
-            table.send(len(batch), self._stream)
-            copy_into_pool(items, sums=sum_at)
+            if landing is None:
+                self._copy(items, into_pool=True, sums=sum_at, behind_sums=table)
+            else:
+                table.send(len(batch), self._stream)
+                self._into_pool(items, sum_at)
             self._marks.wait_event(_event(self._stream))
         for i, source in enumerate(sources):
-            marks = table.there.data_ptr() + 8 * (len(batch) + i * each)
+            marks = there + 8 * (marks_at + i * each)
             copy(marks, source.marks, source.marks_bytes, self._marks.cuda_stream)
         table.fetch(count, self._marks)
         event = _event(self._marks)
@@ -268,7 +273,7 @@ class CudaPool:
             words = table.words[:count].tolist()
             self._tables.give(table)
             sums = {item.slot: words[i] for i, item in enumerate(batch)}
-            first = {source.address: len(batch) + i * each for i, source in enumerate(sources)}
+            first = {source.address: marks_at + i * each for i, source in enumerate(sources)}
             rests: list[Rest] = []
             for item in asked:
                 source, number = places[item.slot]
@@ -361,16 +366,22 @@ class CudaPool:
         return held_heads(piece, self._heads if piece.state is None else self._state_heads[piece.state])
 
     def _copy(
-        self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = ()
-    ) -> None:
-        """Each item with the address of its dense memory. `sums`: for each, where its checksum is added."""
+        self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = (),
+        behind_sums: Table | None = None,
+    ) -> None:  # fmt: skip
+        """Each item with the address of its dense memory. `sums`: for each, where its checksum is added.
+        `behind_sums`: begins with the checksums, and the lines of the kernels are sent with them."""
         summed = [(*item, checksum) for item, checksum in zip(items, sums or [0] * len(items), strict=True)]
         kv = [item for item in summed if item[0].piece.state is None] if self._states else summed
         launches = self._kv_launches(kv) if kv else []
         for state in range(len(self._states)):
             if of_state := [item for item in summed if item[0].piece.state == state]:
                 launches.append(self._state_launch(state, of_state))
-        table = self._tables.send([field for _, lines in launches for line in lines for field in line])
+        fields = [field for _, lines in launches for line in lines for field in line]
+        if behind_sums is None:
+            table = self._tables.send(fields)
+        else:
+            table = behind_sums.send_behind(len(items), fields, self._stream)
         table, start = table.view(-1, copy_kernels.FIELDS), 0
         for launch, lines in launches:
             part = table[start : start + len(lines)] if len(launches) > 1 else table

@@ -36,6 +36,13 @@ class Table:
         """Enqueues a copy of the first words to the device."""
         copy(self.there.data_ptr(), self.pinned.data_ptr(), 8 * count, stream.cuda_stream)
 
+    def send_behind(self, start: int, numbers: Sequence[int], stream: torch.cuda.Stream) -> torch.Tensor:
+        """As `send`, of the first `start` words and of these numbers behind them, which it returns."""
+        stop = start + len(numbers)
+        self.words[start:stop] = numbers
+        self.send(stop, stream)
+        return self.there[start:stop]
+
     def fetch(self, count: int, stream: torch.cuda.Stream) -> None:
         """Enqueues a copy of the first words from the device."""
         copy(self.pinned.data_ptr(), self.there.data_ptr(), 8 * count, stream.cuda_stream)
