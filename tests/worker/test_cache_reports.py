@@ -96,8 +96,8 @@ async def test_what_a_tier_below_the_device_keeps_counts_as_cached(worker, tier)
         [chunk] = await stream.hints(prompts[0])
         for number, prompt in enumerate(prompts):
             async with asyncio.timeout(10):
-                while await saved(worker, stream, tier) < 6 * number + 8 - 40:
-                    pass
+                while await saved(worker, stream, tier) < 6 * number + 8 - 40:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
             events, _ = await compute(stream, prompt)
             assert {*events.added} == {*await stream.hints(prompt)}
             assert not events.evicted
