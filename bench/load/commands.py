@@ -138,7 +138,7 @@ def _finish_sweep(
 
 
 def _write(report: Report, output: OutputOptions) -> None:
-    report.write()
+    report.write(indent=1)
     if output.html is not None:
         output.html.write_text(page([report.as_dict()], ["this run"]))
     for path in (output.json, output.html, output.jsonl):

@@ -243,7 +243,7 @@ def test_runs_discovery(run: Callable[..., dict[str, Any]], monkeypatch: pytest.
 def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.routing_sim import __main__ as sim
 
-    monkeypatch.setattr(sim, "SHORT", {4: 0.05, 64: 0.05, 1_000: 0.001})
+    monkeypatch.setattr(sim, "SHORT", {4: 0.05, 64: 0.05, 1_000: 0.0005})
     monkeypatch.setattr(sim, "PLACED_SHORT", (2,))
     monkeypatch.setattr(sim, "PLACED_REQUESTS_SHORT", 20)
     monkeypatch.setattr(sim, "CHATS", 20)
