@@ -18,9 +18,12 @@ GENEROUS = ("--ttit-target", "5000", "--enable-prefix-caching")
 
 
 @pytest.fixture(scope="module")
-def overflowing(tmp_path_factory: pytest.TempPathFactory, broken: Broken) -> Iterator[Broken]:
+def overflowing(
+    tmp_path_factory: pytest.TempPathFactory, broken: Broken, shallow_model: list[str]
+) -> Iterator[Broken]:
     directory: Path = tmp_path_factory.mktemp("overflow")
-    with LocalCluster(directory, prefill=1, decode=1, worker_flags=FLAGS, decode_flags=GENEROUS) as cluster:
+    flags = [*FLAGS, *shallow_model]
+    with LocalCluster(directory, prefill=1, decode=1, worker_flags=flags, decode_flags=GENEROUS) as cluster:
         yield Broken(cluster, broken.right)
 
 
