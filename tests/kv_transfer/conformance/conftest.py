@@ -65,13 +65,21 @@ def _bent_in_memory(pair: Pair) -> Iterator[str]:
 @dataclass(frozen=True)
 class Kind:
     name: str
-    bent: Callable[[Pair], AbstractContextManager[str]]
-    """Within it, one byte of the next slice that is fetched from the address changes on its way."""
+    bend: Callable[[Pair], AbstractContextManager[str]]
     settings: dict[str, Any] = field(default_factory=dict)
     reached: str = "tcp"
     """As in `TransferStats.transports`."""
     found: tuple[str, str] = ("payload", "integrity")
     """As what a bent byte counts in `checksum_failures`, and why its transfer ends."""
+
+    def bent(self, pair: Pair) -> AbstractContextManager[str]:
+        """Within it, one byte of the next slice that is fetched from the address changes on its way.
+
+        The address may be new. The pair must not be connected at another one then: the sessions of the two
+        would replace each other."""
+        if self.bend is _bent_in_memory:
+            self.connect(pair)
+        return self.bend(pair)
 
     def connect(self, pair: Pair, **where: Any) -> None:
         """Waits until the pair uses this transport."""
@@ -138,9 +146,12 @@ def make_decode(workers: list[Any], transport: Kind) -> Callable[..., Decode]:
 def make_pair(
     make_prefill: Callable[..., Prefill], make_decode: Callable[..., Decode], transport: Kind
 ) -> Callable[..., Pair]:
-    def make(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Pair:
+    def make(
+        prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, connected: bool = True
+    ) -> Pair:
         made = Pair(make_prefill(**(prefill or {})), make_decode(**(decode or {})))
-        transport.connect(made)
+        if connected:
+            transport.connect(made)
         return made
 
     return make

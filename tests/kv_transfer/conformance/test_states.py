@@ -49,7 +49,7 @@ def test_states_come_when_the_last_chunk_has_passed_their_layer(make_pair: Any) 
 
 def test_a_byte_of_a_state_that_changes_on_its_way(make_pair: Any, transport: Kind) -> None:
     """The decode worker has all KV, so nothing but states comes."""
-    pair = make_pair(*SIDES)
+    pair = make_pair(*SIDES, connected=False)
     with transport.bent(pair) as address:
         prefill_id = pair.prefill.hold(40, state_slot=1)
         decode_id = pair.decode.fetch(

@@ -364,7 +364,7 @@ def test_drain_lets_what_runs_end(make_pair: Any) -> None:
 @pytest.mark.parametrize("transport", EVERY_KIND, indirect=True, ids=str)
 def test_a_byte_that_changes_between_gather_and_scatter(make_pair: Any, transport: Kind) -> None:
     """It is found, and the KV is fetched again by itself."""
-    pair = make_pair()
+    pair = make_pair(connected=False)
     with transport.bent(pair) as address:
         prefill_id = pair.prefill.hold(64)
         blocks = pair.prefill.held[prefill_id]
