@@ -4,10 +4,13 @@ A chunk is 64 tokens, known by the first 64 bits of its name (`content`). A work
 after it reports it. It also counts while a prompt with the chunk, which this router sent, waits for its first
 token: the next request with the same prefix may come before the report. When the attempt ends, only the
 report counts.
+
+A worker may have a million chunks, and the event loop must not wait until all of them are removed. So `clear`
+and `forget` only set them aside. From then on they do not count, and `drop_stale` removes them in parts.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from content import CHUNK_TOKENS, Tier
 
@@ -53,6 +56,9 @@ def _rows(left: int) -> list[int]:
     return rows
 
 
+_Aside = set[int] | dict[int, Tier] | dict[int, int]
+
+
 class ChunkIndex:
     """Workers are rows. A set of rows is an int: the intersection of sets of 1,000 rows takes 50 ns."""
 
@@ -62,9 +68,17 @@ class ChunkIndex:
         self._reported: list[set[int]] = []
         self._offloaded: list[dict[int, Tier]] = []  # row → reported chunk → its tier below the device
         self._expected: list[dict[int, int]] = []  # row → chunk → prompts that will cache it
+        self._aside: dict[int, list[_Aside]] = {}  # row → cleared, but still in `_holders`
+        self._unsure = 0  # the rows of `_aside`: a bit in `_holders` may be stale
 
     def __len__(self) -> int:
+        """The number of chunks, stale ones included."""
         return len(self._holders)
+
+    @property
+    def has_stale(self) -> bool:
+        """Whether `drop_stale` has something to remove."""
+        return bool(self._aside)
 
     def grow(self, rows: int) -> None:
         for row in range(len(self._bits), rows):
@@ -80,7 +94,11 @@ class ChunkIndex:
         """Number of chunks that the worker reported."""
         return len(self._reported[row])
 
-    def add(self, row: int, chunks: Iterable[int]) -> None:
+    def add(self, row: int, chunks: Collection[int]) -> None:
+        """The worker reported these chunks. As many stale ones are removed, with their tiers. So a worker
+        that is cleared again and again leaves no more stale chunks than it had at once.
+        """
+        self.drop_stale(2 * len(chunks))
         reported = self._reported[row]
         for chunk in chunks:
             reported.add(chunk)
@@ -130,14 +148,38 @@ class ChunkIndex:
 
     def clear(self, row: int) -> None:
         """Forgets what the worker reported, but not what is expected."""
-        self.discard(row, list(self._reported[row]))
+        self._set_aside(row, self._reported[row], self._offloaded[row])
+        self._reported[row], self._offloaded[row] = set(), {}
 
     def forget(self, row: int) -> None:
-        """Forgets a worker that is gone, with what was expected of it."""
+        """Forgets a worker that is gone, with what was expected of it. The row is free for another one."""
         self.clear(row)
-        for chunk in self._expected[row]:
-            self._release(row, chunk)
+        self._set_aside(row, self._expected[row])
         self._expected[row] = {}
+
+    def _set_aside(self, row: int, *chunks: _Aside) -> None:
+        if found := [some for some in chunks if some]:
+            self._aside.setdefault(row, []).extend(found)
+            self._unsure |= self._bits[row]
+
+    def drop_stale(self, most: int) -> None:
+        """Gives back the memory of at most so many entries of cleared workers. A chunk has one entry for the
+        worker's report, one for its tier below the device, and one for prompts that are expected."""
+        while most > 0 and self._aside:
+            row, waiting = next(iter(self._aside.items()))
+            chunks = waiting[-1]
+            reported, expected = self._reported[row], self._expected[row]
+            part = min(most, len(chunks))
+            most -= part
+            for _ in range(part):  # even to free a set takes time for each of its chunks
+                chunk = chunks.pop() if isinstance(chunks, set) else chunks.popitem()[0]
+                if chunk not in reported and chunk not in expected:
+                    self._release(row, chunk)
+            if not chunks:
+                waiting.pop()
+            if not waiting:
+                del self._aside[row]
+                self._unsure &= ~self._bits[row]
 
     def _hold(self, row: int, chunk: int) -> None:
         bit = self._bits[row]
@@ -145,11 +187,11 @@ class ChunkIndex:
         self._holders[chunk] = bit if holders is None or holders == bit else holders | bit
 
     def _release(self, row: int, chunk: int) -> None:
-        left = self._holders[chunk] & ~self._bits[row]
+        left = self._holders.get(chunk, 0) & ~self._bits[row]
         if left:
             self._holders[chunk] = left
         else:
-            del self._holders[chunk]
+            self._holders.pop(chunk, None)  # a stale chunk may have been added and discarded since
 
     def overlap(self, chunks: Sequence[int], tokens: int, block_size: int, among: int) -> Overlap:
         """Finds the cached beginning of a prompt at each worker of `among`, a set of rows.
@@ -158,10 +200,14 @@ class ChunkIndex:
         unknown prompt costs one lookup. Of the different lengths only the longest `MAX_LEVELS` count.
         """
         levels: list[tuple[int, int]] = []  # (chunks, rows that have at least so many)
-        rows = among
+        rows, unsure = among, self._unsure & among
         holders_of = self._holders.get
         for depth, chunk in enumerate(chunks):
             holders = holders_of(chunk, 0)
+            if unsure:
+                for row in _rows(holders & rows & unsure):
+                    if chunk not in self._reported[row] and chunk not in self._expected[row]:
+                        holders ^= self._bits[row]
             if holders is not rows and (left := rows & holders) != rows:
                 levels.append((depth, rows))
                 rows = left

@@ -1,5 +1,6 @@
 """The workers that the routing policies choose from, kept current with the reports of the connections."""
 
+import asyncio
 import math
 import random
 import time
@@ -28,6 +29,8 @@ from rpc import worker_pb2 as pb
 
 DRAWN = 2
 """Holders of a prefix to compare. More would all ask the fastest one."""
+STALE_PART = 1024
+"""Chunks of cleared workers to remove from the index at once. It takes a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Candidates:
         self._decode_loads: dict[int, DecodeLoad] = {}
         self._all = 0  # a set of rows
         self._choices = 0
+        self._dropping = False  # `_drop_part` will run again
 
     # ------------------------------------------------------------ reports of the connections
 
@@ -94,6 +98,18 @@ class Candidates:
             self._decode_caches.leave(row)
             del self._rows[connection], self._workers[row]
             self._all ^= 1 << row
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """Removes what the index has of cleared workers, a part in each round of the event loop."""
+        if self._loads.index.has_stale and not self._dropping:
+            self._dropping = True
+            asyncio.get_running_loop().call_soon(self._drop_part)
+
+    def _drop_part(self) -> None:
+        self._dropping = False
+        self._loads.index.drop_stale(STALE_PART)
+        self._drop_stale()
 
     def _join(self, connection: WorkerConnection) -> int:
         load, block_size = connection.attempts.load, connection.description.block_size
@@ -122,6 +138,7 @@ class Candidates:
         """Raises Refused if the worker reports more chunks than fit into its blocks, on its host included."""
         described, row, index = connection.description, self._rows[connection], self._loads.index
         apply_cache_events(index, row, events)
+        self._drop_stale()
         blocks = described.num_blocks + described.offload_blocks
         if index.reported(row) > blocks * -(-described.block_size // CHUNK_TOKENS):
             raise Refused(f"it reports more cached chunks than fit into {blocks} blocks")

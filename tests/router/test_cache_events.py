@@ -16,7 +16,7 @@ from content import Tier, prompt_hints
 from router.policy import apply_cache_events
 from router.policy.chunk_index import ChunkIndex
 from router.text.tokenizer import ModelTokenizer
-from router.workers import connection
+from router.workers import candidates, connection
 from router.workers.cache_sequence import CacheAction, CacheSequence
 from router.workers.candidates import PrefixSource
 from rpc import worker_pb2 as pb
@@ -164,7 +164,8 @@ async def test_after_a_missing_report_the_router_asks_for_a_snapshot(caching: Cl
     await caching.until(lambda: reported(caching)[0] == 4)
 
 
-async def test_the_chunks_of_a_lost_worker_are_forgotten(caching: Cluster):
+async def test_the_chunks_of_a_lost_worker_are_forgotten(caching: Cluster, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(candidates, "STALE_PART", 2)
     worker = caching.prefills[0]
     worker.change_cache([1, 2, 3])
     await caching.until(lambda: reported(caching)[0] == 3)

@@ -1,10 +1,12 @@
 """The estimated load of prefill workers, in any order of reports, submissions and ends."""
 
+from typing import ClassVar
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from content import CHUNK_TOKENS
+from content import CHUNK_TOKENS, Tier
 from router.policy import PrefillLoads, PrefillRequest, PrefillSnapshot, PrefillWork
 from router.policy.chunk_index import ChunkIndex
 
@@ -127,12 +129,64 @@ def test_the_chunks_of_a_sent_prompt_are_expected_until_its_token_comes():
     loads.ended(row, work, computed=True, now=0)
     assert look(loads, 0, 500, [1, 2, 3, 4]).cached.of(row) == 64, "only what was reported stays"
     loads.leave(row)
+    loads.index.drop_stale(3)
     assert not len(loads.index)
+
+
+class CountedChunk(int):
+    """A chunk that notes when an index looks it up."""
+
+    touched: ClassVar[set[int]] = set()
+
+    def __hash__(self) -> int:
+        self.touched.add(int(self))
+        return int.__hash__(self)
+
+
+def test_a_large_worker_is_cleared_in_parts_and_is_found_no_more():
+    index, chunks = ChunkIndex(), [CountedChunk(chunk) for chunk in range(1000)]
+    index.grow(2)
+    touched = CountedChunk.touched
+
+    def cached() -> list[int]:
+        found = index.overlap(range(1000), 100_000, CHUNK_TOKENS, 0b11)
+        return [found.of(row) // CHUNK_TOKENS for row in range(2)]
+
+    index.add(0, chunks)
+    index.place(0, chunks[500:], Tier.HOST)
+    index.expect(0, chunks[:2])
+    index.add(1, range(10))
+    for clear, left in ((index.clear, 2), (index.forget, 0)):
+        touched.clear()
+        clear(0)
+        assert not touched, "it would take long"
+        assert cached() == [left, 10]
+        assert (index.reported(0), index.has_reported(0, 0)) == (0, False)
+        assert not index.offloaded(0, range(1000))
+        index.add(0, range(20))
+        assert cached() == [20, 10], "while the rest of the old chunks wait"
+        assert index.has_stale
+    while index.has_stale:
+        touched.clear()
+        index.drop_stale(100)
+        assert len(touched) <= 100
+        assert cached() == [20, 10]
+    assert len(index) == 20
+    for _ in range(50):
+        index.clear(0)
+        index.add(0, range(20))
+        index.place(0, range(20), Tier.DISK)
+    assert sum(len(some) for waiting in index._aside.values() for some in waiting) <= 2 * 20
+    for row in range(2):
+        index.forget(row)
+    while index.has_stale:
+        index.drop_stale(7)
+    assert not len(index)
 
 
 ROWS, CHUNKS = 20, 6
 _EVENTS = st.tuples(
-    st.sampled_from(("add", "discard", "expect", "unexpect", "clear", "forget")),
+    st.sampled_from(("add", "discard", "expect", "unexpect", "clear", "forget", "drop_stale")),
     st.integers(0, ROWS - 1),
     st.lists(st.integers(0, CHUNKS - 1), max_size=4),
 )
@@ -149,6 +203,8 @@ def test_the_index_agrees_with_a_table_of_all_workers(events, prompt, left_out):
         if kind == "unexpect":
             if expected[row]:
                 index.unexpect(row, expected[row].pop())
+        elif kind == "drop_stale":
+            index.drop_stale(len(chunks))
         elif kind in ("clear", "forget"):
             getattr(index, kind)(row)
             reported[row].clear()
@@ -174,6 +230,9 @@ def test_the_index_agrees_with_a_table_of_all_workers(events, prompt, left_out):
     assert cached.most == max(cached.of(row) for row in among)
     holders = {row for row in among if cached.of(row) == cached.most}
     assert {*cached.holders()} == (holders if cached.most else set())
+    while index.has_stale:
+        index.drop_stale(1)
+    assert len(index) == len(set().union(*reported, *(chunks for each in expected for chunks in each)))
 
 
 def test_utilisation_follows_what_the_worker_computed() -> None:
