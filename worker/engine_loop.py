@@ -31,7 +31,7 @@ from engine import (
 )
 from engine.loader.tokenizer_json import vocabulary
 from kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
-from kv_transfer.wait import wait
+from kv_transfer.wait import spins, wait
 from rpc import vocabulary_fingerprint
 from worker import messages
 from worker.attempts import Attempts
@@ -253,13 +253,13 @@ def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump
     fds = [link.fileno(), engine.landings_fd, *roles.kv_fds]
     while True:
         idle = not engine.has_work
-        seconds = min(IDLE_TICK if idle else engine.rest, roles.poll_within)
+        seconds = seconds_to_wait(engine, roles, time.monotonic())
         if any(pump.copies for pump in pumps):
             seconds = min(seconds, POLL)
         readable = wait(fds, 0.0 if link.has_messages else seconds)
         if engine.landings_fd in readable:
             os.eventfd_read(engine.landings_fd)
-        elif idle and not readable:
+        elif idle and seconds and not readable:
             parts.trace.flush()
         for message in link.receive_all():
             if isinstance(message, messages.Stop):
@@ -283,6 +283,14 @@ def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump
             pump.pump()
         if not engine.waits_for_device:
             parts.heartbeat.tick()
+
+
+def seconds_to_wait(engine: Engine, roles: Roles, now: float) -> float:
+    if engine.has_work:
+        return min(engine.rest, roles.poll_within)
+    if spins(engine.joins_at, now):  # all KV of a request has come, and its COMMIT has not
+        return 0.0
+    return min(IDLE_TICK, roles.poll_within)
 
 
 def _trace_step(trace: TraceWriter, result: StepResult) -> None:

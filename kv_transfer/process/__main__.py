@@ -45,6 +45,7 @@ from kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
 from kv_transfer.process.tcp_session import ReceivingSession, SendingSession
 from kv_transfer.protocol.messages import Side
 from kv_transfer.trace import TraceWriter
+from kv_transfer.wait import spins
 
 log = logging.getLogger("baton.kv")
 
@@ -158,6 +159,9 @@ class TransferProcess:
         look = self._decode.take_reads()
         if look == 0.0:  # NIXL has no descriptor that tells when a read is over
             time.sleep(_LOOK)
+        now = time.monotonic()
+        if spins(self._prefill.table.commit_due, now) or spins(self._decode.commit_due, now):
+            look = 0.0
         waits = [look, *(_flush_due(channel) for channel in (self._to_sender, self._to_receiver))]
         return min((wait for wait in waits if wait is not None), default=None)
 

@@ -107,6 +107,10 @@ class DecodeSide:
         self._pulls: dict[int, _Pull] = {}  # by the slot of ours that is set aside
 
     @property
+    def commit_due(self) -> float:
+        return self._fetches.commit_due
+
+    @property
     def transfers_open(self) -> int:
         return len(self._fetches.open)
 

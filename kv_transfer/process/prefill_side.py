@@ -153,12 +153,15 @@ class PrefillSide:
 
     def _send(self, slices: Sequence[SliceOut], now: float) -> None:
         exported: dict[bytes, list[AnySliceAt]] = {}  # by transfer
+        last_layer = self._config.layout.num_layers - 1
         for s in slices:
             self.slots_out += 1
             held = self.table.open.get(s.transfer_id)
             if held is None:
                 self._give_back(s.slot, unsent=True)
                 continue
+            if s.layer == last_layer and s.token_start + s.token_count == held.stop:
+                self.table.whole(held, now)
             generation, hashed = s.generation, self._transports.get(held.session) == nixl_memory.KIND
             if hashed:
                 generation = nixl_memory.checksum(self._arena.slot(s.slot)[: s.length])

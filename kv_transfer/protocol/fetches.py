@@ -9,6 +9,7 @@ of transfers that ended leave a tombstone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -127,6 +128,13 @@ class Fetches:
         self._deadlines = deadlines
         self._layout = layout
         self._slot_bytes = slot_bytes
+        self._whole: Transfer | None = None  # the newest of which all frames came before COMMIT
+
+    @property
+    def commit_due(self) -> float:
+        """Since when a transfer misses only its COMMIT. Infinite: none does. Of several the newest counts."""
+        newest = self._whole
+        return newest.last_frame_at if newest is not None and newest.incoming.live else math.inf
 
     def has_transfers(self, peer: PeerKey) -> bool:
         source = self._sources.get(peer)
@@ -256,10 +264,14 @@ class Fetches:
         """A frame of this live transfer is whole, or the engine will say if it is not. True: the transfer is
         complete. Raises FrameRefused."""
         transfer.moved = transfer.last_frame_at = transfer.source.moved = now
+        incoming = transfer.incoming
         try:
-            return transfer.incoming.verified(header)
+            complete = incoming.verified(header)
         except Fault as e:
             raise FrameRefused(self._broken(transfer, e.kind, str(e), now)) from None
+        if not (complete or incoming.missing_frames):
+            self._whole = transfer
+        return complete
 
     def damaged(self, transfer: Transfer, now: float) -> list[Effect]:
         """The checksum of a frame of this open transfer does not match."""

@@ -13,6 +13,7 @@ So no peer can draw the id of a prefill for a pin, or name a pin in a FETCH.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -91,6 +92,7 @@ class Held:
     transfer_id: bytes | None = None  # of the open transfer; in READY of one that may still be ACKed
     session: int = 0
     attempt: int = 0  # the newest one that has fetched
+    stop: int = 0  # the position after the last one that its FETCH asks for
     receiver_rank: int = 0  # as its FETCH says
     sent: int = 0  # frames of the open transfer that have begun to leave
     moved: float = 0.0  # when the open transfer last made progress
@@ -119,6 +121,7 @@ class HeldPrefills:
         self._tombstones: Tombstones[Reason] = Tombstones(deadlines.tombstone)
         self._deadlines = deadlines
         self._max_waiting = max_waiting
+        self._whole: tuple[Held, float] | None = None  # the newest `whole`, and when
 
     # ------------------------------------------------------------ from the engine
 
@@ -296,6 +299,17 @@ class HeldPrefills:
         held.moved = now
         return True
 
+    def whole(self, held: Held, now: float) -> None:
+        """The engine has handed over the last slice of the open transfer."""
+        self._whole = held, now
+
+    @property
+    def commit_due(self) -> float:
+        """Since when a transfer misses only its COMMIT. Infinite: none does. Of several the newest counts."""
+        if self._whole is None or self._whole[0].state is not HoldState.STREAMING:
+            return math.inf
+        return self._whole[1]
+
     def sent(self, transfer_id: bytes, now: float) -> None:
         """All of a frame has left, perhaps a while after it was counted: that is progress, too."""
         held = self.open.get(transfer_id)
@@ -337,6 +351,7 @@ class HeldPrefills:
         held.state, held.transfer_id, held.session = HoldState.STREAMING, transfer_id, session
         held.sent, held.moved, held.since = 0, now, now
         held.receiver_rank, held.attempt = fetch.receiver_rank, fetch.attempt
+        held.stop = fetch.ranges[-1][1] if fetch.ranges else 0
         self.open[transfer_id] = held
         return [Start(held.prefill_id, transfer_id, session, fetch)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -425,3 +426,40 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
     assert ch.ExportGone(session.number) in world.told()
     world.side.session_over(session)
     assert world.side.slots_free() == 3  # the engine has the first one
+
+
+def test_a_commit_is_due_from_the_last_frame_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Side(monkeypatch, Network())
+    side = world.side
+
+    def come(*frames: int) -> None:
+        """Halves of a transfer."""
+        for seq in frames:
+            head = Header(
+                FrameType.KV, b"t" * 16, head_count=1, token_start=2 * seq, token_count=2, seq=seq, length=128
+            )
+            session = cast("Session", world.network.session)
+            side.kv_ends(head, side.kv_begins(session, head, world.slots.take()), True)
+
+    def commit() -> None:
+        session = cast("Session", world.network.session)
+        side.control(session, Header(FrameType.COMMIT, b"t" * 16), Commit(kv.FirstToken(7), 2, 256))
+
+    world.fetch(b"t" * 16)
+    world.up()
+    come(1)
+    assert side.commit_due == math.inf
+    world.now = 1.0
+    come(0)
+    for world.now in (1.0, 1.001, 2.0):
+        side.tick(world.now)
+        assert side.commit_due == 1.0, "it may be late: the time stays the same"
+    world.down("lost")
+    assert side.commit_due == math.inf
+
+    world.fetch(b"t" * 16)
+    world.up()
+    come(0)
+    commit()
+    come(1)
+    assert side.commit_due == math.inf, "COMMIT came first"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,15 @@ import msgspec
 import pytest
 
 import kv_transfer as kv
-from kv_transfer.channel import Channel, Exported, FromSender
+from kv_transfer.channel import (
+    Channel,
+    CommitOut,
+    Exported,
+    FromSender,
+    Offer,
+    SliceOut,
+    SlicesOut,
+)
 from kv_transfer.process import prefill_side
 from kv_transfer.process.connector import ProtocolError
 from kv_transfer.process.prefill_side import PrefillSide
@@ -30,6 +39,9 @@ class Peer:
 
     def send(self, message: Any, transfer_id: bytes = NO_TRANSFER) -> None:
         self.said.append(message)
+
+    def send_frame(self, frame: Any) -> None:
+        self.said.append(frame)
 
 
 CONFIG = kv.TransferConfig(
@@ -119,3 +131,29 @@ def test_statistics_of_the_most_sessions_fit_into_one_message() -> None:
         transports = side.transports()
         assert len(transports) == CONFIG.max_sessions
         assert len(msgspec.msgpack.encode(transports)) < MAX_MESSAGE - 8192
+
+
+def test_a_commit_is_due_from_the_last_slice_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer of an earlier chunk is not the last slice."""
+    monkeypatch.setattr(prefill_side, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    clock, transfer_id = [0.0], b"t" * 16
+    with ours, theirs:
+        config = msgspec.structs.replace(CONFIG, layout=kv.KVLayout(2, 1, 16, "float32"))
+        arena: Any = SimpleNamespace(slot=bytes)
+        side = PrefillSide(config, arena, Channel(ours, FromSender), TransferCounters())
+        peer: Any = Peer(1)
+        side.session_up(peer)
+        side.engine(Offer(b"p" * 16))
+        fetch = Fetch(b"p" * 16, 0, 1, ((0, 3), (5, 9)), 0, 0, 1)
+        side.control(peer, Header(FrameType.FETCH, transfer_id, length=len(encode(fetch))), fetch)
+        for layer, start, stop in ((0, 0, 3), (1, 0, 3), (0, 5, 9)):
+            side.engine(SlicesOut([SliceOut(transfer_id, 0, 0, layer, None, 0, 1, start, stop - start, 64)]))
+            assert side.table.commit_due == math.inf
+        clock[0] = 4.0
+        side.engine(SlicesOut([SliceOut(transfer_id, 0, 0, 1, None, 0, 1, 5, 4, 64)]))
+        for clock[0] in (4.0, 4.001, 5.0):
+            side.tick(clock[0])
+            assert side.table.commit_due == 4.0, "it may be late: the time stays the same"
+        side.engine(CommitOut(transfer_id, kv.FirstToken(7), 4, 256))
+        assert side.table.commit_due == math.inf

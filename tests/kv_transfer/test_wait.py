@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 import time
@@ -10,7 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_transfer.wait import end_waits_on_time, wait
+from kv_transfer import wait as waits
+from kv_transfer.wait import SPIN, end_waits_on_time, spins, wait
 
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
 
@@ -61,3 +63,15 @@ def in_thread(run: Callable[[], None]) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+
+
+@pytest.mark.parametrize("cores", [2, 7, 8, 64])
+def test_a_loop_polls_for_a_commit_that_is_due_on_many_cores_and_not_for_long(
+    monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    monkeypatch.setattr(waits, "_cores", cores)
+    due = 1000.0
+    for step in range(-10, 1000):  # the COMMIT never comes
+        after = step * SPIN / 100
+        assert spins(due, due + after) == (cores >= 8 and 0 <= step < 100)
+    assert not spins(math.inf, due)
