@@ -262,21 +262,25 @@ class StepGraphs:
         return size_for(step, self._sizes)
 
     def forward(self, size: Size, step: Step, layer_done: LayerDone) -> None:
-        """Launches the forward pass of a step. `size` is the result of `self.size(step)`."""
+        """Launches the forward pass of a step. `size` is the result of `self.size(step)`. Inputs that no
+        graph of this step reads keep the values of an earlier one: the device may idle until the launch."""
         inputs = self._staging[0]
         self._staging.reverse()
         inputs.put("token_ids", step.token_ids)
         inputs.put("positions", step.positions)
         inputs.put("slots", step.slots, padding=-1)
         widths = self._widths
-        inputs.put("tiles", tile_work(step.prefills, step.num_decodes, widths.tile, widths.programs))
+        if size.chunks:
+            inputs.put("tiles", tile_work(step.prefills, step.num_decodes, widths.tile, widths.programs))
         inputs.put("contexts", step.contexts[: step.num_decodes])
         inputs.put("sampled_rows", step.sampled_rows)
-        for name in Draws._fields:
-            inputs.put(name, getattr(step.draws, name))
+        if step.variant is not Variant.GREEDY:
+            for name in Draws._fields:
+                inputs.put(name, getattr(step.draws, name))
         if step.state_slots is not None:
             inputs.put("state_slots", step.state_slots)
-            inputs.put("scans", scan_work(step.prefills, step.num_decodes, widths.scan))
+            if size.chunks:
+                inputs.put("scans", scan_work(step.prefills, step.num_decodes, widths.scan))
             if step.prefills:  # else no row of the graph is part of a scan
                 inputs.put("state_copies", copies_by_row(step))
         inputs["tables"][: len(step.block_tables)].numpy()[:] = step.block_tables
