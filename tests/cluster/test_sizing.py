@@ -203,10 +203,10 @@ def test_the_command() -> None:
     assert printed.exit_code == 0, printed.output
     assert "TTIT decides" in printed.output
     gpus = ["--prefill-tensor-parallel-size", "4", "--decode-tensor-parallel-size", "2"]
-    printed = CliRunner().invoke(app, ["plan", "--rate", "2", *gpus])
+    printed = CliRunner().invoke(app, ["plan", "--rate", "8", *gpus])
     assert [line.split()[2:4] for line in printed.output.splitlines()[1:3]] == [["1", "4"], ["1", "2"]]
     assert "KV: bfloat16, 131,072 bytes a token" in printed.output
-    printed = CliRunner().invoke(app, ["plan", "--rate", "2", "--kv-cache-dtype", "fp8"])
+    printed = CliRunner().invoke(app, ["plan", "--rate", "8", "--kv-cache-dtype", "fp8"])
     assert "KV: float8_e4m3fn, 67,584 bytes a token" in printed.output
     refused = CliRunner().invoke(app, ["plan", "--slo", "ttft=500"])
     assert refused.exit_code == 2
