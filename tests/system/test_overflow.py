@@ -5,51 +5,63 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.chaos.cluster import LocalCluster
+from bench.chaos.streams import expected
+from router.policy.placement import SHORT_ANSWER
 
 from .recovery import FLAGS, LONG, SHORT, Broken, each_has
 
-# Steps may take as long as they like, so every prompt is short.
+# Steps may take as long as they like.
 GENEROUS = ("--ttit-target", "5000", "--enable-prefix-caching")
+# A prefill worker decodes short answers itself, and what it decodes reaches no cache of the decode worker.
+ASKED = [replace(case, max_tokens=SHORT_ANSWER + 1) for case in SHORT]
+CACHED = replace(LONG[2], max_tokens=SHORT_ANSWER + 1, options='{"stream_options": {"include_usage": true}}')
+# Why a prefill worker decodes a request.
+AT_PREFILL = ('reason="no_handover"', 'reason="no_room"')
 
 
 @pytest.fixture(scope="module")
-def overflowing(
-    tmp_path_factory: pytest.TempPathFactory, broken: Broken, shallow_model: list[str]
-) -> Iterator[Broken]:
+def overflowing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[str]) -> Iterator[Broken]:
+    """The right answers are those of the same workers while the decode worker may not prefill."""
     directory: Path = tmp_path_factory.mktemp("overflow")
     flags = [*FLAGS, *shallow_model]
     with LocalCluster(directory, prefill=1, decode=1, worker_flags=flags, decode_flags=GENEROUS) as cluster:
-        yield Broken(cluster, broken.right)
+        cluster.restart_router("--no-overflow")
+        right = asyncio.run(expected(cluster.url, [*ASKED, CACHED], at_once=12))
+        cluster.restart_router()
+        yield Broken(cluster, right)
 
 
 async def until_it_overflows(overflowing: Broken) -> None:
     """The decode worker learns from its steps what it has to spare, and reports that."""
 
     def overflowed() -> float:
-        return overflowing.cluster.router_metric("baton:overflow_total")
+        with urllib.request.urlopen(overflowing.cluster.url + "/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        found = [x for x in lines if x.startswith("baton:overflow_total{")]
+        return sum(float(x.split()[-1]) for x in found if not any(reason in x for reason in AT_PREFILL))
 
     before = await asyncio.to_thread(overflowed)
     while await asyncio.to_thread(overflowed) == before:
-        await overflowing.ride(SHORT[:2])
+        await overflowing.ride(ASKED)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)  # with the start of both clusters
+@pytest.mark.timeout(300)  # with the start of the cluster
 async def test_decode_prefills_and_goes_on_through_kills(overflowing: Broken) -> None:
-    """The right answers are those of a cluster whose decode workers never prefill."""
     prefill, decode = overflowing.cluster.workers
     await until_it_overflows(overflowing)
-    await overflowing.ride(SHORT, (each_has(4), lambda: decode.kill("engine")))
+    await overflowing.ride(ASKED, (each_has(4), lambda: decode.kill("engine")))
     await until_it_overflows(overflowing)
     prefill.hold()
     await asyncio.to_thread(prefill.kill, "service")
     await asyncio.to_thread(prefill.wait_exit, 1)
-    await overflowing.ride(SHORT[:4])
+    await overflowing.ride(ASKED[:4])
     prefill.release()
     await overflowing.settled()
 
@@ -58,17 +70,11 @@ async def test_decode_prefills_and_goes_on_through_kills(overflowing: Broken) ->
 @pytest.mark.timeout(300)
 async def test_decode_prefills_the_rest_of_what_it_has_cached(overflowing: Broken) -> None:
     """A prompt of several chunks, whose KV came from a prefill worker the first time."""
-
-    def cached() -> float:
-        with urllib.request.urlopen(overflowing.cluster.url + "/metrics", timeout=10) as page:
-            lines = page.read().decode().splitlines()
-        found = [x for x in lines if x.startswith("baton:overflow_total{") and 'reason="cached"' in x]
-        return float(found[0].split()[-1])
-
     await asyncio.to_thread(overflowing.all_back)
-    await until_it_overflows(overflowing)
-    before = await asyncio.to_thread(cached)
-    await overflowing.ride(LONG[2:3])
-    while await asyncio.to_thread(cached) == before:  # what it still has to compute is reported once a second
-        await overflowing.ride(LONG[2:3])
+    await asyncio.to_thread(overflowing.cluster.restart_router, "--no-overflow")
+    [stream] = await overflowing.ride([CACHED])
+    assert stream.cached_tokens == 0  # the prefill worker computed it, and has no prefix cache
+    await asyncio.to_thread(overflowing.cluster.restart_router)
+    while not stream.cached_tokens:  # what decode has cached reaches the new router with a report
+        [stream] = await overflowing.ride([CACHED])
     await overflowing.settled()
