@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,18 +12,21 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.cluster import LocalCluster
-from bench.chaos.streams import expected
+from bench.chaos.streams import Case, expected
+from content import CHUNK_TOKENS
 from router.policy.placement import SHORT_ANSWER
 
-from .recovery import FLAGS, LONG, SHORT, Broken, each_has
+from .recovery import FLAGS, SHORT, Broken, each_has
 
 # Steps may take as long as they like.
 GENEROUS = ("--ttit-target", "5000", "--enable-prefix-caching")
 # A prefill worker decodes short answers itself, and what it decodes reaches no cache of the decode worker.
 ASKED = [replace(case, max_tokens=SHORT_ANSWER + 1) for case in SHORT]
-CACHED = replace(LONG[2], max_tokens=SHORT_ANSWER + 1, options='{"stream_options": {"include_usage": true}}')
-# Why a prefill worker decodes a request.
-AT_PREFILL = ('reason="no_handover"', 'reason="no_room"')
+CHUNKS = 3 * CHUNK_TOKENS
+# With all of its chunks cached, one token is left: that fits into every step, however slow the machine is.
+PROMPT = {"prompt": [*range(1000, 1001 + CHUNKS)], "stream_options": {"include_usage": True}}
+CACHED = Case("", SHORT_ANSWER + 1, temperature=0.0, seed=1, options=json.dumps(PROMPT))
+AT_DECODE = ("short", "cached", "saturated", "no_prefill")
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +41,17 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory, shallow_model: list[st
         yield Broken(cluster, right)
 
 
+def overflowed(overflowing: Broken, *reasons: str) -> float:
+    with urllib.request.urlopen(overflowing.cluster.url + "/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    found = [x for x in lines if x.startswith("baton:overflow_total{")]
+    return sum(float(x.split()[-1]) for x in found if any(f'reason="{reason}"' in x for reason in reasons))
+
+
 async def until_it_overflows(overflowing: Broken) -> None:
     """The decode worker learns from its steps what it has to spare, and reports that."""
-
-    def overflowed() -> float:
-        with urllib.request.urlopen(overflowing.cluster.url + "/metrics", timeout=10) as page:
-            lines = page.read().decode().splitlines()
-        found = [x for x in lines if x.startswith("baton:overflow_total{")]
-        return sum(float(x.split()[-1]) for x in found if not any(reason in x for reason in AT_PREFILL))
-
-    before = await asyncio.to_thread(overflowed)
-    while await asyncio.to_thread(overflowed) == before:
+    before = await asyncio.to_thread(overflowed, overflowing, *AT_DECODE)
+    while await asyncio.to_thread(overflowed, overflowing, *AT_DECODE) == before:
         await overflowing.ride(ASKED)
 
 
@@ -75,6 +79,8 @@ async def test_decode_prefills_the_rest_of_what_it_has_cached(overflowing: Broke
     [stream] = await overflowing.ride([CACHED])
     assert stream.cached_tokens == 0  # the prefill worker computed it, and has no prefix cache
     await asyncio.to_thread(overflowing.cluster.restart_router)
-    while not stream.cached_tokens:  # what decode has cached reaches the new router with a report
+    # What decode has cached reaches the new router with a report.
+    while not await asyncio.to_thread(overflowed, overflowing, "cached"):
         [stream] = await overflowing.ride([CACHED])
+    assert stream.cached_tokens == CHUNKS
     await overflowing.settled()
