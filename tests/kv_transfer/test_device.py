@@ -115,7 +115,7 @@ def test_full_neighbours_are_one_copy() -> None:
 def test_slices_in_large_slots_are_copied_in_smaller_batches() -> None:
     """So the next step of a transfer need not wait until hundreds of megabytes are copied."""
     for slot_bytes, gathered, scattered in (
-        (2 << 20, 16, 16), (8 << 20, 16, 16), (32 << 20, 4, 8), (256 << 20, 1, 1)
+        (2 << 20, 8, 16), (16 << 20, 8, 16), (32 << 20, 4, 8), (256 << 20, 1, 1)
     ):  # fmt: skip
         assert at_once(16, GATHER_BYTES, slot_bytes) == gathered
         assert at_once(16, SCATTER_BYTES, slot_bytes) == scattered
