@@ -256,7 +256,7 @@ async def test_an_invalid_token_fails_only_its_attempt(
         assert result["choices"][0]["text"] == TEXT
         assert all(logprob <= 0 for logprob in result["choices"][0]["logprobs"]["token_logprobs"])
     assert not wrong
-    assert len(worker.cancelled) >= 2
+    await cluster.until(lambda: len(worker.cancelled) >= 2)
     assert "defect" not in caplog.text
 
 
