@@ -118,7 +118,9 @@ class Side:
         """Sums over K and V of all layers, in order of positions: each 32-bit word times its place."""
         sums = []
         for layer in self.pool:
-            for block in () if layer.is_meta else layer[:, self.blocks].view(-1, MIB).view(torch.int32):
+            if layer.is_meta:
+                continue
+            for block in layer[:, self.blocks].flatten().view(torch.int32).split(MIB):
                 words = block.to(torch.int64)
                 sums.append(int((words * torch.arange(1, len(words) + 1, device=words.device)).sum()))
         return sums
@@ -168,6 +170,7 @@ class Pair:
         self._control, theirs = context.Pipe()
         self._child = context.Process(target=_prefill, args=(theirs, settings))
         self._child.start()
+        theirs.close()  # so that recv() fails if the child has ended
         self._side = Side("decode", settings)
         self._receiver = self._side.transport.receiver(self._side.paged_kv)
         port, pid, self._digest = self._control.recv()
