@@ -4,8 +4,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from content import CHUNK_TOKENS
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -22,6 +20,7 @@ class Arrival:
 
     Attributes:
         at: seconds from the start.
+        session: number of the first request of its chat.
         chunks: hints of the prompt and the answer, in chunks of 64 tokens. Workers cache these chunks.
         before: number of the request whose answer it continues. It comes after that. None: it begins a chat.
     """
@@ -29,12 +28,9 @@ class Arrival:
     at: float
     prompt: int
     answer: int
+    session: int
     chunks: Sequence[int] = ()
     before: int | None = None
-
-    @property
-    def prompt_chunks(self) -> Sequence[int]:
-        return self.chunks[: self.prompt // CHUNK_TOKENS]
 
 
 def arrivals(
@@ -42,7 +38,7 @@ def arrivals(
 ) -> Iterator[Arrival]:
     """Requests that arrive at random times. `load`: what arrives at a time."""
     at = 0.0
-    for _ in range(requests):
+    for number in range(requests):
         at += rng.expovariate(load(at).rate * workers / 2)
         found = load(at)
-        yield Arrival(at, found.prompt, found.answer)
+        yield Arrival(at, found.prompt, found.answer, number)

@@ -164,7 +164,7 @@ class Router:
         token_seconds = 1 / float(snapshot.speed[prefill])
         if found.place == "decode":
             token_seconds = pace(self._status[decode]).token_seconds
-        request.due = request.arrived + patience((request.prompt - request.cached) * token_seconds)
+        request.due = request.arrived + patience(request.uncached * token_seconds)
         self._outcome.places[found.place] += 1
         if found.place == "decode":
             self._submit(request, decode, decode)
@@ -194,7 +194,7 @@ class Router:
 
     def _submit(self, request: Request, computes: int, decodes: int, *, queued: bool = False) -> None:
         """`queued`: the decode worker gets the request when its prefill starts."""
-        work = PrefillWork(request.prompt - request.cached)
+        work = PrefillWork(request.uncached)
         self._loads.sent(computes, work, self._clock.now)
         self._sent_tokens += request.prompt
         request.first_token = partial(self._first_token, request, work, computes, decodes)
@@ -254,10 +254,8 @@ class _Cluster:
         self._clock = clock = Clock()
         self._rng = random.Random(seed)
         self._arrivals = list(arrivals(load, requests, workers, self._rng) if callable(load) else load)
-        self._sessions: list[int] = []
         self._followers: dict[int, list[int]] = {}
         for number, arrival in enumerate(self._arrivals):
-            self._sessions.append(number if arrival.before is None else self._sessions[arrival.before])
             if arrival.before is not None:
                 self._followers.setdefault(arrival.before, []).append(number)
         self._arrived = 0
@@ -291,9 +289,9 @@ class _Cluster:
         self._arrived += 1
         outcome.measures = self._arrived > WARM_UP * len(self._arrivals)
         arrival = self._arrivals[number]
-        request = Request(number, arrival.prompt, arrival.answer, now, outcome.measures)
-        request.chunks, request.prompt_chunks = arrival.chunks, arrival.prompt_chunks
-        request.session = self._sessions[number]
+        request = Request(
+            number, arrival.prompt, arrival.answer, now, outcome.measures, arrival.session, arrival.chunks
+        )
         if number in self._followers:
             request.over = partial(self._continue, number)
         router = self._rng.randrange(len(self._routers))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from content import CHUNK_TOKENS
 from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, ChunkLimit, without_padding
 from engine.core.meters import Meters
 from engine.core.pace import EARLY
@@ -137,6 +138,7 @@ class Request:
         ends: called when the last step takes tokens of it, with the time when that is over.
         first_token: called when the prompt is computed.
         ended: called when the request has its last token.
+        over: called after that, when its router knows it.
     """
 
     number: int
@@ -146,7 +148,6 @@ class Request:
     measured: bool
     session: int = 0
     chunks: Sequence[int] = ()
-    prompt_chunks: Sequence[int] = ()
     cached: int = 0
     left: int = 0
     computed: int = 0
@@ -157,6 +158,15 @@ class Request:
     first_token: Event = _nothing
     ended: Event = _nothing
     over: Event = _nothing
+
+    @property
+    def prompt_chunks(self) -> Sequence[int]:
+        return self.chunks[: self.prompt // CHUNK_TOKENS]
+
+    @property
+    def uncached(self) -> int:
+        """Prompt tokens that the worker computes."""
+        return self.prompt - self.cached
 
 
 class Worker:
@@ -207,7 +217,7 @@ class Worker:
 
     def prefill(self, request: Request) -> None:
         """Computes the prompt without what is cached, and then calls `first_token`."""
-        request.left, request.computed = request.prompt - request.cached, request.cached
+        request.left, request.computed = request.uncached, request.cached
         self._prompts.append(request)
         self._wake()
 
@@ -232,7 +242,7 @@ class Worker:
         limit = self._limit
         short, long = limit.mixed_step(limit.short_seconds), limit.mixed_step(limit.long_seconds)
         decoding = len(self._decodes) + len(self._joining) + len(self._arrived)
-        started = sum(request.left < request.prompt - request.cached for request in self._prompts)
+        started = sum(request.left < request.uncached for request in self._prompts)
         return pb.WorkerStatus(
             requests_running=decoding + started,
             requests_decoding=decoding,
@@ -325,7 +335,7 @@ class Worker:
                 return
             if taken and not decodes and taken + request.left > FULL_STEP:
                 return
-            if request.left == request.prompt - request.cached:
+            if request.left == request.uncached:
                 request.started()
             budget -= count
             taken += count

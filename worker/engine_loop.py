@@ -286,6 +286,7 @@ def loop(engine: Engine, roles: Roles, parts: Parts, pumps: Sequence[OffloadPump
 
 
 def seconds_to_wait(engine: Engine, roles: Roles, now: float) -> float:
+    """How long the loop may sleep until a message comes. 0: it polls."""
     if engine.has_work:
         return min(engine.rest, roles.poll_within)
     if spins(engine.joins_at, now):  # all KV of a request has come, and its COMMIT has not

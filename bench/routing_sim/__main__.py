@@ -196,9 +196,9 @@ def add_placed(report: Report, name: str, found: dict[placement.Kind, Quantiles]
 
 def add_chats(report: Report, short: bool) -> None:
     for speed in CHATS_SPEEDS[: 1 if short else None]:
+        traces = [chats(CHATS, draw, time_scale=speed) for draw in range(CHATS_DRAWS)]
         found: dict[placement.Kind, tuple[float, float]] = {}
         for kind in ("split", "policy"):
-            traces = [chats(CHATS, draw, time_scale=speed) for draw in range(CHATS_DRAWS)]
             outcomes = [placement.simulate(trace, kind) for trace in traces]
             ttft = [1e3 * seconds for outcome in outcomes for seconds in outcome.ttft]
             found[kind] = statistics.median(ttft), contract.percentile(ttft, 0.99)

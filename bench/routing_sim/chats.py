@@ -22,7 +22,7 @@ def chats(requests: int, seed: int, *, time_scale: float = 1.0) -> list[Arrival]
         system, chat = f"system {one.blocks[0]}", f"chat {firsts[-1]}"
         chunks = (one.length + one.answer - 1) // CHUNK_TOKENS
         names = [_name(system if i < _SYSTEM_CHUNKS else chat, i) for i in range(chunks)]
-        turns.append(Arrival(one.at, one.length, max(2, one.answer), names, one.before))
+        turns.append(Arrival(one.at, one.length, max(2, one.answer), firsts[-1], names, one.before))
     return turns
 
 

@@ -121,7 +121,7 @@ class Fp8Linear:
         of_x = x.scales.new_zeros(len(scales), len(values))
         of_x[:, :rows] = x.scales.T
         y = torch._scaled_mm(values, weight, of_x.T, scales, out_dtype=dtype)[:rows]
-        return y if self._bias is None else y.add_(self._bias)  # cuBLAS adds none to such a product
+        return y if self._bias is None else y.add_(self._bias)  # cuBLAS adds no bias to such a product
 
     def triton(self, x: Quantized) -> Tensor:
         """The product by the kernel alone."""

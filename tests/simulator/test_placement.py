@@ -83,8 +83,8 @@ def test_placement_costs_chats_no_time_to_the_first_token():
 
 
 def test_a_turn_comes_after_the_one_before_and_computes_what_is_new():
-    first = Arrival(0.0, 2000, 100, chunks=range(32))
-    second = Arrival(0.1, 2100, 2, chunks=range(32), before=0)
+    first = Arrival(0.0, 2000, 100, 0, chunks=range(32))
+    second = Arrival(0.1, 2100, 2, 0, chunks=range(32), before=0)
     *_, ttft = simulate([first, first, second], "split").ttft
     assert ttft < 0.02
 
