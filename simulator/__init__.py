@@ -4,7 +4,7 @@ Life of a simulation:
 
 1. A `Trace` of sessions says what clients ask (`trace`). A `Setting` says what the trace meets: workers,
    routers and rates.
-2. `prefill.Simulation` is a discrete-event loop. Sessions begin at random times, and each turn goes to a
+2. `prefill.Simulation` plays the trace. Sessions begin at random times, and each turn goes to a
    random router. The router chooses a worker with a policy of `router.policy`.
 3. A `SimWorker` computes one prompt after another and keeps an LRU cache of chunks (`worker`). It reports to
    the routers once a second.
@@ -13,10 +13,11 @@ Life of a simulation:
 `decode` does the same for decode pools, whose resource is blocks. Real are the policies, the estimate of a
 worker's queue, the index of chunks and the order of events. Simulated are the time and the workers.
 
-`pools` has both pools, a load that changes, and a policy that moves workers between the pools.
-
 `placement` has both pools step by step: engines that decode and compute prompts (`step_worker`, `steps`), and
-routers that decide for each request which workers compute it.
+routers that decide for each request which workers compute it. The load may change, and a policy may move
+workers between the pools.
+
+All simulations run on a `Clock` (`clock`).
 
 `bench.routing_sim` compares policies with it, and `baton plan` sizes pools with it.
 """

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens of each request, and requests per second for each two workers."""
+    """What arrives.
+
+    Attributes:
+        prompt, answer: tokens of each request.
+        rate: requests per second for each two workers. Four workers get twice as many.
+    """
 
     prompt: int
     answer: int
@@ -20,6 +25,7 @@ class Arrival:
 
     Attributes:
         at: seconds from the start.
+        prompt, answer: tokens.
         session: number of the first request of its chat.
         chunks: hints of the prompt and the answer, in chunks of 64 tokens. Workers cache these chunks.
         before: number of the request whose answer it continues. It comes after that. None: it begins a chat.

@@ -5,16 +5,14 @@ A router hears of the work of the others only in reports, once a second.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from router.policy import DecodeLoad
+from simulator.clock import STATUS_INTERVAL, Clock
 
-STATUS_INTERVAL = 1.0
 BLOCK = 128
 POOL = 2_000
 """Blocks of a worker: 256 thousand tokens."""
@@ -74,27 +72,21 @@ class _Pool:
             [DecodeLoad(w.name, BLOCK, POOL, SEATS, POOL) for w in self._workers] for _ in range(routers)
         ]
         self._waiting: list[list[int]] = [[] for _ in range(routers)]
-        self._order = itertools.count()
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._clock = Clock()
 
     def run(self, rate: float) -> None:
         """`rate`: requests a second."""
         last = 0.0
         for _ in range(self._requests):
             last += self._rng.expovariate(rate)
-            self._at(last, self._arrive)
+            self._clock.at(last, self._arrive)
         for worker in self._workers:
-            self._at(self._rng.random(), partial(self._report, worker))
-        self._at(0.0, partial(self._look, last))
-        while self._events:
-            now, _, event = heapq.heappop(self._events)
-            event(now)
+            self._clock.at(self._rng.random(), partial(self._report, worker))
+        self._clock.at(0.0, partial(self._look, last))
+        self._clock.run()
         assert all(worker.free == POOL and not worker.running for worker in self._workers)
 
-    def _at(self, when: float, event: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), event))
-
-    def _ask(self, router: int, tokens: int, now: float) -> bool:
+    def _ask(self, router: int, tokens: int) -> bool:
         """Whether a worker took the request."""
         view, blocks = self._views[router], -(-tokens // BLOCK)
         while (chosen := self._policy(view, tokens=tokens, rng=self._rng)) is not None:
@@ -103,43 +95,43 @@ class _Pool:
             if blocks <= worker.free and worker.running < SEATS:
                 worker.free -= blocks
                 worker.running += 1
-                self._at(now + self._rng.uniform(2, 20), partial(self._end, router, int(chosen), tokens))
+                self._clock.after(self._rng.uniform(2, 20), partial(self._end, router, int(chosen), tokens))
                 return True
             self.outcome.refused += 1
             load.ended(tokens)
             load.full = True
         return False
 
-    def _end(self, router: int, chosen: int, tokens: int, now: float) -> None:
+    def _end(self, router: int, chosen: int, tokens: int) -> None:
         worker = self._workers[chosen]
         worker.free += -(-tokens // BLOCK)
         worker.running -= 1
         self._views[router][chosen].ended(tokens)
         self.outcome.served += 1
-        self._offer(router, now)
+        self._offer(router)
 
-    def _offer(self, router: int, now: float) -> None:
+    def _offer(self, router: int) -> None:
         waiting = self._waiting[router]
-        while waiting and self._ask(router, waiting[0], now):
+        while waiting and self._ask(router, waiting[0]):
             waiting.pop(0)
 
-    def _arrive(self, now: float) -> None:
+    def _arrive(self) -> None:
         router, tokens = self._rng.randrange(len(self._views)), self._rng.randint(500, 4_000)
-        if self._waiting[router] or not self._ask(router, tokens, now):
+        if self._waiting[router] or not self._ask(router, tokens):
             self.outcome.waited += 1
             self._waiting[router].append(tokens)
 
-    def _report(self, worker: DecodeWorker, now: float) -> None:
+    def _report(self, worker: DecodeWorker) -> None:
         for router, view in enumerate(self._views):
             view[int(worker.name)].reported(blocks_free=worker.free, running=worker.running)
-            self._offer(router, now)
+            self._offer(router)
         if self.outcome.served < self._requests:
-            self._at(now + STATUS_INTERVAL, partial(self._report, worker))
+            self._clock.after(STATUS_INTERVAL, partial(self._report, worker))
 
-    def _look(self, last: float, now: float) -> None:
+    def _look(self, last: float) -> None:
         """Measures until the last request arrives."""
         used = [1 - worker.free / POOL for worker in self._workers]
-        if now > 12:
+        if self._clock.now > 12:
             self.outcome.above_mean.append(max(used) - sum(used) / len(used))
-        if now + 0.5 < last:
-            self._at(now + 0.5, partial(self._look, last))
+        if self._clock.now + 0.5 < last:
+            self._clock.after(0.5, partial(self._look, last))

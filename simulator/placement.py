@@ -40,9 +40,9 @@ from router.policy import (
 )
 from rpc import worker_pb2 as pb
 from simulator.arrivals import Arrival, Load, arrivals
-from simulator.step_worker import BLOCK, BLOCKS, BUDGET, Clock, PlacementOutcome, Request, Worker
+from simulator.clock import STATUS_INTERVAL, Clock
+from simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
 
-STATUS_INTERVAL = 1.0
 SEATS = 256
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
 """Least and most time from the first token until a request can join a decode step."""
@@ -54,7 +54,7 @@ SPREAD = 0x9E3779B97F4A7C15
 Kind = Literal["policy", "split", "colocated"]
 Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, Pool] = ("prefill", "decode")
-Flips = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping[Pool, int]]
+FlipPolicy = Callable[[float, Mapping[Pool, Sequence[pb.WorkerStatus]]], Mapping[Pool, int]]
 """Takes the time and the reports of each pool. Returns the sizes that the pools should have."""
 
 
@@ -270,7 +270,7 @@ class _Cluster:
         ]
         self._pools: dict[int, Pool] = dict.fromkeys(range(workers), "decode")
 
-    def run(self, prefills: int, flips: Flips | None) -> None:
+    def run(self, prefills: int, flips: FlipPolicy | None) -> None:
         for row in range(prefills):
             self._move(row, "prefill")
         for number, arrival in enumerate(self._arrivals):
@@ -322,7 +322,7 @@ class _Cluster:
         for router in self._routers:
             router.move(row, pool)
 
-    def _balance(self, flips: Flips) -> None:
+    def _balance(self, flips: FlipPolicy) -> None:
         """Moves the worker with the least work if one pool should shrink and the other grow."""
         statuses = [worker.status() for worker in self._workers]
         rows: dict[Pool, list[int]] = {"prefill": [], "decode": []}
@@ -346,7 +346,7 @@ def simulate(
     requests: int = 0,
     workers: int = 2,
     prefills: int = 0,
-    flips: Flips | None = None,
+    flips: FlipPolicy | None = None,
     routers: int = 1,
     seed: int = 1,
     seats: int = SEATS,

@@ -1,23 +1,18 @@
-"""The discrete-event loop of a prefill pool:
-
-sessions, routers and workers on one clock. Times are in seconds.
-"""
+"""A prefill pool: sessions, routers and workers on one simulated clock. Times are in seconds."""
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from content import CHUNK_TOKENS
 from router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
+from simulator.clock import STATUS_INTERVAL, Clock
 from simulator.trace import Session, Trace, Turn, hit_tokens
 from simulator.worker import Queued, SimWorker, Speed
-
-STATUS_INTERVAL = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +98,7 @@ class Simulation:
         self._trace = trace
         self._setting = setting
         self._rng = random.Random(setting.seed)
-        self._now = 0.0
-        self._order = itertools.count()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._clock = Clock()
         self._routers = [Router(policy) for _ in range(setting.routers)]
         self._workers: list[SimWorker] = []
         self._names = itertools.count()
@@ -118,14 +111,9 @@ class Simulation:
     def run(self) -> Outcome:
         self._join(self._setting.workers)
         self._schedule_sessions()
-        while self._events and self._left:
-            self._now, _, event = heapq.heappop(self._events)
-            event()
+        self._clock.run()
         self._outcome.busy = [w.busy - self._busy_before.get(w, 0.0) for w in self._workers]
         return self._outcome
-
-    def _at(self, when: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), event))
 
     # ------------------------------------------------------------ sessions and workers come and go
 
@@ -133,10 +121,10 @@ class Simulation:
         when = 0.0
         for session in self._trace.sessions:
             when += self._rng.expovariate(self._setting.rate)
-            self._at(when, lambda session=session: self._ask(session, 0, None))
+            self._clock.at(when, lambda session=session: self._ask(session, 0, None))
         for share, count in self._setting.changes:
             change = self._join if count > 0 else self._drain
-            self._at(share * when, lambda change=change, count=count: change(abs(count)))
+            self._clock.at(share * when, lambda change=change, count=count: change(abs(count)))
 
     def _join(self, count: int) -> None:
         for _ in range(count):
@@ -144,8 +132,8 @@ class Simulation:
             worker = SimWorker(name, self._setting.capacity, self._setting.speed)
             self._workers.append(worker)
             for router in self._routers:
-                router.join(worker, self._now)
-            self._at(self._now + self._rng.uniform(0, STATUS_INTERVAL), lambda w=worker: self._report(w))
+                router.join(worker, self._clock.now)
+            self._clock.after(self._rng.uniform(0, STATUS_INTERVAL), lambda w=worker: self._report(w))
 
     def _drain(self, count: int) -> None:
         for worker in self._rng.sample([w for w in self._workers if w in self._routers[0].rows], count):
@@ -153,13 +141,13 @@ class Simulation:
                 router.leave(worker)
 
     def _report(self, worker: SimWorker) -> None:
-        if worker not in self._routers[0].rows:
+        if not self._left or worker not in self._routers[0].rows:
             return
         waiting, speed = worker.tokens_waiting(), worker.tokens_per_s()
         for router in self._routers:
             row = router.rows[worker]
-            router.loads.reported(row, tokens_waiting=waiting, tokens_per_s=speed, now=self._now)
-        self._at(self._now + STATUS_INTERVAL, lambda: self._report(worker))
+            router.loads.reported(row, tokens_waiting=waiting, tokens_per_s=speed, now=self._clock.now)
+        self._clock.after(STATUS_INTERVAL, lambda: self._report(worker))
 
     # ------------------------------------------------------------ requests
 
@@ -167,10 +155,10 @@ class Simulation:
         turn, outcome = session.turns[number], self._outcome
         router = self._rng.choice(self._routers)
         began = time.perf_counter()
-        worker, work = router.choose(session.key, turn, self._now)
+        worker, work = router.choose(session.key, turn, self._clock.now)
         took = time.perf_counter() - began
         row = router.rows[worker]
-        router.loads.sent(row, work, self._now)
+        router.loads.sent(row, work, self._clock.now)
         measured = self._left <= self._measured_from
         if measured:
             outcome.bound_tokens += hit_tokens(turn, self._asked_for)
@@ -189,15 +177,15 @@ class Simulation:
                 outcome.hit_tokens += hit
             if number + 1 < len(session.turns):
                 think = turn.think * self._setting.think
-                self._at(now + think, lambda: self._ask(session, number + 1, at))
+                self._clock.after(think, lambda: self._ask(session, number + 1, at))
 
-        queued = Queued(turn, self._now, finished)
+        queued = Queued(turn, self._clock.now, finished)
         worker.queue.append(queued)
         if worker.idle:
             self._begin(worker)
 
     def _begin(self, worker: SimWorker) -> None:
-        self._at(worker.begin(self._now), lambda: self._finish(worker))
+        self._clock.at(worker.begin(self._clock.now), lambda: self._finish(worker))
 
     def _finish(self, worker: SimWorker) -> None:
         queued, hit = worker.finish()
@@ -206,7 +194,7 @@ class Simulation:
             if worker in router.rows:
                 router.loads.index.discard(router.rows[worker], evicted)
                 router.loads.index.add(router.rows[worker], added)
-        queued.finished(self._now, worker, hit)
+        queued.finished(self._clock.now, worker, hit)
         self._left -= 1
         if self._left == self._measured_from:
             self._busy_before = {w: w.busy for w in self._workers}

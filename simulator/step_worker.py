@@ -8,7 +8,6 @@ wait for the step after it.
 """
 
 import heapq
-import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, ChunkLimit, without_
 from engine.core.meters import Meters
 from engine.core.pace import EARLY
 from rpc import worker_pb2 as pb
+from simulator.clock import Clock
 from simulator.steps import GRAPH_ROWS, step_seconds
 
 BLOCK = 128
@@ -97,23 +97,6 @@ def _at(values: list[float], share: float) -> float:
 Event = Callable[[], None]
 Chunks = list[tuple["Request", int]]
 """Prompts, and how many tokens of each a step takes."""
-
-
-class Clock:
-    """Simulated time, and the events to come."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._order = itertools.count()
-        self._events: list[tuple[float, int, Event]] = []
-
-    def after(self, seconds: float, event: Event) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
-
-    def run(self) -> None:
-        while self._events:
-            self.now, _, event = heapq.heappop(self._events)
-            event()
 
 
 def _nothing() -> None: ...

@@ -3,69 +3,54 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from bench.routing_sim.flips import Flips
-from bench.routing_sim.sizing import h200
 from cluster.balancer import FLIP_EVERY, Balancer
 from cluster.options import PoolOptions, PoolSize
 from cluster.plan import Pool
 from cluster.scaling import GROW_AFTER
-from rpc import worker_pb2 as pb
-from simulator.pools import SEATS, Load, PoolsOutcome, Slo, simulate
+from simulator.arrivals import Load
+from simulator.placement import SEATS, simulate
+from simulator.step_worker import PlacementOutcome
 
-SLO = Slo(ttft=1.0, ttit=0.015)
-PROMPTS = Load(45, prompt=2000, output=50)  # needs 3 prefill workers and 1 decode worker
-ANSWERS = Load(55, prompt=200, output=500)  # needs 1 and 3
-PHASE = 60.0
+TTFT, GAP = 0.25, 0.02  # objectives of a request in seconds; the gap is the mean of a request
+PROMPTS = Load(2000, 50, 24)  # needs 3 prefill workers and 1 decode worker
+ANSWERS = Load(200, 500, 28)  # needs 1 or 2 prefill workers
+PHASE = 20.0
 
 
 def balancer(least: int = 1, most: int = 3) -> Balancer:
     size = PoolSize(least, most)
-    return Balancer(PoolOptions(size, size, ttft_target=1e3 * SLO.ttft, ttit_target=1e3 * SLO.ttit))
+    return Balancer(PoolOptions(size, size, ttft_target=1e3 * TTFT, ttit_target=1e3 * GAP))
 
 
-def flips() -> Flips:
-    return Flips(most=3, ttft=SLO.ttft, gap=SLO.ttit, seats=SEATS)
+def served(
+    load: Callable[[float], Load], requests: int, prefills: int = 2, *, flip: bool = True
+) -> PlacementOutcome:
+    flips = Flips(most=3, ttft=TTFT, gap=GAP, seats=SEATS) if flip else None
+    return simulate(load, "split", requests=requests, workers=4, prefills=prefills, flips=flips)
 
 
-def _sizes(reports: Mapping[Pool, Sequence[pb.WorkerStatus]]) -> dict[Pool, int]:
-    return {pool: len(statuses) for pool, statuses in reports.items()}
+def test_flips_serve_a_load_that_swings_better_than_fixed_splits() -> None:
+    def swings(now: float) -> Load:
+        return PROMPTS if now < PHASE else ANSWERS
+
+    requests = round(2 * PHASE * (PROMPTS.rate + ANSWERS.rate))
+    flipped = served(swings, requests)
+    fixed = [served(swings, requests, prefills, flip=False) for prefills in (2, 3)]
+    assert flipped.goodput(TTFT, GAP) >= 1.1 * max(found.goodput(TTFT, GAP) for found in fixed)
+    assert flipped.flips == 2, "one to each pool"
 
 
-def swings(now: float) -> Load:
-    return PROMPTS if now % (2 * PHASE) < PHASE else ANSWERS
-
-
-def run(load, policy, prefill: int = 2, seconds: float = 4 * PHASE) -> PoolsOutcome:
-    return simulate(
-        load, policy, pools={"prefill": prefill, "decode": 4 - prefill}, seconds=seconds, prefill=h200,
-        step=lambda batch: 4.4e-3 + 0.045e-3 * batch, slo=SLO,
-    )  # fmt: skip
-
-
-@cache
-def fixed(prefill: int) -> float:
-    return run(swings, lambda now, reports: _sizes(reports), prefill).goodput
-
-
-def test_flips_serve_a_load_that_swings_better_than_each_fixed_split() -> None:
-    flipped = run(swings, flips())
-    assert flipped.goodput >= 1.1 * max(map(fixed, (1, 2, 3)))
-    assert {size for _, size in flipped.sizes} == {1, 2, 3}
-    assert len(flipped.sizes) - 1 <= 2 * 4, "at most two flips a phase"
-
-
-@pytest.mark.parametrize("load", [PROMPTS, ANSWERS, Load(25, prompt=1000, output=200)])
-def test_a_steady_load_is_not_flipped_back(load: Load) -> None:
+@pytest.mark.parametrize(("load", "flips"), [(PROMPTS, 1), (ANSWERS, 0), (Load(1000, 200, 25), 0)], ids=str)
+def test_a_steady_load_is_not_flipped_back(load: Load, flips: int) -> None:
     noise = random.Random(1)
     noisy = [noise.uniform(0.8, 1.1) for _ in range(200)]
-    found = run(lambda now: Load(load.rate * noisy[int(now)], load.prompt, load.output), flips(), seconds=180)
-    assert len(found.sizes) - 1 <= 1
-    assert found.goodput > 0.9
+    found = served(lambda now: Load(load.prompt, load.answer, load.rate * noisy[int(now)]), 1_500)
+    assert found.flips == flips
 
 
 def decisions(
