@@ -208,6 +208,6 @@ def _fp8_linear(
         acc, is_last = add_parts(acc, parts, finished, tile, tl.num_programs(1), split, SPLITS)
     if is_last:
         if not GROUPED:
-            of_x, of_w = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
-            acc *= outer_scales(of_x, of_w, True, False)
+            a, b = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
+            acc *= outer_scales(a, b, True, False)
         store_transposed(acc, bias, out, first_row, tile * BLOCK_N, rows, size)

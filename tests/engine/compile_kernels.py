@@ -4,6 +4,7 @@ The engine launches its kernels with the real arguments, but without a driver. A
 or does not fit into shared memory, fails here and not first on a GPU.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -106,9 +107,9 @@ def main() -> None:
             for grouped in (False, True):
                 kernels.add_rms_norm_quantized(x, x, x[0], 1e-5, grouped=grouped)
                 kernels.silu_mul_quantized(torch.zeros(rows, 2 * 14336, dtype=dtype), grouped=grouped)
-                for size in (4 * hidden, 4 * hidden // 128)[: 1 + grouped]:
-                    scales = torch.zeros(-(-hidden // 128) if grouped else 1, size)
-                    linear = Fp8Linear(torch.zeros(4 * hidden, hidden, dtype=FP8), scales, None, dtype, 132)
+                for size, blocks in itertools.product((4 * hidden, 1024), (False, True)[: 1 + grouped]):
+                    scales = torch.zeros(-(-hidden // 128) if grouped else 1, size // 128 if blocks else size)
+                    linear = Fp8Linear(torch.zeros(size, hidden, dtype=FP8), scales, None, dtype, 132)
                     for tokens in (1, 20, 64, *([rows] if grouped else [])):
                         linear.triton(kernels.quantize(x[:tokens], grouped=grouped))
         table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
