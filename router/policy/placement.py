@@ -46,6 +46,8 @@ ANSWER_SECONDS = 5.0
 """The longest time for which the future prompts of a prefill worker are considered."""
 
 Reason = Literal["short", "cached", "saturated", "no_prefill", "no_handover", "no_room"]
+"""Why there is no handover. The last two: a prefill worker computes the prompt and decodes. The others: a
+decode worker does. For `short`, `cached` and `saturated` see `_reason`."""
 REASONS: tuple[Reason, ...] = ("short", "cached", "saturated", "no_prefill", "no_handover", "no_room")
 
 
@@ -204,6 +206,11 @@ def place_without_room(prefill: PrefillOffer) -> Placement | None:
 
 
 def _reason(tokens: int, offer: DecodeOffer) -> Reason:
+    """Says why the decode worker has the tokens of this prompt before a handover would.
+
+    `short`: its queue and the prompt fit into one short step. `cached`: its queue and the uncached part do.
+    `saturated`: they do not, so only the queue or the speed of the prefill worker can be the cause.
+    """
     step = max(offer.pace.short_tokens, 1)
     if offer.waiting + tokens <= step:
         return "short"
