@@ -20,7 +20,7 @@ import os
 from typing import TYPE_CHECKING
 
 from kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
-from kv_transfer.layout import ITEM_BYTES, WIRE_VERSION, convertible, scales_of
+from kv_transfer.layout import ITEM_BYTES, convertible, scales_of
 from kv_transfer.protocol.keys import LaneKeys
 from kv_transfer.protocol.messages import (
     HelloOpen,
@@ -165,10 +165,11 @@ def _check(mine: Identity, theirs: Identity) -> None:
         raise LaneRefused("side", f"{theirs.name} and {mine.name} both say that they are the {mine.side}")
     if theirs.incarnation == mine.incarnation:
         raise LaneRefused("self", f"{mine.name} cannot fetch from itself over a lane")
-    if not theirs.versions[0] <= WIRE_VERSION <= theirs.versions[1]:
-        low, high = theirs.versions
+    (low, high), (lowest, newest) = theirs.versions, mine.versions
+    if max(low, lowest) > min(high, newest):
         raise LaneRefused(
-            "version", f"{theirs.name} speaks wire versions {low} to {high}, not {WIRE_VERSION}"
+            "version",
+            f"{theirs.name} speaks wire versions {low} to {high}, {mine.name} {lowest} to {newest}",
         )
     fields = {"model": "model_fingerprint", "layout": "layout_fingerprint", "dtype": "kv_dtype"}
     for reason, field in {**fields, "ranks": "ranks"}.items():

@@ -43,6 +43,15 @@ def test_both_sides_learn_the_identity_of_the_other() -> None:
     assert (peer, opened.session_id, opened.lane, opened.lanes) == (DECODE, b"s" * 16, 2, 4)
 
 
+def test_a_later_version_that_has_dropped_the_oldest_is_let_in() -> None:
+    """A release keeps serving peers of the version before, and perhaps of no older one."""
+    ours, theirs = replace(PREFILL, versions=(3, 5)), replace(DECODE, versions=(5, 6))
+    a, b = initiator(theirs), Listener(SECRET, ours)
+    assert a.reply(answer(b, a)) == ours
+    assert a.proof is not None
+    assert b.check(a.proof)[1] == theirs
+
+
 def test_kv_in_fp8_and_plain_kv_are_converted() -> None:
     fp8 = {"kv_dtype": "float8_e4m3fn", "kv_scales": "token_head"}
     for ours, theirs in ((PREFILL, replace(DECODE, **fp8)), (replace(PREFILL, **fp8), DECODE)):
@@ -100,7 +109,8 @@ def test_every_word_is_signed() -> None:
         ({"kv_dtype": "float8_e4m3fn"}, "scales"),
         ({"ranks": 2}, "ranks"),
         ({"rank": 1}, "ranks"),
-        ({"versions": (4, 5)}, "version"),
+        ({"versions": (6, 7)}, "version"),
+        ({"versions": (1, 2)}, "version"),
         ({"side": "sender"}, "side"),
         ({"incarnation": 7}, "self"),
         ({"slot_bytes": 100}, "limits"),
