@@ -137,13 +137,13 @@ class DecodeSide:
             case FetchIn(transfer_id) if self.draining:
                 self._channel.post(FailedIn(transfer_id, "draining", retry=False))
             case FetchIn(transfer_id, prefill_id, address, incarnation, attempt, ranges, first, heads):
-                peer, held = (address, incarnation), (first, first + heads)
+                held = (first, first + heads)
                 states_of, chunks = message.states_of, message.chunks
                 effects = self._fetches.fetch(
-                    transfer_id, peer, prefill_id, attempt, ranges, held, now, states_of, chunks
+                    transfer_id, incarnation, prefill_id, attempt, ranges, held, now, states_of, chunks
                 )
                 self._apply(effects)
-                self._peers.want(peer, now)
+                self._peers.want(incarnation, address, now)
             case InjectedIn(transfer_id):
                 self._counters.transfers["injected"] += 1
                 self._apply(self._fetches.injected(transfer_id, now))

@@ -23,9 +23,13 @@ _CLEAN = {"idle", "drained", "stopped"}
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One incarnation of a prefill worker, whether or not a session with it is up."""
+    """One incarnation of a prefill worker, whether or not a session with it is up.
+
+    It has one session, also if FETCHes name it by several addresses. The sender would keep the newest session
+    of this receiver alone. The older one would open again to repeat its ACKs, and end the newer one."""
 
     key: PeerKey
+    address: str  # the one that was named last; the next session opens there
     acks: Acks
     session: Session | None = None  # up, or coming up
     up: bool = False
@@ -48,12 +52,12 @@ class Peers:
 
     # ------------------------------------------------------------ what the decode side wants
 
-    def want(self, key: PeerKey, now: float) -> None:
+    def want(self, key: PeerKey, address: str, now: float) -> None:
         """There is a transfer of this peer: connect, unless a session is there or it is too early."""
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = Peer(key, Acks(self._config.deadlines))
-        peer.used = now
+            peer = self._peers[key] = Peer(key, address, Acks(self._config.deadlines))
+        peer.address, peer.used = address, now
         self._connect(peer, now)
 
     def acknowledge(self, key: PeerKey, transfer_id: bytes, now: float) -> None:
@@ -113,14 +117,13 @@ class Peers:
     def _connect(self, peer: Peer, now: float) -> None:
         if peer.session is not None or now < peer.retry_at:
             return
-        address, incarnation = peer.key
         wanted = self._config.lanes + bool(self._config.movers)  # lane 0 carries no KV then
         lanes = max(1, min(wanted, MAX_LANES, self._config.max_lanes // len(self._peers)))
         try:
-            host, port = address.rsplit(":", 1)
-            peer.session = self._open_session((host.strip("[]"), int(port)), incarnation, lanes)
+            host, port = peer.address.rsplit(":", 1)
+            peer.session = self._open_session((host.strip("[]"), int(port)), peer.key, lanes)
         except (OSError, ValueError) as e:
-            log.warning("cannot connect to %s: %s", printable(address), e)
+            log.warning("cannot connect to %s: %s", printable(peer.address), e)
             self._back_off(peer, now)
         else:
             self.by_session[peer.session.number] = peer

@@ -64,6 +64,7 @@ class TcpConnector:
     def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> TcpSession:
         """Start a session. `session_up` or `session_down` follows. OSError: the session cannot start."""
         session = self._session("receiver", os.urandom(16), lanes)
+        session.address = f"{address[0]}:{address[1]}"
         sockets: list[socket.socket] = []
         try:
             sources = itertools.cycle(self.config.bind or (None,))

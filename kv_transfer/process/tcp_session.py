@@ -56,6 +56,7 @@ class TcpSession(ABC):
         self.id = session_id
         self.lane_count = lane_count
         self.lanes: dict[int, Lane | FarLane] = {}  # by lane number
+        self.address = "an unknown address"  # where this side connected to
         self.peer: Identity | None = None
         self.slot_bytes = 0
         self.up = False
@@ -143,7 +144,7 @@ class TcpSession(ABC):
 
     @property
     def name(self) -> str:
-        return self.peer.name if self.peer is not None else "unknown peer"
+        return self.peer.name if self.peer is not None else f"a worker at {self.address}"
 
     def _ping(self, message: Ping) -> None:
         assert self.peer is not None

@@ -24,7 +24,7 @@ from kv_transfer.protocol.incoming import Fault, Incoming
 from kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, FetchContent, Have, Reason
 from kv_transfer.protocol.tombstones import Tombstones
 
-PeerKey = tuple[str, int]  # address and incarnation of a prefill worker
+PeerKey = int  # the incarnation of a prefill worker, which may have several addresses
 
 # A session that did not come up for one of these reasons may come up at the next attempt.
 MENDABLE = frozenset({"lost", "dead", "unreachable", "idle", "busy", "by_peer", "hello"})
@@ -290,7 +290,7 @@ class Fetches:
                 continue
             if session is None:
                 if now >= transfer.opened + limits.unreachable:
-                    effects.append(Expired("unreachable", transfer.source.peer[0]))
+                    effects.append(Expired("unreachable", f"incarnation {transfer.source.peer:x}"))
                     effects += self._fail(transfer, "unreachable", now, retry=False)
                 continue
             if not incoming.committed:

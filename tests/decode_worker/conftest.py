@@ -6,6 +6,7 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from rpc import worker_pb2 as pb
+from tests.bad_network import BadNetwork
 from tests.cluster_helpers import Pair, WorkerProcess, WorkerStream, sampling, started_pair, tiny_model
 from tests.device import DEVICE
 
@@ -35,17 +37,44 @@ RANKS = [
 """Of the prefill worker and of the decode worker. KV goes over TCP, where tests damage it."""
 
 
+@contextmanager
+def network_before(worker: WorkerProcess) -> Iterator[BadNetwork]:
+    """All lanes to this worker go through it, in every test. A peer keeps one session with a worker, so a
+    network at a second address would carry nothing."""
+    with closing(BadNetwork(int(worker.ready["kv_address"].rpartition(":")[2]))) as network:
+        worker.ready["kv_address"] = network.address
+        yield network
+
+
 @pytest.fixture(scope="package", params=RANKS)
-def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+def workers_and_network(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Workers, BadNetwork]]:
+    """The network is before the prefill worker."""
     directory = tmp_path_factory.mktemp("tiny")
-    with started_pair(
-        tiny_model(directory / "model"),
-        directory,
-        engine=TINY,
-        ranks=request.param,
-        deadlines={"peer": 3.0},
-    ) as started:
-        yield started
+    with (
+        started_pair(
+            tiny_model(directory / "model"),
+            directory,
+            engine=TINY,
+            ranks=request.param,
+            deadlines={"peer": 3.0},
+        ) as started,
+        network_before(started[0]) as network,
+    ):
+        yield started, network
+
+
+@pytest.fixture(scope="package")
+def workers(workers_and_network: tuple[Workers, BadNetwork]) -> Workers:
+    return workers_and_network[0]
+
+
+@pytest.fixture
+def network(workers_and_network: tuple[Workers, BadNetwork]) -> Iterator[BadNetwork]:
+    network = workers_and_network[1]
+    yield network
+    network.hits = 0
 
 
 @pytest.fixture(scope="package")
@@ -57,19 +86,37 @@ def caching_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package", params=RANKS)
-def caching_workers(request: pytest.FixtureRequest, caching_directory: Path) -> Iterator[Workers]:
-    """Both keep a prefix cache. Prompts take long to compute, so fetching them pays on a busy machine."""
+def caching_workers_and_network(
+    request: pytest.FixtureRequest, caching_directory: Path
+) -> Iterator[tuple[Workers, BadNetwork]]:
+    """Both keep a prefix cache. Prompts take long to compute, so fetching them pays on a busy machine. The
+    network is before the decode worker."""
     engine = TINY | {"enable_prefix_caching": True}
-    with started_pair(
-        caching_directory / "model",
-        caching_directory,
-        engine=engine,
-        ranks=request.param,
-        trace_dir=str(caching_directory / "traces"),
-    ) as started:
-        yield started
+    with (
+        started_pair(
+            caching_directory / "model",
+            caching_directory,
+            engine=engine,
+            ranks=request.param,
+            trace_dir=str(caching_directory / "traces"),
+        ) as started,
+        network_before(started[1]) as network,
+    ):
+        yield started, network
     assert list((caching_directory / "run").iterdir()) == []
     assert_traces(caching_directory / "traces")
+
+
+@pytest.fixture(scope="package")
+def caching_workers(caching_workers_and_network: tuple[Workers, BadNetwork]) -> Workers:
+    return caching_workers_and_network[0]
+
+
+@pytest.fixture
+def caching_network(caching_workers_and_network: tuple[Workers, BadNetwork]) -> Iterator[BadNetwork]:
+    network = caching_workers_and_network[1]
+    yield network
+    network.hits = 0
 
 
 def assert_traces(directory: Path) -> None:

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Iterator
-
 import pytest
 
 from rpc import worker_pb2 as pb
 from tests.bad_network import BadNetwork
-from tests.cluster_helpers import Pair, assert_whole, attached, metrics, paired, request, sampling
+from tests.cluster_helpers import Pair, assert_whole, metrics, paired, request, sampling
 
 from .conftest import Workers, prompt, retarget
-from .test_reuse import alone, answered
+from .test_reuse import alone, answered, cache_of
 
 PROMPT = prompt(200)
 PARAMS = sampling(max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture
-def network(workers: Workers) -> Iterator[BadNetwork]:
-    network = BadNetwork(int(workers[0].ready["kv_address"].rpartition(":")[2]))
-    yield network
-    network.close()
-
-
-@contextlib.asynccontextmanager
-async def over(network: BadNetwork, workers: Workers) -> AsyncIterator[Pair]:
-    prefill, decode = workers
-    async with attached(prefill) as p, attached(decode) as d:
-        yield Pair(p, d, network.address, prefill.ready["incarnation"])
 
 
 async def right_answer(pair: Pair) -> list[int]:
@@ -43,7 +26,7 @@ async def test_corrupt_bytes_are_detected_and_fetched_again(
     """A corrupt payload ends the transfer, a corrupt header the session. Decode fetches again by itself."""
     counter = f'baton:kv_checksum_failures_total{{kind="{kind}"}}'
     decode = workers[1]
-    async with over(network, workers) as pair:
+    async with paired(*workers) as pair:
         right = await right_answer(pair)
         before = metrics(decode)[counter]
         network.fault, network.hits = fault, 1
@@ -53,24 +36,28 @@ async def test_corrupt_bytes_are_detected_and_fetched_again(
         assert metrics(decode)[counter] == before + 1
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("corrupt", "payload"), ("header", "header")])
+@pytest.mark.parametrize(
+    ("fault", "kind", "tier"), [("corrupt", "payload", pb.TIER_HOST), ("header", "header", pb.TIER_DISK)]
+)
 async def test_corrupt_bytes_of_a_prefix_are_never_cached(
-    caching_workers: Workers, fault: str, kind: str
+    caching_workers: Workers, caching_network: BadNetwork, fault: str, kind: str, tier: pb.Tier
 ) -> None:
-    """A worker that fetches a prefix from the other one computes it instead."""
+    """A worker that fetches a prefix from the other one computes it instead.
+
+    After a failed fetch the worker uses that tier of the other one no more for a while."""
     asker, holder = caching_workers
+    content = cache_of(holder)
+    content.tier = tier
     counter = f'baton:kv_checksum_failures_total{{kind="{kind}"}}'
-    with contextlib.closing(BadNetwork(int(holder.ready["kv_address"].rpartition(":")[2]))) as bad:
-        content = pb.ContentSource(kv_address=bad.address, incarnation=holder.ready["incarnation"])
-        async with paired(*caching_workers) as pair:
-            text = prompt(300 + len(kind))
-            right = await answered(pair.decode, text, PARAMS)
-            before = metrics(asker)[counter]
-            bad.fault, bad.hits = fault, 1
-            assert await alone(pair.prefill, text, PARAMS, content) == (right, 0)
-            assert bad.hits == 0
-            await assert_whole(*caching_workers)
-            assert metrics(asker)[counter] == before + 1
+    async with paired(*caching_workers) as pair:
+        text = prompt(300 + len(kind))
+        right = await answered(pair.decode, text, PARAMS)
+        before = metrics(asker)[counter]
+        caching_network.fault, caching_network.hits = fault, 1
+        assert await alone(pair.prefill, text, PARAMS, content) == (right, 0)
+        assert caching_network.hits == 0
+        await assert_whole(*caching_workers)
+        assert metrics(asker)[counter] == before + 1
 
 
 @pytest.mark.parametrize(
@@ -81,7 +68,7 @@ async def test_a_first_token_beyond_the_vocabulary_fails_its_request_alone(
     workers: Workers, network: BadNetwork, first: list[object], named: int
 ) -> None:
     """The checksums are right, but COMMIT names a token that the model does not have."""
-    async with over(network, workers) as pair:
+    async with paired(*workers) as pair:
         right = await right_answer(pair)
         network.first_token = first
         _, decode_id = await pair.submit(request(PROMPT, PARAMS))
@@ -99,7 +86,7 @@ async def test_repeated_corruption_fails_the_kv_and_keeps_the_reservation(
     workers: Workers, network: BadNetwork
 ) -> None:
     """After two more FETCHes the worker reports KV_FAILED. A Retarget then uses the same reservation."""
-    async with over(network, workers) as pair:
+    async with paired(*workers) as pair:
         right = await right_answer(pair)
         network.fault, network.hits = "corrupt", 10_000
         prefill_id, decode_id = await pair.submit(request(PROMPT, PARAMS))

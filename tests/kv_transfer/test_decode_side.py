@@ -91,8 +91,8 @@ class Side:
         self.network = network
         self.side = DecodeSide(config, self.slots, self.channel, TransferCounters(), network.connect, nixl)
 
-    def fetch(self, transfer_id: bytes, address: str = "[::1]:7000") -> None:
-        self.side.engine(ch.FetchIn(transfer_id, b"p" * 16, address, 9, 0, ((0, 4),), 0, 1))
+    def fetch(self, transfer_id: bytes, address: str = "[::1]:7000", incarnation: int = 9) -> None:
+        self.side.engine(ch.FetchIn(transfer_id, b"p" * 16, address, incarnation, 0, ((0, 4),), 0, 1))
 
     def told(self) -> list[Any]:
         """What the engine was."""
@@ -210,8 +210,27 @@ def test_many_peers_have_fewer_lanes_each(monkeypatch: pytest.MonkeyPatch) -> No
     """Twelve in all, here, of at most four."""
     world = Side(monkeypatch, Network())
     for i in range(14):
-        world.fetch(bytes([i]) * 16, f"127.0.0.1:{7000 + i}")
+        world.fetch(bytes([i]) * 16, incarnation=i)
     assert [lanes for _, lanes in world.network.attempts] == [4, 4, 4, 3, 2, 2, *[1] * 8]
+
+
+def test_a_peer_with_two_addresses_has_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two sessions the sender would end the older one. That one would open again, and end the other."""
+    world = Side(monkeypatch, Network())
+    one, other = "[::1]:7000", "127.0.0.1:7000"
+    world.fetch(b"t" * 16, one)
+    world.fetch(b"u" * 16, other)  # while the session comes up
+    assert world.network.attempts == [(("::1", 7000), 4)]
+    session = world.up()
+    world.fetch(b"v" * 16, other)
+    assert [t for m, t in session.said if isinstance(m, Fetch)] == [b"t" * 16, b"u" * 16, b"v" * 16]
+    world.complete(b"t" * 16)
+    world.side.engine(ch.InjectedIn(b"t" * 16))
+    world.down("lost")
+    world.side.tick(world.now)
+    assert world.network.attempts[1:] == [(("127.0.0.1", 7000), 4)], "the address that was named last"
+    world.up()
+    assert world.acked() == [b"t" * 16], "whatever its FETCH named"
 
 
 def test_credit_of_a_session_goes_to_no_other_before_its_lanes_are_closed(
@@ -222,7 +241,7 @@ def test_credit_of_a_session_goes_to_no_other_before_its_lanes_are_closed(
     world = Side(monkeypatch, Network())
     sessions = []
     for i in range(3):
-        world.fetch(bytes([i]) * 16, f"127.0.0.1:{7000 + i}")
+        world.fetch(bytes([i]) * 16, incarnation=i)
         sessions.append(world.up())
     lost, _, third = (cast("Session", session) for session in sessions)
 
@@ -413,7 +432,7 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
     world = Side(monkeypatch, Network())
     sessions: list[Peer] = []
     for i in range(2):
-        world.fetch(bytes([i]) * 16, f"127.0.0.1:{7000 + i}")
+        world.fetch(bytes([i]) * 16, incarnation=i)
         sessions.append(world.up())
     session = cast("Session", sessions[0])
     monkeypatch.setattr(session, "end", partial(world.side.session_down, session))

@@ -36,7 +36,7 @@ from kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToke
 DEADLINES = TransferDeadlines()
 LAYOUT = KVLayout(2, 1, 8, "float32")
 P = b"p" * 16
-PEER = ("127.0.0.1:7000", 1)
+PEER = 1
 RANGES = ((0, 4),)
 FRAME_BYTES = 4 * LAYOUT.bytes_per_token_layer
 

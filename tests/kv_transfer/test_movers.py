@@ -115,14 +115,14 @@ class Peers:
     def __init__(self, decode: Any, until: Any, ids: list[bytes]) -> None:
         self.decode = decode
         self.until = until
-        self.fakes = {i: FakePrefill() for i in ids}
+        self.fakes = {i: FakePrefill(incarnation=incarnation) for incarnation, i in enumerate(ids, 5)}
         for i, fake in self.fakes.items():
             blocks = decode.reserved[i] = decode.allocate(10)
             decode.receiver.fetch(
                 i,
                 prefill_id=i * 16,
                 kv_address=fake.address,
-                incarnation=5,
+                incarnation=fake.about["incarnation"],
                 attempt=0,
                 block_ids=blocks,
                 num_tokens=10,

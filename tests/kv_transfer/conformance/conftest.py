@@ -75,8 +75,8 @@ class Kind:
     def bent(self, pair: Pair) -> AbstractContextManager[str]:
         """Within it, one byte of the next slice that is fetched from the address changes on its way.
 
-        The address may be new. The pair must not be connected at another one then: the sessions of the two
-        would replace each other."""
+        The address may be new. The pair must not be connected at another one then: a peer has one session,
+        and the byte would not pass the new address."""
         if self.bend is _bent_in_memory:
             self.connect(pair)
         return self.bend(pair)
