@@ -324,8 +324,9 @@ class Scheduler:
 
     @property
     def decoding(self) -> int:
-        """Number of requests that decode."""
-        return sum(live.num_left <= 1 for live in self.running)
+        """Number of requests that decode here. A prompt whose last tokens are computed now does not if it is
+        handed over, or ends, after them."""
+        return sum(live.num_left <= 1 and not live.ends_with_pending for live in self.running)
 
     @property
     def has_next(self) -> bool:

@@ -66,3 +66,14 @@ def test_few_tokens_of_a_prompt_cost_what_steps_of_their_size_take() -> None:
     assert live in scheduler.running
     assert meters.prompt_seconds(200, 40, scheduler, limit) == 200 / 40_000, "beside decodes"
     scheduler.drop(live)
+
+
+@pytest.mark.parametrize("handover", [True, False])
+def test_a_prompt_that_is_handed_over_after_this_step_does_not_decode(handover: bool) -> None:
+    """A prefill worker that reports a decode is thought slow, and gets no prompts until its next report."""
+    scheduler = make()
+    live = add(scheduler, 1, 8, handover=handover)
+    scheduler.launched(scheduler.schedule().chunks)
+    live.promise(0)
+    assert (live.num_left, len(scheduler.running)) == (1, 1)
+    assert scheduler.decoding == (not handover)
