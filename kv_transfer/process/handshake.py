@@ -59,7 +59,7 @@ class Handshake:
     def _step(self, lane: Lane, message: Hello, payload: memoryview) -> None:
         party = self._party
         if isinstance(message, HelloRefused):
-            raise LaneRefused("by_peer", f"{message.reason[:32]!r}: {message.detail[:256]!r}")
+            raise LaneRefused(*refused_by_peer(message))
         if isinstance(party, Listener) and isinstance(message, HelloOpen):
             say(lane, encode(party.answer(message, bytes(payload))))
         elif isinstance(party, Listener) and isinstance(message, HelloProof):
@@ -98,6 +98,11 @@ class Handshake:
             self._connector.counters.refuse(kind, f"in handshake: {why}")
         if self.session is not None:
             self.session.end("unreachable", why)
+
+
+def refused_by_peer(message: HelloRefused) -> tuple[str, str]:
+    """The counter, and what the peer says."""
+    return "by_peer", f"{message.reason[:32]!r}: {message.detail[:256]!r}"
 
 
 def say(lane: Lane, payload: bytes) -> None:

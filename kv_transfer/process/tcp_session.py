@@ -10,19 +10,22 @@ from typing import Any, ClassVar, Protocol
 from kv_transfer.arena import Arena
 from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import FrameReceiver, FrameSender, ProtocolError, SessionHandler
+from kv_transfer.process.handshake import refused_by_peer
 from kv_transfer.process.lane import Lane
 from kv_transfer.process.lane_owner import OutgoingFrame
 from kv_transfer.process.movers import FarLane
 from kv_transfer.process.slots import SlotPipe
 from kv_transfer.process.stats import TransferCounters
-from kv_transfer.protocol.frame import NO_TRANSFER, Header
+from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
 from kv_transfer.protocol.messages import (
     Control,
+    HelloRefused,
     Identity,
     MessageError,
     Ping,
     Side,
     decode,
+    decode_hello,
     encode,
     frame_type,
 )
@@ -118,6 +121,8 @@ class TcpSession(ABC):
         if self.ended:
             return
         try:
+            if header.type is FrameType.HELLO and isinstance(said := decode_hello(payload), HelloRefused):
+                raise ProtocolError(*refused_by_peer(said))  # this side counted the lane as up
             message = decode(self.side, header.type, payload)
             if isinstance(message, Ping):
                 self._ping(message)

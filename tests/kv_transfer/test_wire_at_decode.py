@@ -21,6 +21,7 @@ from .second_wire import (
     CREDIT,
     FETCH,
     HAVE,
+    HELLO,
     KV,
     PING,
     FakePrefill,
@@ -74,6 +75,17 @@ def test_a_bad_frame_ends_the_transfer_not_the_lane(
     assert isinstance(ended(decode, until), kv.Injected)
     assert_pool(decode, blocks, frames)
     assert decode.stats().late_frames == 1
+
+
+def test_a_sender_that_refuses_the_proof_has_said_why(
+    fetching: Any, until: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is busy, for example. The peer breaks no rule."""
+    decode, _, lane, _, _ = fetching()
+    lane.say(HELLO, ["refused", "busy", "256 peers fetch from here"])
+    refused(decode, until, "by_peer")
+    assert decode.stats().refused == {"by_peer": 1}
+    assert "'busy': '256 peers fetch from here'" in capfd.readouterr().err
 
 
 def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: Any) -> None:

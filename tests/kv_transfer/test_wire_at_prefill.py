@@ -111,6 +111,7 @@ def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
         (ABORT, b"\x91" * 60_000, "message"),
         (ABORTED, pack(["gone", 0]), "message"),
         (HELLO, pack(["proof", bytes(32)]), "message"),
+        (HELLO, pack(["refused", "incarnation", "prefill 0 is now 7"]), "by_peer"),  # after its proof
         (PING, pack([6, 0]), "incarnation"),
         (REACH, pack([True, ""]), "order"),
         (TAKEN, pack([[3]]), "foreign"),
