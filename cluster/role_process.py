@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from cluster.backoff import RestartPolicy
-from rpc.process_end import process_end
+from rpc.process_end import describe_exit, process_end
 
 Phase = Literal["starting", "ready", "waiting", "stopped"]
 
@@ -256,12 +256,6 @@ class RoleProcess:
         if self._popen is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
-
-
-def describe_exit(code: int) -> str:
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"exited with {code}"
 
 
 def _open_private(path: Path) -> BinaryIO:

@@ -1,7 +1,8 @@
-"""Waits for the end of a child process."""
+"""The end of a child process: waits for it, and names it."""
 
 import asyncio
 import os
+import signal
 
 
 async def process_end(pid: int) -> None:
@@ -15,3 +16,10 @@ async def process_end(pid: int) -> None:
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
+
+
+def describe_exit(code: int) -> str:
+    """Returns the text for logs, such as "exited with 3" or "was killed by SIGKILL"."""
+    if code >= 0:
+        return f"exited with {code}"
+    return f"was killed by {signal.Signals(-code).name}"

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -72,10 +71,3 @@ class ChildProcess:
         os.close(self._pidfd)
         self._popen.wait()
         self._ended.set()
-
-
-def describe_exit(code: int) -> str:
-    """Returns the text for logs, such as "exited with 3" or "was killed by SIGKILL"."""
-    if code >= 0:
-        return f"exited with {code}"
-    return f"was killed by {signal.Signals(-code).name}"

@@ -21,13 +21,14 @@ from engine.execution.rank_files import RankFiles
 from kv_transfer import ArenaEnd, Heartbeat, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
 from kv_transfer.spawn import EXIT_ENGINE_GONE
 from kv_transfer.staging import device_bytes
+from rpc.process_end import describe_exit
 from worker import messages
 from worker.config import WorkerConfig
 from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
 from worker.failure import EngineError, StartError, TreeError
 from worker.ipc import EngineLink
 from worker.messages import EngineReady, FromEngine
-from worker.processes import ChildProcess, describe_exit, spawn
+from worker.processes import ChildProcess, spawn
 from worker.rank_process import RankArenas, RankProcessConfig, spawn_rank
 from worker.transfer_link import TransferLink
 from worker.watchdog import START_SILENCE, Watchdog

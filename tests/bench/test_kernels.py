@@ -113,7 +113,8 @@ def test_the_chain_of_kernels_equals_the_fused_scan(
     from bench.kernels import ssd_chain
     from engine.kernels import ssd
     from engine.kernels.tiles import scan_work
-    from tests.engine.test_mamba2 import F16, Step, layer_of
+    from tests.engine.kernel_checks import F16
+    from tests.engine.test_mamba2 import Step, layer_of
 
     step = Step(spans, layer_of(2, F16), F16)
     y, state = step.run(cases.kernels, kernel_device)

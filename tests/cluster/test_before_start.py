@@ -9,16 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from bench.chaos.cluster import free_port
 from cluster import check_model, serve
 from cluster.cli import app
 from cluster.doctor.node import the_model
 from cluster.options import DoctorOptions, EngineOptions, FrontOptions
 from cluster.ports import check_ports
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -12,26 +12,20 @@ from engine.kernels import FP8, Fp8Experts, Kernels, Quantized
 from engine.kernels.torch_kernels import TorchKernels
 from engine.model_config import Scoring
 from tests.device import DEVICE
+from tests.engine import kernel_checks
+from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, normal
 from tests.engine.test_fp8 import SIZES, save_quantized
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
 
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
 CLOSE = {F32: 2e-5, F16: 4e-3, BF16: 8e-3}
 """Largest error of a product, relative to its size, if both sides multiply the same FP8 numbers."""
 FAST = 2e-2
 """The same for a product of 14,336 columns: the tensor cores of Hopper keep 14 bits of a sum."""
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def close(ours: Tensor, reference: Tensor, bound: float | None = None) -> None:
-    assert ours.isfinite().all()
-    error = (ours.cpu().double() - reference.double()).norm() / reference.double().norm()
-    assert error <= (bound or CLOSE[ours.dtype]), f"relative error {float(error):.2e}"
+    kernel_checks.close(ours, reference, bound or CLOSE[ours.dtype])
 
 
 def same(ours: Quantized, reference: Quantized) -> None:

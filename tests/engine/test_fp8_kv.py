@@ -14,11 +14,10 @@ from engine.kernels import FP8, Fp8KV, Kernels
 from engine.kernels.torch_kernels import TorchKernels
 from engine.model_config import Span
 from engine.models import cache_bytes_per_token
-from tests.engine.test_kernels import RAGGED, Step, close
+from tests.engine.attention_step import RAGGED, Step
+from tests.engine.kernel_checks import BF16, F16, F32, close
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
-
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def quantized(kv: Tensor) -> Fp8KV:

@@ -16,26 +16,12 @@ from torch import Tensor
 
 from engine.kernels import AttentionMetadata, GatedDelta, Kernels, LayerState, Mamba2
 from engine.kernels.torch_kernels import TorchKernels
-
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-CLOSE = {F32: 2e-5, F16: 4e-3, BF16: 3e-2}
-"""Largest error, relative to the size of what is compared."""
-DTYPES = [F32, F16, pytest.param(BF16, marks=pytest.mark.gpu)]
+from tests.engine.kernel_checks import CLOSE, DTYPES, F32, close, normal
 
 HEADS, HEAD_DIM, SIZE, WIDTH = 4, 16, 32, 4
 INF = float("inf")
 COPIED = 64
 """Whole chunks of any kernel."""
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(ours: Tensor, reference: Tensor) -> None:
-    assert ours.isfinite().all()
-    error = (ours.cpu().double() - reference.double()).norm() / reference.double().norm()
-    assert error <= CLOSE[ours.dtype], f"relative error {float(error):.2e}"
 
 
 def layer_of(groups: int, dtype: torch.dtype, *, bias: bool = True, dt_limits: Any = (0.0, INF)) -> Mamba2:
@@ -124,9 +110,7 @@ class Step:
                 row += 1
         return torch.stack(rows), LayerState(conv, ssm)
 
-    def compare(
-        self, found: tuple[Tensor, LayerState], expected: tuple[Tensor, LayerState], exact: bool = False
-    ) -> None:
+    def compare(self, found: tuple[Tensor, LayerState], expected: tuple[Tensor, LayerState]) -> None:
         y, state = found
         close(y, expected[0])
         used = torch.tensor([*self.slots.tolist(), *self.copies.values()])

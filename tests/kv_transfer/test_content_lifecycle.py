@@ -3,7 +3,6 @@ two chunks that are asked for, or none."""
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from typing import Any
 
@@ -14,7 +13,7 @@ from kv_transfer.protocol.held import MOST_PINS, Pin, Release, Start
 from kv_transfer.protocol.incoming import TransferState
 from kv_transfer.protocol.messages import Ack, Commit, FetchContent, FirstToken, Have
 
-from .test_lifecycle import DEADLINES, LAYOUT, PEER, World
+from .test_lifecycle import DEADLINES, LAYOUT, PEER, World, reachable
 
 CHUNKS = (b"1" * 16, b"2" * 16)
 FRAME_BYTES = 64 * LAYOUT.bytes_per_token_layer
@@ -138,22 +137,10 @@ class ContentWorld(World):
 
 
 def test_every_order_of_events() -> None:
-    frontier = [ContentWorld()]
-    seen = {frontier[0].key()}
     ends: Counter[str] = Counter()
-    while frontier:
-        following = []
-        for world in frontier:
-            dumped = pickle.dumps(world)
-            if world.wanted or len(world.pins) > 1:
-                pickle.loads(dumped).settled()  # noqa: S301
-            for move in world.moves():
-                after = pickle.loads(dumped)  # noqa: S301
-                after.do(move)
-                if (key := after.key()) not in seen:
-                    seen.add(key)
-                    following.append(after)
-                    ends["injected"] += bool(after.injected)
-                    ends["unpinned"] += bool(after.unpinned)
-        frontier = following
+    for world in reachable(ContentWorld()):
+        ends["injected"] += bool(world.injected)
+        ends["unpinned"] += bool(world.unpinned)
+        if world.wanted or len(world.pins) > 1:
+            world.settled()
     assert min(ends["injected"], ends["unpinned"]) > 500, "the exploration became trivial"

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,6 @@ TOOLS: list[Any] = [
 ARGUMENTS = '{"city": "Paris", "unit": "°C"}'
 ONE = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CALLS = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
-
-MakeCluster = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ import sys
 import psutil
 import pytest
 
-from worker.processes import ChildProcess, describe_exit, spawn
+from rpc.process_end import describe_exit
+from worker.processes import ChildProcess, spawn
 
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """

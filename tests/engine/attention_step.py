@@ -1,0 +1,99 @@
+"""A random step for the kernels of attention, and what the torch kernels make of it."""
+
+import random
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.kernels import AttentionMetadata, HeadNorm, Kernels
+from engine.kernels.attention import first_seen
+from engine.kernels.torch_kernels import TorchKernels
+from engine.model_config import Span
+from tests.engine.kernel_checks import F32, close, normal
+
+LARGEST_TILE = 128  # keys that a kernel loads at once
+
+
+class Step:
+    """A random step: requests with cached KV, and the QKV product of the step's tokens. What no request may
+    see is NaN: unused blocks, positions after a request's own, and tiles before its span."""
+
+    def __init__(
+        self,
+        spans: list[tuple[int, int]],
+        heads: tuple[int, int] = (4, 2),
+        head_dim: int = 64,
+        block_size: int = 16,
+        dtype: torch.dtype = F32,
+        seed: int = 0,
+        span: Span | None = None,
+        with_sinks: bool = False,
+    ) -> None:
+        self.heads, self.dtype, self.span = heads, dtype, span
+        self.sinks = normal(heads[0], seed=seed + 97).to(dtype) if with_sinks else None
+        decodes = [span for span in spans if span[1] - span[0] == 1]
+        self.spans = decodes + [span for span in spans if span not in decodes]
+        width = max(-(-stop // block_size) for _, stop in spans)
+        num_blocks = len(spans) * width + 3
+        free = list(range(num_blocks))
+        random.Random(seed).shuffle(free)
+        tables = torch.tensor([[free.pop() for _ in range(width)] for _ in spans], dtype=torch.int32)
+        slots = [
+            tables[i].long()[torch.arange(stop) // block_size] * block_size + torch.arange(stop) % block_size
+            for i, (_, stop) in enumerate(self.spans)
+        ]
+        self.metadata = AttentionMetadata(
+            block_size=block_size,
+            slots=torch.cat([s[start:] for s, (start, _) in zip(slots, self.spans, strict=True)]),
+            block_tables=tables,
+            contexts=torch.tensor([stop for _, stop in self.spans], dtype=torch.int32),
+            num_decodes=len(decodes),
+            prefills=self.spans[len(decodes) :],
+        )
+        tokens, all_heads = len(self.metadata.slots), heads[0] + 2 * heads[1]
+        self.kv = torch.full((2, num_blocks, block_size, heads[1], head_dim), torch.nan, dtype=dtype)
+        for i, (s, (start, _)) in enumerate(zip(slots, self.spans, strict=True)):
+            cached = normal(2, start, heads[1], head_dim, seed=seed + i).to(dtype)
+            hidden = int(first_seen(torch.tensor(start), span)) // LARGEST_TILE * LARGEST_TILE
+            self.kv.flatten(1, 2)[:, s[hidden:start]] = cached[:, hidden:]
+        self.qkv = normal(tokens, all_heads, head_dim, seed=seed + 99).to(dtype)
+        angles = normal(tokens, head_dim // 2, seed=seed + 98)
+        cos, sin = angles.cos(), angles.sin()
+        self.rotary = torch.stack((cos.repeat(1, 2), torch.cat((-sin, sin), dim=1)), dim=1)
+
+    def run(
+        self, kernels: Kernels, device: str, norm: HeadNorm | None = None, *, exact: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention's output, the cache, and the rotated queries; with `exact` all in float64."""
+
+        def put(x: Tensor) -> Tensor:
+            return (x.double() if exact and x.is_floating_point() else x).to(device, copy=True)
+
+        m = self.metadata
+        metadata = replace(
+            m,
+            slots=put(m.slots),
+            block_tables=put(m.block_tables),
+            contexts=put(m.contexts),
+            tiles=None if m.tiles is None else put(m.tiles),
+        )
+        kv, rotary = put(self.kv), put(self.rotary)
+        if norm is not None:
+            norm = HeadNorm(put(norm.scale), norm.eps)
+        q, k, v = kernels.rope_and_write(put(self.qkv), rotary, norm, kv, metadata.slots)
+        plan = kernels.plan(metadata, *self.heads, kv.dtype, self.span)
+        sinks = None if self.sinks is None else put(self.sinks)
+        return kernels.attention(q, k, v, kv, plan, sinks), kv, q
+
+    def check(self, kernels: Kernels, device: str, norm: HeadNorm | None = None) -> None:
+        out, kv, q = self.run(kernels, device, norm)
+        expected, expected_kv, expected_q = self.run(TorchKernels(), "cpu", norm, exact=True)
+        close(q, expected_q)
+        written = expected_kv.isfinite()
+        assert torch.equal(kv.cpu().isfinite(), written), "each position is in its slot, and nothing else is"
+        close(kv.cpu()[written], expected_kv[written])
+        close(out, expected)
+
+
+RAGGED = [(0, 1), (15, 16), (70, 71), (0, 5), (3, 20), (60, 95)]

@@ -1,0 +1,306 @@
+"""Triton's kernels of attention against the torch kernels that define them (`kernel_checks`)."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.kernels import AttentionMetadata, HeadNorm, Kernels
+from engine.kernels.attention import first_seen
+from engine.kernels.torch_kernels import TorchKernels
+from engine.model_config import Span
+from tests.engine.attention_step import RAGGED, Step
+from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "dtype"),
+    [(64, 16, F32), (64, 256, F16), (128, 64, F16), pytest.param(128, 128, BF16, marks=pytest.mark.gpu)],
+)
+def test_mixed_batch(
+    triton_kernels: Kernels, kernel_device: str, head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    Step(RAGGED, (4, 2), head_dim, block_size, dtype).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_a_batch_padded_as_for_a_graph(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype
+) -> None:
+    """Padding rows have no slot, padding requests no context, padding tiles are zeros. They write nothing and
+    do not change the other rows."""
+    from engine.kernels.tiles import SHORT, tile_work
+
+    step = Step(RAGGED, (4, 2), 64, 16, dtype)
+    expected, expected_kv, _ = step.run(triton_kernels, kernel_device)
+    rows, padded, m = len(expected), len(expected) + 5, step.metadata
+    programs = triton_kernels.tile_programs(2)
+    work = torch.from_numpy(tile_work(m.prefills, m.num_decodes, SHORT.tokens(2), programs))
+    contexts = torch.zeros(padded, dtype=torch.int32)
+    contexts[: m.num_decodes] = m.contexts[: m.num_decodes]
+    step.qkv = F.pad(step.qkv, (0, 0, 0, 0, 0, padded - rows), value=torch.nan)
+    step.rotary = F.pad(step.rotary, (0, 0, 0, 0, 0, padded - rows))
+    step.metadata = replace(
+        m,
+        slots=F.pad(m.slots, (0, padded - rows), value=-1),
+        contexts=contexts,
+        num_decodes=padded,
+        prefills=[],
+        tiles=F.pad(work, (0, 0, 0, 3)),
+    )
+    out, kv, _ = step.run(triton_kernels, kernel_device)
+    close(out[:rows], expected.cpu())
+    assert torch.equal(kv.nan_to_num(9.0), expected_kv.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (4, 1), (5, 1), (6, 1), (7, 1), (8, 1)])
+def test_query_heads_per_kv_head(triton_kernels: Kernels, kernel_device: str, heads: tuple[int, int]) -> None:
+    Step([(30, 31), (66, 67), (20, 40)], heads, 64, 32, F16).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_normalized_before_they_are_rotated(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype
+) -> None:
+    step = Step([(20, 21), (0, 6)], (4, 2), 64, 16, dtype)
+    norm = HeadNorm(1 + normal(6, 64).to(dtype) / 4, 1e-6)
+    step.check(triton_kernels, kernel_device, norm)
+
+
+@pytest.mark.parametrize("long_from", [100, 4096])
+def test_chunks_longer_than_a_tile(
+    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, long_from: int
+) -> None:
+    """Chunks of several tiles. Each sees whole tiles of keys, and tiles that the causal mask cuts."""
+    from engine.kernels import tiles
+
+    monkeypatch.setattr(tiles, "LONG_FROM", long_from)
+    Step([(0, 70), (130, 200)], (4, 1), 64, 128, F16).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "dtype", "span", "with_sinks"),
+    [
+        (16, F32, None, True),
+        (128, F16, None, False),
+        (16, F16, Span(100), True),
+        pytest.param(128, BF16, None, True, marks=pytest.mark.gpu),
+    ],
+)
+def test_few_tokens_after_many(
+    triton_kernels: Kernels,
+    kernel_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    block_size: int,
+    dtype: torch.dtype,
+    span: Span | None,
+    with_sinks: bool,
+) -> None:
+    """Several programs share the keys of a tile. A layer with a span gets the same work."""
+    from engine.kernels import tiles
+
+    monkeypatch.setattr(tiles, "LEAST_KEYS", 128)
+    monkeypatch.setattr(triton_kernels, "_multiprocessors", 16)
+    spans = [(299, 300), (383, 395), (256, 260), (0, 3)]
+    step = Step(spans, (4, 2), 64, block_size, dtype, span=span, with_sinks=with_sinks)
+    m = step.metadata
+    work = tiles.tile_work(m.prefills, m.num_decodes, tiles.SHORT.tokens(2), triton_kernels.tile_programs(2))
+    assert sorted(work[:, 8]) == [1, 2, 2, 3, 3, 3]
+    step.check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces", "longest"),
+    [(232, 32, 4112), (300, 57, 2816), (400, 29, 8336), (640, 91, 4240), (1024, 64, 9024)],
+)
+def test_keys_are_cut_for_several_waves_where_these_are_over_sooner(
+    tokens: int, pieces: int, longest: int
+) -> None:
+    """The choices are the fastest ones, measured on an H200, which has 33 programs for each of 8 KV heads."""
+    from engine.kernels import tiles
+
+    work = tiles.tile_work([(8000, 8000 + tokens)], 0, 16, 33)
+    assert len(work) == pieces <= tiles.most_pieces(tokens, 16, 33)
+    assert max(work[:, 5] - work[:, 4]) == longest
+    read = {first: sum(work[work[:, 3] == first, 5] - work[work[:, 3] == first, 4]) for first in work[:, 3]}
+    assert read == {first: min(first + 16, 8000 + tokens) for first in read}, "each tile reads each key once"
+
+
+@pytest.mark.parametrize(
+    ("span", "with_sinks", "block_size", "dtype"),
+    [
+        (None, True, 16, F16),
+        (Span(5), False, 16, F16),
+        (Span(128), True, 128, F32),
+        (Span(24, chunked=True), True, 16, F16),
+        pytest.param(Span(128), True, 128, BF16, marks=pytest.mark.gpu),
+        pytest.param(Span(160, chunked=True), False, 128, BF16, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_layer_with_a_span_or_sinks(
+    triton_kernels: Kernels,
+    kernel_device: str,
+    span: Span | None,
+    with_sinks: bool,
+    block_size: int,
+    dtype: torch.dtype,
+) -> None:
+    """Decodes of one piece and of several. Spans that end in a tile of keys, within a chunk of queries and
+    before it."""
+    spans = [(0, 1), (31, 32), (400, 401), (0, 40), (30, 33), (290, 315)]
+    step = Step(spans, (2, 1), 64, block_size, dtype, span=span, with_sinks=with_sinks)
+    step.check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_program_that_rotates_several_tokens(
+    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """As many do not fill the last; Qwen3's norm, three query heads."""
+    from engine.kernels import rope
+
+    monkeypatch.setattr(rope, "MANY", 1)
+    step = Step([(9, 10), (0, 6)], (3, 1), 64, 16, dtype)
+    norm = HeadNorm(1 + normal(4, 64).to(dtype) / 4, 1e-6)
+    step.check(triton_kernels, kernel_device, norm)
+
+
+@settings(max_examples=6)
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 150), st.integers(1, 12)).map(lambda x: (x[0], x[0] + x[1])),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    ),
+    block_size=st.sampled_from([16, 24, 128]),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch(
+    triton_kernels: Kernels, kernel_device: str, spans: Any, block_size: int, seed: int
+) -> None:
+    Step(spans, (2, 1), 16, block_size, F16, seed).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.parametrize(
+    "contexts",
+    [[1], [64], [13 * 64], [65, 0, 0], [0], [1, 5000, 64, 200], [1000] * 20, [0, 3000, 0, 1]],
+    ids=lambda contexts: f"{len(contexts)}x{max(contexts)}",
+)
+@pytest.mark.parametrize("span", [None, Span(100), Span(300, chunked=True)], ids=repr)
+def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int], span: Span | None) -> None:
+    from engine.kernels.decode_attention import BLOCK_N, PIECES_PER_SM, partition
+
+    multiprocessors, kv_heads = 3, 2
+    pieces = partition(
+        torch.tensor(contexts, dtype=torch.int32, device=kernel_device), kv_heads, multiprocessors, span
+    )
+    seen = first_seen(torch.tensor(contexts) - 1, span).clamp_min(0).tolist()
+    assert not pieces.finished.any()
+    work, first = pieces.work.tolist(), pieces.first.tolist()
+    assert len(work) == len(contexts) + PIECES_PER_SM * multiprocessors // kv_heads
+    longest = max(stop - start for _, start, stop in work)
+    for i, context in enumerate(contexts):
+        own = work[first[i] : first[i + 1]]
+        assert [request for request, _, _ in own] == [i] * len(own)
+        ends = [seen[i], *(stop for _, _, stop in own)]
+        assert [start for _, start, _ in own] == ends[:-1]
+        assert ends[-1] == context
+        assert all(start < stop for _, start, stop in own) if context else len(own) == 1
+        assert all(start % BLOCK_N == 0 for _, start, _ in own[1:])
+    assert all(request == -1 for request, _, _ in work[first[-1] :]), "the rest does nothing"
+    if longest > BLOCK_N:
+        shorter = -(-longest // BLOCK_N) * BLOCK_N - BLOCK_N
+        tiles = (-(-stop // BLOCK_N) - start // BLOCK_N for start, stop in zip(seen, contexts, strict=True))
+        needed = sum(max(1, -(-count * BLOCK_N // shorter)) for count in tiles)
+        assert needed > len(work), "no shorter length makes do"
+
+
+@pytest.mark.parametrize(("few", "heads"), [(2, (2, 1)), (1, (6, 2))], ids=["each head", "last program"])
+def test_combining_more_pieces_than_fit_one_pass(
+    triton_kernels: Kernels, kernel_device: str, few: int, heads: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from engine.kernels import decode_attention
+
+    monkeypatch.setattr(decode_attention, "COMBINED", 2)
+    monkeypatch.setattr(decode_attention, "COMBINED_LAST", 8)
+    monkeypatch.setattr(decode_attention, "FEW_REQUESTS", few)
+    monkeypatch.setattr(decode_attention, "PIECES_PER_SM", 8)
+    Step([(350, 351), (9, 10)], heads, 64, 16).check(triton_kernels, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "few"), [(F16, 32), (BF16, 32), (BF16, 0)])
+def test_a_captured_decode_step_serves_other_lengths(
+    triton_kernels: Kernels, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of a step with three requests, replayed for longer requests, and for two with padding."""
+    from engine.kernels import decode_attention
+
+    monkeypatch.setattr(decode_attention, "FEW_REQUESTS", few)
+    steps = [
+        Step([(c - 1, c) for c in contexts], (8, 2), 128, 128, dtype, seed=i)
+        for i, contexts in enumerate([(100, 200, 3000), (2999, 5, 1), (1, 700, 2500)])
+    ]
+    kv = torch.full((2, 80, 128, 2, 128), torch.nan, dtype=dtype, device="cuda")
+    qkv, rotary = torch.empty_like(steps[0].qkv, device="cuda"), steps[0].rotary.cuda()
+    slots = torch.empty(3, dtype=torch.int64, device="cuda")
+    metadata = AttentionMetadata(
+        128,
+        slots,
+        torch.zeros(3, 32, dtype=torch.int32, device="cuda"),
+        torch.ones(3, dtype=torch.int32, device="cuda"),
+        3,
+        [],
+    )
+
+    def load(step: Step) -> None:
+        m, (_, blocks) = step.metadata, step.kv.shape[:2]
+        kv.fill_(torch.nan)[:, :blocks].copy_(step.kv)
+        qkv.copy_(step.qkv)
+        rotary.copy_(step.rotary)
+        slots.copy_(m.slots)
+        metadata.block_tables[:, : m.block_tables.shape[1]].copy_(m.block_tables)
+        metadata.contexts.copy_(m.contexts)
+
+    def forward() -> Tensor:
+        q, k, v = triton_kernels.rope_and_write(qkv, rotary, None, kv, slots)
+        return triton_kernels.attention(q, k, v, kv, triton_kernels.plan(metadata, 8, 2, dtype))
+
+    load(steps[0])
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward()
+    for step in steps:
+        expected, _, _ = step.run(TorchKernels(), "cpu", exact=True)
+        load(step)
+        graph.replay()
+        close(out, expected)
+    slots[1], metadata.contexts[1] = -1, 0
+    qkv.copy_(steps[-1].qkv)
+    graph.replay()
+    assert not out[1].any()
+    close(out[[0, 2]], expected[[0, 2]])
+
+
+def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
+    """Padding as in a captured graph."""
+    step = Step([(8, 9), (40, 41), (41, 42)], (2, 1), 64, 16)
+    expected, expected_kv, _ = step.run(TorchKernels(), "cpu")
+    m = step.metadata
+    padded_kv = step.kv.clone()
+    m.slots[1], m.contexts[1] = -1, 0
+    out, kv, _ = step.run(triton_kernels, kernel_device)
+    assert not out[1].any()
+    close(out[[0, 2]], expected[[0, 2]])
+    changed = ~torch.eq(kv.cpu().nan_to_num(7), padded_kv.nan_to_num(7)).all(-1).all(0).flatten()
+    assert int(changed.sum()) == 2
+    assert expected_kv.isfinite().all(-1).all(0).sum() == 9 + 41 + 42

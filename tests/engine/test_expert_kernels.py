@@ -1,0 +1,191 @@
+"""Triton's kernels of mixtures of experts against the torch kernels that define them (`kernel_checks`)."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import Kernels
+from engine.kernels.experts import route
+from engine.kernels.torch_kernels import TorchKernels
+from engine.model_config import ClampedSwiGLU, Scoring
+from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
+
+LEANINGS = {
+    "even": torch.zeros(6),
+    "one-takes-all": torch.tensor([0.0, 0.0, 20.0, 0.0, 0.0, 0.0]),
+    "two-are-empty": torch.tensor([-20.0, 0.0, 0.0, 0.0, 0.0, -20.0]),
+}
+SATURATED = torch.full((6,), 40.0)
+"""The sigmoids of all logits are 1 in float32."""
+
+
+def expert_logits(tokens: int, leaning: Tensor) -> Tensor:
+    """Logits of the router for 6 experts: random, with a leaning towards some."""
+    return normal(tokens, 6, seed=3) + leaning
+
+
+@pytest.mark.parametrize("leaning", [*LEANINGS.values(), SATURATED], ids=[*LEANINGS, "saturated"])
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (5, 2), (300, 4)])
+@pytest.mark.parametrize("scoring", Scoring)
+def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, scoring: Scoring) -> None:
+    """Each pair is in the list of its expert, once. 300 tokens take several programs."""
+    from engine.kernels.shuffle import shuffle
+
+    logits = expert_logits(tokens, leaning)
+    expected = route(logits, chosen, scoring)
+    counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
+    shuffled = shuffle(logits.to(kernel_device), counts, chosen, scoring)
+    weights, counts, pairs = (x.cpu() for x in (shuffled.weights, shuffled.counts, shuffled.pairs))
+    torch.testing.assert_close(weights, expected.weights)
+    assert counts.tolist() == expected.experts.flatten().bincount(minlength=6).tolist()
+    for expert, (count, found) in enumerate(zip(counts.tolist(), pairs, strict=True)):
+        of_expert = (expected.experts.flatten() == expert).nonzero().flatten()
+        assert sorted(found[:count].tolist()) == of_expert.tolist()
+
+
+def test_rows_that_pad_a_graph_have_no_expert(kernel_device: str) -> None:
+    from engine.kernels.shuffle import shuffle
+
+    logits, slots = expert_logits(5, LEANINGS["even"]), torch.tensor([7, 3, -1, 0, -1])
+    counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
+    slots = slots.to(kernel_device)
+    weights, _, pairs, _ = shuffle(logits.to(kernel_device), counts, 2, Scoring.SOFTMAX, slots)
+    listed = [pair for expert, count in enumerate(counts.tolist()) for pair in pairs[expert, :count].tolist()]
+    assert sorted(listed) == [0, 1, 2, 3, 6, 7]
+    assert (weights > 0).all(dim=1).tolist() == [True, True, False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_shuffle_chooses_an_expert_for_any_logits(kernel_device: str) -> None:
+    """The rows that pad a graph may have any logits. Of equal logits, the first are chosen."""
+    from engine.kernels.shuffle import shuffle
+
+    logits = torch.tensor([[torch.nan] * 6, [torch.inf] * 6, [1.0] * 6, [-torch.inf] * 6])
+    counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
+    shuffle(logits.to(kernel_device), counts, 2, Scoring.NORMALIZED_SOFTMAX)
+    assert counts.tolist() == [4, 4, 0, 0, 0, 0]
+
+
+MIXES = [
+    *itertools.product(
+        LEANINGS,
+        [
+            (1, 1, 64, 32, Scoring.SOFTMAX),
+            (3, 3, 72, 24, Scoring.NORMALIZED_SOFTMAX),
+            (20, 4, 72, 12, Scoring.NORMALIZED_SOFTMAX),
+            (50, 4, 136, 24, Scoring.NORMALIZED_SOFTMAX),
+            (50, 1, 136, 24, Scoring.SIGMOID_ON_INPUT),
+        ],
+    ),
+    ("two-are-empty", (400, 4, 64, 24, Scoring.SOFTMAX)),  # the largest tiles
+]
+IN_TURN = [(*mix, (F16, F32)[i % 2]) for i, mix in enumerate(reversed(MIXES))]
+"""Each leaning and each shape in both dtypes, except the last shape."""
+
+
+@pytest.mark.parametrize(
+    ("leaning", "shape", "dtype"),
+    [*IN_TURN, *(pytest.param(*mix, BF16, marks=pytest.mark.gpu) for mix in MIXES)],
+)
+def test_mix_experts(
+    triton_kernels: Kernels,
+    kernel_device: str,
+    leaning: str,
+    shape: tuple[int, int, int, int, Scoring],
+    dtype: torch.dtype,
+) -> None:
+    """All tilings, tiles that are partly empty in each dimension, rows that the copy engine cannot read, and
+    experts without a token. `shape`: tokens, experts of each, size, inner, scoring."""
+    tokens, chosen, size, inner, scoring = shape
+    x, gate_up, down = (
+        normal(*sizes, seed=i).to(dtype)
+        for i, sizes in enumerate([(tokens, size), (6, 2 * inner, size), (6, size, inner)])
+    )
+    gate_up /= size**0.5
+    logits = expert_logits(tokens, LEANINGS[leaning])
+    expected_counts = torch.zeros(6, dtype=torch.int32)
+    shared = normal(tokens, size, seed=3).to(dtype)
+    expected = TorchKernels().mix_experts(
+        x.double(), logits, gate_up.double(), down.double(), expected_counts, chosen, scoring,
+        shared=shared.double,
+    )  # fmt: skip
+    x, logits, gate_up, down, beside = (
+        tensor.to(kernel_device) for tensor in (x, logits, gate_up, down, shared)
+    )
+    counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
+    y = triton_kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring, shared=lambda: beside)
+    close(y, expected)
+    assert counts.tolist() == expected_counts.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40, 100, 300, 3000])
+def test_a_mixture_does_not_depend_on_timing(tokens: int) -> None:
+    """Each tiling of bfloat16. The lists of pairs have another order each time."""
+    from engine.kernels.triton_kernels import TritonKernels
+
+    x, logits, gate_up, down = (
+        normal(*shape, seed=i).cuda()
+        for i, shape in enumerate([(tokens, 1024), (tokens, 32), (32, 2 * 256, 1024), (32, 1024, 256)])
+    )
+    x, gate_up, down = x.to(BF16), (gate_up / 32).to(BF16), down.to(BF16)
+    counts = torch.zeros(32, dtype=torch.int32, device="cuda")
+    expected = TorchKernels().mix_experts(
+        x.double(), logits, gate_up.double(), down.double(), counts.clone(), 4, Scoring.SOFTMAX
+    )
+    kernels = TritonKernels(torch.device("cuda"), 128)
+    first, *others = (
+        kernels.mix_experts(x, logits, gate_up, down, counts.clone(), 4, Scoring.SOFTMAX) for _ in range(30)
+    )
+    close(first, expected.cpu())
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the undefined rows of pairs elsewhere
+@pytest.mark.parametrize("leaning", LEANINGS)
+@pytest.mark.parametrize(
+    ("chosen", "scoring"), [(1, Scoring.SIGMOID_ON_INPUT), (4, Scoring.NORMALIZED_SOFTMAX)]
+)
+def test_the_sums_over_parts_of_the_experts_add_up(
+    triton_kernels: Kernels, kernel_device: str, leaning: str, chosen: int, scoring: Scoring
+) -> None:
+    x, gate_up, down = (
+        normal(*shape, seed=i) for i, shape in enumerate([(50, 64), (6, 48, 64), (6, 64, 24)])
+    )
+    logits = expert_logits(50, LEANINGS[leaning])
+
+    def mixed(kernels: Kernels, device: str, first: int, last: int) -> Tensor:
+        held = slice(first, last)
+        counts = torch.zeros(6, dtype=torch.int32)
+        inputs = [tensor.to(device) for tensor in (x, logits, gate_up[held], down[held], counts)]
+        mix: Any = kernels.mix_experts
+        return mix(*inputs, chosen, scoring, first=first).cpu()
+
+    whole = mixed(TorchKernels(), "cpu", 0, 6)
+    for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
+        close(mixed(kernels, device, 0, 4) + mixed(kernels, device, 4, 6), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_experts_with_biases_and_a_clamped_activation(
+    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, chosen: int
+) -> None:
+    shapes = [(50, 72), (6, 2 * 24, 72), (6, 72, 24), (6, 2 * 24), (6, 72)]
+    x, *experts = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
+    logits, counts = expert_logits(50, LEANINGS["even"]), torch.zeros(6, dtype=torch.int32)
+    activation = ClampedSwiGLU(1.702, 7.0)  # a quarter of the values are beyond the limit
+
+    def mixed(kernels: Kernels, *tensors: Tensor) -> Tensor:
+        x, logits, counts, gate_up, down, *biases = tensors
+        return kernels.mix_experts(
+            x, logits, gate_up, down, counts, chosen, Scoring.NORMALIZED_SOFTMAX,
+            gate_up_bias=biases[0], down_bias=biases[1], activation=activation,
+        )  # fmt: skip
+
+    expected = mixed(TorchKernels(), x.double(), logits, counts.clone(), *(e.double() for e in experts))
+    on_device = (tensor.to(kernel_device) for tensor in (x, logits, counts, *experts))
+    close(mixed(triton_kernels, *on_device), expected)
