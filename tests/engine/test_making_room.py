@@ -7,7 +7,7 @@ from engine.core.live_request import LiveRequest
 from engine.core.making_room import to_drop
 from engine.core.scheduler import Scheduler
 
-from .test_scheduler import BLOCK, add, make, step
+from .scheduling import BLOCK, add, make, step
 
 
 def held(scheduler: Scheduler, number: int, blocks: int) -> LiveRequest:

@@ -4,7 +4,7 @@ import pytest
 
 from engine.core.chunk_limit import ChunkLimit
 from engine.core.meters import LARGE, Meters
-from tests.engine.test_scheduler import add, make, step
+from tests.engine.scheduling import add, make, step
 
 
 def test_short_prompts_do_not_lower_the_speed_of_long_ones() -> None:

@@ -12,7 +12,7 @@ from engine.core.live_request import LiveRequest, Phase
 from engine.core.making_room import to_drop
 from engine.core.prefix_exchange import PrefixExchange
 from engine.core.scheduler import Scheduler
-from tests.engine.test_scheduler import BLOCK, make, step
+from tests.engine.scheduling import BLOCK, make, step
 
 ROUNDS = 3000
 

@@ -1,11 +1,9 @@
 """The tiers below the device under random operations, with the KV of each row as a model; and each rule by
 itself."""
 
-import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from content import Tier
-from engine import Engine
 from engine.api.request import CachedBlock, EngineRequest
 from engine.api.sampling_params import SamplingParams
 from engine.core import offload_tier
@@ -23,8 +20,6 @@ from engine.core.live_request import LiveRequest, Phase
 from engine.core.offload_tier import BlockCopy, OffloadTier
 from engine.core.prefix_cache import PrefixCache
 from engine.core.scheduler import Scheduler
-from kv_transfer.stores.disk_store import DiskStore
-from worker.offload import offload_pumps
 
 BLOCK = 16
 TENANTS = [b"one", b"two", b"three"]
@@ -399,118 +394,6 @@ def test_only_what_neither_the_pool_nor_the_host_has_is_fetched() -> None:
     [live] = worker.run(prompt)
     assert live.num_cached == 384
     assert worker.tier.stats.loaded_tokens == 128
-
-
-def answers(
-    engine: Engine,
-    prompts: list[list[int]],
-    directory: Path | None = None,
-    break_disk: Callable[[DiskStore], None] = lambda store: None,
-) -> list[list[int]]:
-    """The tokens of each prompt. Copies are made as in the loop of a worker. `break_disk` is called before
-    each prompt."""
-    pumps = offload_pumps(engine, lambda: None, str(directory))
-    disks = [pump._store for pump in pumps if isinstance(pump._store, DiskStore)]
-    tokens: dict[bytes, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        request_id = number.to_bytes(2)
-        tokens[request_id] = []
-        for disk in disks:
-            break_disk(disk)
-        engine.add(EngineRequest(request_id, prompt, sampling=SamplingParams(max_tokens=20, ignore_eos=True)))
-        while not engine.idle if number % 3 == 2 or number == len(prompts) - 1 else engine.stats().waiting:
-            if engine.has_work:
-                for output in engine.step().outputs:
-                    tokens[output.id].append(output.token)
-            for pump in pumps:
-                pump.pump()
-    for pump in pumps:
-        while pump.copies:
-            pump.pump()
-        pump.close()
-    engine.assert_whole()
-    return list(tokens.values())
-
-
-TURNS = [[*text(20 + 7 * turn, chat), chat] for turn in range(4) for chat in range(6)]
-"""For a pool that is too small, so that requests are preempted and prefixes evicted."""
-
-
-def corrupt(store: DiskStore) -> None:
-    """Overwrites every second place."""
-    size = store._size
-    for place in range(0, os.fstat(store._file.fileno()).st_size // size, 2):
-        os.pwrite(store._file.fileno(), bytes(size), place * size)
-
-
-def fill_up(store: DiskStore) -> None:
-    store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
-
-
-@pytest.fixture(scope="module")
-def without_tiers(tiny_engine: Callable[..., Engine]) -> list[list[int]]:
-    return answers(tiny_engine(num_blocks=200), TURNS)
-
-
-@pytest.fixture
-def right(without_tiers: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The tokens of `TURNS`. Copies to tiers always pay meanwhile."""
-    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
-    return without_tiers
-
-
-def small(tiny_engine: Callable[..., Engine], directory: Path, **given: object) -> Engine:
-    """An engine with tiers."""
-    return tiny_engine(
-        num_blocks=30, enable_prefix_caching=True, max_num_seqs=4, disk_cache_dir=str(directory), **given
-    )
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {Tier.HOST: 1 << 20},
-        {Tier.DISK: 1 << 20},
-        {Tier.HOST: 1 << 15, Tier.DISK: 1 << 20},
-    ],
-    ids=["host", "disk", "both"],
-)
-def test_tokens_are_the_same_with_and_without_tiers(
-    tiny_engine: Callable[..., Engine],
-    right: list[list[int]],
-    tmp_path: Path,
-    sizes: dict[Tier, int],
-    overlap: bool,
-) -> None:
-    given = {f"{tier.name.lower()}_cache_size": size for tier, size in sizes.items()}
-    engine = small(tiny_engine, tmp_path, overlap=overlap, **given)
-    assert answers(engine, TURNS, tmp_path) == right
-    stats = engine.stats()
-    assert stats.preemptions
-    assert [tier.tier for tier in stats.offload] == [*sizes]
-    assert stats.offload[-1].loaded_tokens > 100
-    for tier in stats.offload:
-        assert tier.blocks_used <= tier.blocks_total == sizes[tier.tier] // engine.block_bytes
-        assert tier.damaged == tier.failed == 0
-
-
-def test_a_disk_that_changes_blocks_costs_no_token(
-    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path
-) -> None:
-    engine = small(tiny_engine, tmp_path, disk_cache_size=1 << 20)
-    assert answers(engine, TURNS, tmp_path, corrupt) == right
-    assert engine.stats().offload[0].damaged
-
-
-def test_a_full_disk_costs_no_token(
-    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path
-) -> None:
-    engine = small(tiny_engine, tmp_path, disk_cache_size=1 << 20)
-    assert answers(engine, TURNS, tmp_path, fill_up) == right
-    [stats] = engine.stats().offload
-    assert stats.failed
-    assert stats.saved == stats.blocks_used == 0
 
 
 def test_no_copy_is_made_for_a_while_after_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:

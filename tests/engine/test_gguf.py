@@ -1,0 +1,197 @@
+"""GGUF files: they give the same model, and broken files are refused by name."""
+
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize
+
+from engine import EngineConfig
+from engine.layers.ranks import Part, whole
+from engine.loader import check_model
+from engine.loader.dummy import DummyCheckpoint
+from engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
+from engine.loader.hf import HFCheckpoint
+from tests.engine.checkpoints import is_refused, load
+from tests.engine.test_models import LLAMA3_ROPE
+
+
+def write_gguf(
+    path: Path, reference: Any, architecture: str, *, rope_freqs: torch.Tensor | None = None
+) -> None:
+    """Writes a GGUF file like llama.cpp's converter."""
+    config = reference.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list([b"a", b"longer token", b""])
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(5)
+    kind = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}[architecture]
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    for name, tensor in reference.state_dict().items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        permuted = next((n for key, n in heads.items() if key in name and architecture == "llama"), None)
+        if permuted:
+            tensor = tensor.unflatten(0, (permuted, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+        data = tensor.numpy()
+        if name.endswith("up_proj.weight"):
+            data = data.astype("float16")
+        writer.add_tensor(str(names.get_name(name, (".weight",))), data)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_gguf_file_gives_the_same_model(
+    architecture: str, tmp_path: Path, save_tiny: Callable[..., Any], run: Any, request_of: Any
+) -> None:
+    kind, changes = ("Llama", {"rope_parameters": LLAMA3_ROPE}) if architecture == "llama" else ("Qwen3", {})
+    reference = save_tiny(tmp_path, kind, head_dim=16, **changes)
+    freqs = None
+    if architecture == "llama":
+        rotary = reference.model.rotary_emb
+        freqs = 500.0 ** (-torch.arange(0, 16, 2) / 16) / rotary.inv_freq
+    write_gguf(tmp_path / "model.gguf", reference, architecture, rope_freqs=freqs)
+    hf, from_gguf = load(tmp_path), load(tmp_path / "model.gguf")
+    assert from_gguf.model_config.eos_ids == (2, 5)
+    check_model(EngineConfig(model=str(tmp_path / "model.gguf")))
+    requests = [request_of(i, range(3, 40 + i), max_tokens=20, ignore_eos=True) for i in range(2)]
+    first, second = run(hf, requests), run(from_gguf, requests)
+    assert [r.tokens for r in first.values()] == [r.tokens for r in second.values()]
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[..., Any]) -> bytes:
+    directory = tmp_path_factory.mktemp("gguf")
+    write_gguf(directory / "model.gguf", save_tiny(directory, "Llama"), "llama")
+    return (directory / "model.gguf").read_bytes()
+
+
+def test_a_part_of_a_tensor_is_a_slice_of_the_whole(
+    tiny_path: Path, tiny_gguf: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(tiny_gguf)
+    config = HFCheckpoint(tiny_path).config
+    dummy = DummyCheckpoint(config, "dummy", 0, torch.device("cpu"))
+    for checkpoint in (HFCheckpoint(tiny_path), GGUFCheckpoint(tmp_path / "model.gguf"), dummy):
+        for name, shape in (
+            ("model.layers.1.self_attn.q_proj.weight", (64, 64)),  # a GGUF file has it in another order
+            ("model.layers.1.mlp.up_proj.weight", (96, 64)),
+            ("model.layers.1.mlp.down_proj.weight", (64, 96)),
+            ("model.norm.weight", (64,)),
+        ):
+            parts = [Part(5 + 3 * i, 40 - 3 * i, size) for i, size in enumerate(shape)]
+            everything = checkpoint.read(name, [whole(size) for size in shape])
+            assert checkpoint.read(name, parts).equal(everything[tuple(part.indices for part in parts)])
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])  # the gguf package quantizes to these
+def test_a_part_of_a_quantized_tensor_needs_only_its_blocks(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    data = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
+    writer.add_tensor("m", gguf.quants.quantize(data, quantized), raw_dtype=quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(tmp_path / "model.gguf")
+    everything = file.read("m", [whole(8), whole(256)])
+    assert np.abs(everything - data).max() < 0.5
+    sizes: list[int] = []
+
+    def counted(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        sizes.append(raw.size)
+        return dequantize(raw, kind)
+
+    monkeypatch.setattr("engine.loader.gguf_file.dequantize", counted)
+    part = file.read("m", [Part(2, 5, 8), Part(70, 130, 256)])
+    np.testing.assert_array_equal(part, everything[2:5, 70:130])
+    block = gguf.GGML_QUANT_SIZES[quantized][1]
+    assert sizes == [3 * 3 * block], "three rows of the blocks that hold columns 64 to 159"
+
+
+def test_broken_gguf(tiny_gguf: bytes, tmp_path: Path) -> None:
+    whole = tiny_gguf
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole)
+    header = GGUFCheckpoint(path)._file._data_start
+    path.write_bytes(whole[:-1000])
+    for read in (load, lambda path: check_model(EngineConfig(model=str(path)))):
+        with pytest.raises(ValueError, match=r"model\.gguf: cut short, tensor \S+ is incomplete"):
+            read(path)
+    for cut in (3, 10, 30, header // 2, header - 64):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"model\.gguf: corrupt or cut short at byte"):
+            load(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"model\.gguf: empty"):
+        load(path)
+    path.write_bytes(b"PK\3\4" + whole[4:100])
+    with pytest.raises(ValueError, match="not a GGUF file"):
+        load(path)
+    position = whole.index(b"general.architecture") + len("general.architecture") + 4
+    path.write_bytes(whole[:position] + struct.pack("<Q", 1 << 60) + whole[position + 8 :])
+    with pytest.raises(ValueError, match="corrupt or cut short at byte"):
+        load(path)
+    path.write_bytes(whole.replace(b"token_embd.weight", b"token_embx.weight", 1))
+    with pytest.raises(ValueError, match=r"tensor token_embd\.weight is missing"):
+        load(path)
+    path.write_bytes(whole.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight", 1))
+    with pytest.raises(ValueError, match=r"tensor model\.layers\.1\.self_attn\.q_proj\.weight is missing"):
+        load(path)
+
+
+def test_a_gguf_tensor_of_an_unsupported_type_is_named(tiny_gguf: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    name = b"blk.1.ffn_up.weight"  # [96, 64], F16
+    at = tiny_gguf.index(name) + len(name) + 4  # behind the number of dimensions, which is 2
+    shape, kind, offset = slice(at, at + 16), slice(at + 16, at + 20), slice(at + 20, at + 28)
+
+    def refused(where: slice, new: bytes, message: str) -> None:
+        path.write_bytes(tiny_gguf[: where.start] + new + tiny_gguf[where.stop :])
+        with pytest.raises(ValueError, match=rf"model\.gguf: .*tensor \S+ {message}"):
+            load(path)
+
+    types = gguf.GGMLQuantizationType
+    refused(kind, struct.pack("<I", 99), "is of type 99, which is not supported")
+    refused(kind, struct.pack("<I", types.I8), "is of type I8, which is not supported")
+    refused(slice(at, at + 20), struct.pack("<QQI", 63, 96, types.Q4_1), r"of type Q4_1 is \[96, 63\]")
+    refused(shape, struct.pack("<QQ", 64, 0), r"of type F16 is \[0, 64\]")
+    refused(shape, struct.pack("<QQ", 64, 1 << 62), "is incomplete")
+    refused(shape, struct.pack("<QQ", 64, 95), r"is \[95, 64\], by the model's .* should be \[96, 64\]")
+    refused(offset, struct.pack("<Q", 7), "is at 7, which is not aligned")
+    refused(offset, struct.pack("<Q", 1 << 63), "is incomplete")
+
+
+def test_a_damaged_gguf_header_is_accepted_or_refused_by_name(tiny_gguf: bytes, tmp_path: Path) -> None:
+    """Every fourth byte of it, in two ways: never another exception, never memory for what is not there."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_gguf)
+    header = GGUFCheckpoint(path)._file._data_start
+    refused = 0
+    for at in range(0, header, 4):
+        for damage in (0xFF, tiny_gguf[at] ^ 0x10):
+            path.write_bytes(tiny_gguf[:at] + bytes([damage]) + tiny_gguf[at + 1 :])
+            refused += is_refused(partial(GGUFCheckpoint, path), str(path))
+    assert refused > header // 4

@@ -1,0 +1,128 @@
+"""An engine with tiers below the device gives the same tokens, even if a disk fails."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from content import Tier
+from engine import Engine
+from engine.api.request import EngineRequest
+from engine.api.sampling_params import SamplingParams
+from engine.core.offload_tier import OffloadTier
+from kv_transfer.stores.disk_store import DiskStore
+from tests.engine.test_offload import text
+from worker.offload import offload_pumps
+
+
+def answers(
+    engine: Engine,
+    prompts: list[list[int]],
+    directory: Path | None = None,
+    break_disk: Callable[[DiskStore], None] = lambda store: None,
+) -> list[list[int]]:
+    """The tokens of each prompt. Copies are made as in the loop of a worker. `break_disk` is called before
+    each prompt."""
+    pumps = offload_pumps(engine, lambda: None, str(directory))
+    disks = [pump._store for pump in pumps if isinstance(pump._store, DiskStore)]
+    tokens: dict[bytes, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        request_id = number.to_bytes(2)
+        tokens[request_id] = []
+        for disk in disks:
+            break_disk(disk)
+        engine.add(EngineRequest(request_id, prompt, sampling=SamplingParams(max_tokens=20, ignore_eos=True)))
+        while not engine.idle if number % 3 == 2 or number == len(prompts) - 1 else engine.stats().waiting:
+            if engine.has_work:
+                for output in engine.step().outputs:
+                    tokens[output.id].append(output.token)
+            for pump in pumps:
+                pump.pump()
+    for pump in pumps:
+        while pump.copies:
+            pump.pump()
+        pump.close()
+    engine.assert_whole()
+    return list(tokens.values())
+
+
+TURNS = [[*text(20 + 7 * turn, chat), chat] for turn in range(4) for chat in range(6)]
+"""For a pool that is too small, so that requests are preempted and prefixes evicted."""
+
+
+def corrupt(store: DiskStore) -> None:
+    """Overwrites every second place."""
+    size = store._size
+    for place in range(0, os.fstat(store._file.fileno()).st_size // size, 2):
+        os.pwrite(store._file.fileno(), bytes(size), place * size)
+
+
+def fill_up(store: DiskStore) -> None:
+    store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
+
+
+@pytest.fixture(scope="module")
+def without_tiers(tiny_engine: Callable[..., Engine]) -> list[list[int]]:
+    return answers(tiny_engine(num_blocks=200), TURNS)
+
+
+@pytest.fixture
+def right(without_tiers: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of `TURNS`. Copies to tiers always pay meanwhile."""
+    monkeypatch.setattr(OffloadTier, "pays", lambda self: True)
+    return without_tiers
+
+
+def small(tiny_engine: Callable[..., Engine], directory: Path, **given: object) -> Engine:
+    """An engine with tiers."""
+    return tiny_engine(
+        num_blocks=30, enable_prefix_caching=True, max_num_seqs=4, disk_cache_dir=str(directory), **given
+    )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {Tier.HOST: 1 << 20},
+        {Tier.DISK: 1 << 20},
+        {Tier.HOST: 1 << 15, Tier.DISK: 1 << 20},
+    ],
+    ids=["host", "disk", "both"],
+)
+def test_tokens_are_the_same_with_and_without_tiers(
+    tiny_engine: Callable[..., Engine],
+    right: list[list[int]],
+    tmp_path: Path,
+    sizes: dict[Tier, int],
+    overlap: bool,
+) -> None:
+    given = {f"{tier.name.lower()}_cache_size": size for tier, size in sizes.items()}
+    engine = small(tiny_engine, tmp_path, overlap=overlap, **given)
+    assert answers(engine, TURNS, tmp_path) == right
+    stats = engine.stats()
+    assert stats.preemptions
+    assert [tier.tier for tier in stats.offload] == [*sizes]
+    assert stats.offload[-1].loaded_tokens > 100
+    for tier in stats.offload:
+        assert tier.blocks_used <= tier.blocks_total == sizes[tier.tier] // engine.block_bytes
+        assert tier.damaged == tier.failed == 0
+
+
+def test_a_disk_that_changes_blocks_costs_no_token(
+    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path
+) -> None:
+    engine = small(tiny_engine, tmp_path, disk_cache_size=1 << 20)
+    assert answers(engine, TURNS, tmp_path, corrupt) == right
+    assert engine.stats().offload[0].damaged
+
+
+def test_a_full_disk_costs_no_token(
+    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path
+) -> None:
+    engine = small(tiny_engine, tmp_path, disk_cache_size=1 << 20)
+    assert answers(engine, TURNS, tmp_path, fill_up) == right
+    [stats] = engine.stats().offload
+    assert stats.failed
+    assert stats.saved == stats.blocks_used == 0

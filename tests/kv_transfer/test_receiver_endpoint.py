@@ -1,0 +1,248 @@
+"""The receiver's endpoint in an engine, over a device that takes its time (`late_pool`)."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kv_transfer as kv
+from kv_transfer import channel as ch
+from kv_transfer.receiver import ArenaReceiver, _LayerPace
+
+from .late_pool import Bench, LatePool, late_pools
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
+    return late_pools(monkeypatch)
+
+
+@pytest.fixture
+def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, ArenaReceiver, LatePool]]:
+    bench = Bench(ArenaReceiver, ch.FromReceiver)
+    yield bench, bench.endpoint, late[0]
+    bench.endpoint.shutdown()
+
+
+def fetch(bench: Bench, until: Any) -> bytes:
+    bench.endpoint.fetch(
+        b"d",
+        prefill_id=b"p",
+        kv_address="127.0.0.1:1",
+        incarnation=1,
+        attempt=0,
+        block_ids=[7, 2],
+        num_tokens=20,
+    )
+    message = bench.next(until, ch.FetchIn)
+    assert message.ranges == ((0, 20),)
+    return message.transfer_id
+
+
+def arrive(bench: Bench, transfer_id: bytes, slot: int, layer: int) -> bytes:
+    data = os.urandom(20 * 64)
+    bench.arena.slot(slot)[: len(data)] = data
+    bench.channel.send(ch.Arrived(transfer_id, slot, layer, layer, None, 0, 1, 0, 20, len(data), "float32"))
+    return data
+
+
+def complete(bench: Bench, transfer_id: bytes) -> None:
+    bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 2, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
+
+
+def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    data = [arrive(bench, transfer_id, slot, layer) for slot, layer in ((4, 0), (2, 1))]
+    complete(bench, transfer_id)
+    assert receiver.poll() == []
+    assert receiver.poll_within is not None, "nothing else would wake the engine"
+    assert bench.silent(), "slots given back before they were copied"
+    pool.go()
+    assert receiver.poll() == []
+    assert bench.next(until, ch.SlotsFree).slots == [4, 2]
+    assert bench.silent(), "ACK before the scatter was over"
+    pool.go()
+    (event,) = receiver.poll()
+    assert isinstance(event, kv.Injected)
+    assert (event.first_token.token_id, event.stats.transfer_seconds, event.stats.bytes) == (9, 1.0, 2560)
+    assert bench.next(until, ch.InjectedIn).transfer_id == transfer_id
+    assert receiver.idle
+    assert receiver.poll_within is None
+    for layer in range(2):
+        got = torch.cat([bench.cache[layer][:, b] for b in (7, 2)], 1)[:, :20].contiguous()
+        assert got.numpy().tobytes() == data[layer]
+
+
+@pytest.mark.parametrize("how", ["injected", "cancelled", "asked again"])
+def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
+    receiving: Any, until: Any, how: str
+) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    arrive(bench, transfer_id, 4, 0)
+    bench.channel.send(ch.Arrived(transfer_id, 2, 1, 1, None, 0, 1, 0, 12, 12 * 64, "float32"))
+    receiver.poll()
+    assert receiver.next_injection == math.inf, "one of two layers, and the first tokens of the other"
+    bench.channel.send(ch.Arrived(transfer_id, 3, 2, 1, None, 0, 1, 12, 8, 8 * 64, "float32"))
+    before = time.monotonic()
+    receiver.poll()
+    assert before <= receiver.next_injection <= time.monotonic()
+    if how == "injected":
+        bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
+    elif how == "cancelled":
+        receiver.cancel(b"d")
+    else:
+        bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
+    pool.go(len(pool.work))
+    receiver.poll()
+    assert receiver.next_injection == math.inf
+
+
+def test_the_last_layer_comes_as_fast_as_those_before() -> None:
+    pace = _LayerPace()
+    pace.came(2, 10, 100.0)
+    assert pace.ends_at == math.inf
+    pace.came(4, 10, 101.0)
+    assert pace.ends_at == 103.5, "half a second for each of layers 5 to 9"
+    pace.came(8, 10, 101.5)
+    assert pace.ends_at == pytest.approx(101.75)
+    pace.came(9, 10, 105.0)
+    assert pace.ends_at == 105.0
+
+
+def test_layers_that_are_taken_together_do_not_tell_how_fast_they_come() -> None:
+    pace = _LayerPace()
+    for layer in (0, 2, 1):
+        pace.came(layer, 10, 100.0)
+    assert pace.ends_at == math.inf
+    pace.came(3, 10, 102.0)
+    assert pace.ends_at == 114.0, "2 seconds for layer 3, and for each of layers 4 to 9"
+
+
+def test_a_launch_that_is_due_goes_first(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    arrive(bench, transfer_id, 4, 0)
+    assert receiver.poll(spare=0.0) == []
+    assert receiver.poll_within is not None
+    assert not receiver.idle
+    until(lambda: receiver.poll(spare=1.0) or pool.work, "it to have waited for others", seconds=5)
+    arrive(bench, transfer_id, 2, 1)
+    complete(bench, transfer_id)
+    assert receiver.poll(spare=0.0) == []
+    assert len(pool.work) == 2, "injected while a step is to be launched"
+    receiver.poll(spare=1.0)
+    assert len(pool.work) == 4, "the last layer waits for no others"
+    pool.go(4)
+    (event,) = receiver.poll(spare=0.0)
+    assert isinstance(event, kv.Injected)
+    assert receiver.idle
+
+
+def test_where_a_launch_is_always_due_slices_do_not_wait_for_ever(receiving: Any, until: Any) -> None:
+    """The device is done before the host has launched the next step: else no request would ever join."""
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    for layer in range(2):
+        arrive(bench, transfer_id, layer, layer)
+    complete(bench, transfer_id)
+    until(lambda: receiver.poll(spare=0.0) or pool.work, "it to lose patience")
+    pool.go(2)
+    (event,) = receiver.poll(spare=0.0)
+    assert isinstance(event, kv.Injected)
+
+
+def test_what_waits_for_others_is_not_written_once_it_is_cancelled(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    arrive(bench, fetch(bench, until), 4, 0)
+    assert receiver.poll(spare=0.0) == []
+    receiver.cancel(b"d")
+    assert receiver.poll(spare=0.0) == [kv.Closed(b"d")], "its blocks are free, and may soon be another's"
+    assert receiver.poll() == []
+    assert pool.work == []
+    bench.next(until, ch.CancelIn)
+    assert bench.next(until, ch.SlotsFree).slots == [4]
+    assert receiver.idle
+
+
+@pytest.mark.parametrize("how", ["cancel", "failure", "failure, then cancel"])
+def test_blocks_are_given_back_only_after_the_last_scatter(receiving: Any, until: Any, how: str) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    arrive(bench, transfer_id, 3, 0)
+    assert receiver.poll() == []
+    if how != "cancel":
+        bench.channel.send(ch.FailedIn(transfer_id, "gone", retry=False))
+        assert receiver.poll() == []
+    if how != "failure":
+        receiver.cancel(b"d")
+    if how == "cancel":
+        assert bench.next(until, ch.CancelIn).transfer_id == transfer_id
+        arrive(bench, transfer_id, 5, 1)  # was on its way: its slot goes back, its bytes go nowhere
+    assert receiver.poll() == []
+    pool.go(2)
+    expected = kv.FetchFailed(b"d", "gone") if how == "failure" else kv.Closed(b"d")
+    assert receiver.poll() == [expected]
+    receiver.cancel(b"d")
+    assert receiver.poll() == []
+    freed = bench.next(until, ch.SlotsFree).slots
+    if how == "cancel":
+        freed += bench.next(until, ch.SlotsFree).slots
+    assert sorted(freed) == ([3, 5] if how == "cancel" else [3])
+    assert receiver.idle
+    assert pool.work == []
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_fetch_that_replaces_one_waits_for_its_scatters(receiving: Any, until: Any, failed: bool) -> None:
+    """It is a Retarget, and the old one's failure may be known and not reported yet: it says nothing of the
+    new one."""
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    arrive(bench, transfer_id, 3, 0)
+    assert receiver.poll() == []
+    if failed:
+        bench.channel.send(ch.FailedIn(transfer_id, "gone", retry=False))
+        assert receiver.poll() == []
+    receiver.fetch(
+        b"d",
+        prefill_id=b"q",
+        kv_address="127.0.0.1:1",
+        incarnation=2,
+        attempt=0,
+        block_ids=[7, 2],
+        num_tokens=20,
+    )
+    pool.go()
+    assert receiver.poll() == []
+    receiver.cancel(b"d")
+    assert receiver.poll() == [], "its blocks are still written for the old one"
+    pool.go()
+    assert receiver.poll() == [kv.Closed(b"d")]
+    assert receiver.idle
+
+
+def test_it_asks_again_twice_and_drops_late_slices_of_the_old_transfer(receiving: Any, until: Any) -> None:
+    bench, receiver, pool = receiving
+    transfer_id = fetch(bench, until)
+    for _ in range(2):
+        arrive(bench, transfer_id, 1, 0)
+        receiver.poll()
+        bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
+        arrive(bench, transfer_id, 2, 1)
+        pool.go(2)
+        assert receiver.poll() == []
+        again = bench.next(until, ch.FetchIn)
+        assert again.transfer_id != transfer_id
+        assert (again.prefill_id, again.ranges) == (b"p", ((0, 20),))
+        assert sorted(bench.next(until, ch.SlotsFree).slots) == [1, 2]
+        transfer_id = again.transfer_id
+    bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
+    assert receiver.poll() == [kv.FetchFailed(b"d", "integrity")]

@@ -1,0 +1,258 @@
+"""The sender's endpoint in an engine, over a device that takes its time (`late_pool`)."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kv_transfer as kv
+from kv_transfer import channel as ch
+from kv_transfer.sender import ArenaSender
+
+from .late_pool import Bench, LatePool, late_pools
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
+    return late_pools(monkeypatch)
+
+
+@pytest.fixture
+def sending(late: list[LatePool], until: Any) -> Iterator[tuple[Bench, ArenaSender, LatePool]]:
+    bench = Bench(ArenaSender, ch.FromSender)
+    yield bench, bench.endpoint, late[0]
+    late[0].go(len(late[0].work))
+    bench.endpoint.shutdown()
+
+
+def start(bench: Bench, prefill_id: bytes, transfer_id: bytes = b"t" * 16, *, session: int = 1) -> None:
+    bench.channel.send(ch.StartOut(prefill_id, transfer_id, session, 4096, 4, ((0, 40),), 0, 1))
+    bench.channel.send(ch.Granted(session, 9, False))
+
+
+def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    sender.ready(b"p", 0, 0, 40)
+    start(bench, b"p")
+    until(lambda: sender.has_fetch(b"p"), "the start to be seen")
+    assert pool.work == [], "gathered before the layer was written"
+    pool.recorded[0].passed = True
+    until(lambda: pool.work, "the gather")
+    assert bench.silent(), "handed over before it was copied"
+    pool.go()
+    s = bench.next(until, ch.SliceOut)
+    assert (s.seq, s.layer, s.token_start, s.token_count, s.length) == (0, 0, 0, 40, 40 * 64)
+    expected = torch.cat([bench.cache[0][:, b] for b in (5, 1, 3)], 1)[:, :40]
+    got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.length]), dtype=torch.float32)
+    assert torch.equal(got.view(2, 40, 1, 8), expected)
+    sender.close(b"p", "cancelled")
+
+
+def test_what_was_cached_leaves_before_and_beside_what_is_computed(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    sender.ready(b"p", None, 0, 16)
+    pool.recorded[0].passed = True
+    start(bench, b"p")
+    until(lambda: len(pool.work) == 2, "the gathers of both layers")
+    sender.ready(b"p", 0, 16, 40)
+    pool.go(2)
+    out = [bench.next(until, ch.SliceOut) for _ in range(2)]
+    assert [(s.layer, s.token_start, s.token_count) for s in out] == [(0, 0, 16), (1, 0, 16)]
+    assert pool.work == [], "nothing is computed yet"
+    pool.recorded[1].passed = True
+    until(lambda: pool.work, "the gather of what is computed")
+    pool.go()
+    s = bench.next(until, ch.SliceOut)
+    assert (s.seq, s.layer, s.token_start, s.token_count) == (2, 0, 16, 24)
+    sender.close(b"p", "cancelled")
+
+
+def test_kv_of_the_prefix_cache_waits_for_no_step_under_way(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.serve(b"p", [5, 1, 3, 2], 0, 64)
+    assert bench.next(until, ch.Pinned) == ch.Pinned(b"p", 1)
+    start(bench, b"p")
+    assert bench.next(until, ch.CommitOut).frames == 2
+    until(lambda: len(pool.work) == 2, "the gathers of both layers")
+    pool.go(2)
+    assert [bench.next(until, ch.SliceOut).layer for _ in range(2)] == [0, 1]
+    sender.close(b"p", "cancelled")
+
+
+def test_the_last_layer_waits_for_the_forward_on_the_device(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    pool.gather_most = 4
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    start(bench, b"p")
+    until(lambda: sender.has_fetch(b"p"), "the start to be seen")
+    sender.ready(b"p", 0, 0, 40)
+    sender.ready(b"p", 1, 0, 40)
+    assert pool.work == [], "out of turn, or the first layer did not wait"
+    pool.recorded[0].passed = True
+    until(lambda: len(pool.work) == 2, "both gathers")
+    assert bench.silent()
+    pool.go()
+    assert bench.next(until, ch.SliceOut).layer == 0, "the first layer waited for the last"
+    assert bench.silent()
+    pool.recorded[1].passed = True
+    pool.go()
+    assert bench.next(until, ch.SliceOut).layer == 1
+    sender.close(b"p", "cancelled")
+
+
+def test_what_a_peer_reads_first_is_handed_over_before_the_next_gather(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    bench.channel.send(ch.Reached(1, True))
+    start(bench, b"p")
+    sender.ready(b"p", None, 0, 40)
+    pool.recorded[0].passed = True
+    until(lambda: pool.work, "the first gather")
+    sender.expect(b"q")
+    bench.next(until, ch.Offer)
+    assert len(pool.work) == 1
+    pool.go()
+    assert bench.next(until, ch.SliceOut).layer == 0
+    until(lambda: pool.work, "the second gather")
+    for prefill_id in (b"p", b"q"):
+        sender.close(prefill_id, "cancelled")
+
+
+def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, sender, _ = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    start(bench, b"p")
+    until(lambda: sender.has_fetch(b"p"), "the start to be seen")
+    sleeps, end_of_sleep = threading.Event(), threading.Event()
+
+    def sleep(*_: Any) -> list[int]:
+        sleeps.set()
+        end_of_sleep.wait()
+        return []
+
+    monkeypatch.setattr("kv_transfer.sender.wait", sleep)
+    sender.expect(b"q")  # ends the wait that is under way
+    assert sleeps.wait(20)
+    sender.commit(b"p", kv.FirstToken(1))
+    bench.next(until, ch.Offer)
+    assert bench.next(until, ch.CommitOut).first_token == kv.FirstToken(1)
+    bench.next(until, ch.Finished)
+    with pytest.raises(BlockingIOError):  # the pump is not woken for nothing
+        os.eventfd_read(sender._wake)
+    monkeypatch.undo()
+    end_of_sleep.set()
+    for prefill_id in (b"p", b"q"):
+        sender.close(prefill_id, "cancelled")
+
+
+def test_closing_releases_only_after_the_gathers_that_run(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    sender.ready(b"p", None, 0, 40)
+    bench.next(until, ch.Offer)
+    start(bench, b"p")
+    pool.recorded[0].passed = True
+    until(lambda: len(pool.work) == 2, "both gathers")
+    sender.close(b"p", "cancelled")
+    assert bench.next(until, ch.CloseOut).reason == "cancelled"
+    pool.go()
+    first = bench.next(until, ch.SliceOut)
+    assert sender.poll() == [], "released while a gather may still read its blocks"
+    pool.go()
+    assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]
+    assert not sender.idle
+    for slot in (first.slot, bench.next(until, ch.SliceOut).slot):
+        bench.channel.send(ch.SlotFree(slot, True))
+    until(lambda: sender.idle, "the slots")
+
+
+def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: Any) -> None:
+    bench, sender, pool = sending
+    for i in range(4):  # 8 slices, 2 for each prefill
+        sender.open(bytes([i]), [i], 16)
+        sender.ready(bytes([i]), None, 0, 16)
+        pool.recorded[-1].passed = True
+        bench.next(until, ch.Offer)  # only what was offered is ever started
+        bench.channel.send(ch.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 2, ((0, 16),), 0, 1))
+    bench.channel.send(ch.Granted(0, 9, False), ch.Granted(1, 1, False))
+    until(lambda: len(pool.work) == 3, "two slices by window, one by credit")
+    bench.channel.send(ch.Granted(1, 2, False))
+    until(lambda: len(pool.work) == 4, "one more by credit")
+    pool.go(4)
+    out = [bench.next(until, ch.SliceOut) for _ in range(4)]
+    assert {s.transfer_id for s in out} == {bytes([i]) for i in range(4)}, "round robin over the transfers"
+    bench.channel.send(ch.Granted(1, 2, True))
+    answer = bench.next(until, ch.Recalled)
+    assert (answer.session, answer.total, answer.sent) == (1, 2, 2)
+    for s in out:
+        bench.channel.send(ch.SlotFree(s.slot, True))  # none of them left: their credit is good again
+    until(lambda: len(pool.work) == 4, "what was left")
+    pool.go(4)
+    for i in range(4):
+        sender.close(bytes([i]), "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "stop", "heads"),
+    [(4096, 41, 1), (4096, 40, 2), (63, 40, 1)],
+    ids=["positions", "heads", "room"],
+)
+def test_a_fetch_that_cannot_be_served_is_refused_and_nothing_else(
+    sending: Any, until: Any, slot_bytes: int, stop: int, heads: int
+) -> None:
+    """Of what a peer may ask for, nothing ends the pump, and with it the worker."""
+    bench, sender, _ = sending
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    sender.ready(b"p", 0, 0, 40)
+    bench.channel.send(ch.StartOut(b"p", b"t" * 16, 1, slot_bytes, 4, ((0, stop),), 0, heads))
+    assert bench.next(until, ch.RefuseFetch) == ch.RefuseFetch(b"t" * 16)
+    sender.close(b"p", "cancelled")
+    assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]
+
+
+def test_a_fetch_that_waited_for_a_cancelled_prefill_is_forgotten(sending: Any, until: Any) -> None:
+    bench, sender, _ = sending
+    bench.channel.send(ch.FetchWaits(b"p", False))
+    until(lambda: sender.has_fetch(b"p"), "the FETCH")
+    sender.expect(b"p")
+    sender.close(b"p", "cancelled")
+    bench.next(until, ch.Offer)
+    bench.next(until, ch.CloseOut)
+    start(bench, b"p")  # what the transfer process says to the offer
+    until(lambda: not sender.has_fetch(b"p"), "the FETCH to be forgotten")
+
+
+def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:
+    bench = Bench(ArenaSender, ch.FromSender)
+    bench.channel.send(ch.SlotFree(3, False))  # a slot that it never gave
+    select_error = until(lambda: bench.endpoint._error, "the pump to die", bench.endpoint)
+    with pytest.raises(RuntimeError, match="pump died") as error:
+        bench.endpoint.poll()
+    assert error.value.__cause__ is select_error
+
+
+def test_descriptors_may_have_any_number(late: list[LatePool], until: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    bench = Bench(ArenaSender, ch.FromSender, lowest_fd=1500)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    bench.endpoint.open(b"p", [5, 1, 3], 40)
+    bench.next(until, ch.Offer)
+    bench.channel.send(ch.FetchWaits(b"p", False))
+    until(lambda: bench.endpoint.has_fetch(b"p"), "the pump to hear of it")
+    bench.endpoint.close(b"p", "cancelled")
+    bench.endpoint.shutdown()
