@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.channel import ArrivedAt, Exported, ExportGone, ExportIn, Opened
+from kv_transfer.local_messages import ArrivedAt, Exported, ExportGone, ExportIn, Opened
 from kv_transfer.peer_memory import TCP_ONLY, PeerMemory, Unreachable
 from kv_transfer.protocol.messages import Export
 

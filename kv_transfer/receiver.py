@@ -22,11 +22,12 @@ import msgspec
 
 from content import CHUNK_TOKENS
 from kv_transfer.arena import ArenaEnd
-from kv_transfer.channel import (
+from kv_transfer.channel import Channel
+from kv_transfer.layout import Slice
+from kv_transfer.local_messages import (
     Arrived,
     ArrivedAt,
     CancelIn,
-    Channel,
     Complete,
     ExportGone,
     ExportIn,
@@ -37,7 +38,6 @@ from kv_transfer.channel import (
     SlotsFree,
     ToReceiver,
 )
-from kv_transfer.layout import Slice
 from kv_transfer.pulls import Pulls
 from kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
 from kv_transfer.staging import scattered_at_once

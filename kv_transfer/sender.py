@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from content import CHUNK_TOKENS
 from kv_transfer.arena import ArenaEnd
-from kv_transfer.channel import (
-    Channel,
-    ChannelClosed,
+from kv_transfer.channel import Channel, ChannelClosed
+from kv_transfer.layout import cut, cut_state, heads_of, intersect, rank_of, slice_bytes
+from kv_transfer.local_messages import (
     CloseOut,
     CommitOut,
     Exported,
@@ -42,7 +42,6 @@ from kv_transfer.channel import (
     StopOut,
     ToSender,
 )
-from kv_transfer.layout import cut, cut_state, heads_of, intersect, rank_of, slice_bytes
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.pulls import adopted, exported

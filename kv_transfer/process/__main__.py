@@ -29,9 +29,10 @@ import setproctitle
 
 from kv_transfer import spawn
 from kv_transfer.arena import ArenaEnd
-from kv_transfer.channel import Channel, ChannelClosed, FromReceiver, FromSender
+from kv_transfer.channel import Channel, ChannelClosed
 from kv_transfer.config import TransferConfig
 from kv_transfer.heartbeat import Heartbeat
+from kv_transfer.local_messages import FromReceiver, FromSender
 from kv_transfer.parent import die_with_parent
 from kv_transfer.process import movers
 from kv_transfer.process.connector import Session

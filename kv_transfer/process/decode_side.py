@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer.channel import (
+from kv_transfer.channel import Channel
+from kv_transfer.config import TransferConfig
+from kv_transfer.local_messages import (
     Arrived,
     ArrivedAt,
     CancelIn,
-    Channel,
     Complete,
     FailedIn,
     FetchIn,
@@ -25,7 +26,6 @@ from kv_transfer.channel import (
     PulledIn,
     SlotsFree,
 )
-from kv_transfer.config import TransferConfig
 from kv_transfer.process.connector import Connect, ProtocolError, Session
 from kv_transfer.process.nixl_memory import NixlMemory, SliceToRead
 from kv_transfer.process.peer_exports import RING, PeerExports

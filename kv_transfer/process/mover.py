@@ -15,7 +15,8 @@ import time
 from typing import Any
 
 from kv_transfer.arena import Arena
-from kv_transfer.channel import Channel, ChannelClosed, Local
+from kv_transfer.channel import Channel, ChannelClosed
+from kv_transfer.local_messages import Local
 from kv_transfer.process.lane import Lane
 from kv_transfer.process.lane_owner import OutgoingFrame
 from kv_transfer.process.loop import Loop

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.channel import Channel, ExportGone, ExportIn
+from kv_transfer.channel import Channel
 from kv_transfer.config import MAX_SLOT_BYTES, PAGE
+from kv_transfer.local_messages import ExportGone, ExportIn
 from kv_transfer.peer_memory import count_slots
 from kv_transfer.process.connector import ProtocolError, Session
 from kv_transfer.process.nixl_memory import NixlMemory

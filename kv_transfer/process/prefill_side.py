@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kv_transfer.arena import Arena
-from kv_transfer.channel import (
-    Channel,
+from kv_transfer.channel import Channel
+from kv_transfer.config import TransferConfig
+from kv_transfer.layout import EXPORT_VERSION, SLICES_VERSION
+from kv_transfer.local_messages import (
     CloseOut,
     CommitOut,
     Exported,
@@ -32,8 +34,6 @@ from kv_transfer.channel import (
     StartOut,
     StopOut,
 )
-from kv_transfer.config import TransferConfig
-from kv_transfer.layout import EXPORT_VERSION, SLICES_VERSION
 from kv_transfer.peer_memory import TCP_ONLY
 from kv_transfer.process import nixl_memory
 from kv_transfer.process.connector import ProtocolError, SessionToDecode

@@ -15,6 +15,7 @@ import torch
 
 import kv_transfer as kv
 from kv_transfer import channel as ch
+from kv_transfer import local_messages as lm
 from kv_transfer import ranked_pool
 from kv_transfer.device.host_pool import HostPool
 
@@ -110,4 +111,4 @@ class Bench:
 
     def _receive(self) -> None:
         for message in self.channel.receive():
-            self.inbox += message.slices if isinstance(message, ch.SlicesOut) else [message]
+            self.inbox += message.slices if isinstance(message, lm.SlicesOut) else [message]

@@ -14,6 +14,7 @@ import pytest
 
 import kv_transfer as kv
 from kv_transfer import channel as ch
+from kv_transfer import local_messages as lm
 from kv_transfer.protocol import tombstones
 
 
@@ -84,11 +85,11 @@ def test_a_bad_configuration_is_named(change: dict[str, Any], named: str) -> Non
 def test_a_channel_holds_back_what_does_not_fit_and_keeps_the_order() -> None:
     a, b = kv.channel_pair()
     blocked: list[bool] = []
-    sender = ch.Channel(a, ch.FromReceiver, lambda: blocked.append(True))
-    receiver = ch.Channel(b, ch.FromReceiver)
+    sender = ch.Channel(a, lm.FromReceiver, lambda: blocked.append(True))
+    receiver = ch.Channel(b, lm.FromReceiver)
     total = 20_000
     for i in range(total):
-        sender.send(ch.SlotsFree([i]))
+        sender.send(lm.SlotsFree([i]))
     assert blocked
     assert sender.pending, "the socket took everything: the test tests nothing"
     got: list[int] = []
@@ -102,7 +103,7 @@ def test_a_channel_holds_back_what_does_not_fit_and_keeps_the_order() -> None:
     with pytest.raises(ch.ChannelClosed):
         receiver.receive()
     with pytest.raises(ch.ChannelClosed):
-        receiver.send(ch.SlotsFree([1]))
+        receiver.send(lm.SlotsFree([1]))
 
 
 def test_a_trace_is_readable_even_when_cut_off(tmp_path: Path) -> None:

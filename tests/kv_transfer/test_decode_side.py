@@ -12,6 +12,7 @@ import pytest
 
 import kv_transfer as kv
 from kv_transfer import channel as ch
+from kv_transfer import local_messages as lm
 from kv_transfer.process import decode_side
 from kv_transfer.process.connector import ProtocolError, Session
 from kv_transfer.process.decode_side import DecodeSide
@@ -85,14 +86,14 @@ class Side:
             deadlines=kv.TransferDeadlines(**deadlines),
         )  # fmt: skip
         ours, theirs = kv.channel_pair()
-        self.engine = ch.Channel(ours, ch.ToReceiver)
-        self.channel = ch.Channel(theirs, ch.FromReceiver)
+        self.engine = ch.Channel(ours, lm.ToReceiver)
+        self.channel = ch.Channel(theirs, lm.FromReceiver)
         self.slots = SlotPipe(4)
         self.network = network
         self.side = DecodeSide(config, self.slots, self.channel, TransferCounters(), network.connect, nixl)
 
     def fetch(self, transfer_id: bytes, address: str = "[::1]:7000", incarnation: int = 9) -> None:
-        self.side.engine(ch.FetchIn(transfer_id, b"p" * 16, address, incarnation, 0, ((0, 4),), 0, 1))
+        self.side.engine(lm.FetchIn(transfer_id, b"p" * 16, address, incarnation, 0, ((0, 4),), 0, 1))
 
     def told(self) -> list[Any]:
         """What the engine was."""
@@ -119,7 +120,7 @@ class Side:
         head = Header(FrameType.KV, transfer_id, head_count=1, token_count=4, length=256)
         self.side.kv_ends(head, self.side.kv_begins(session, head, slot), True)
         self.side.control(session, Header(FrameType.COMMIT, transfer_id), Commit(kv.FirstToken(7), 1, 256))
-        self.side.engine(ch.SlotsFree([slot]))
+        self.side.engine(lm.SlotsFree([slot]))
 
     def inject(self, transfer_id: bytes) -> None:
         """From FETCH to ACK."""
@@ -127,7 +128,7 @@ class Side:
         if not self.is_up:
             self.up()
         self.complete(transfer_id)
-        self.side.engine(ch.InjectedIn(transfer_id))
+        self.side.engine(lm.InjectedIn(transfer_id))
 
     def acked(self) -> list[bytes]:
         """The ACKs said in this session."""
@@ -161,7 +162,7 @@ def test_it_connects_again_less_and_less_often_until_the_deadline(
     assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0], abs=0.011)
     assert world.told() == []
     assert world.attempts_until(7.0) == []
-    assert world.told() == [ch.FailedIn(b"t" * 16, "unreachable", False)]
+    assert world.told() == [lm.FailedIn(b"t" * 16, "unreachable", False)]
     assert not world.side.busy, "it waits for no peer"
 
 
@@ -178,7 +179,7 @@ def test_a_session_that_came_up_makes_the_next_attempts_frequent_again(
     session = world.up()
     assert [(type(m), t) for m, t in session.said if isinstance(m, Fetch)] == [(Fetch, b"t" * 16)]
     world.down("lost")
-    assert world.told() == [ch.FailedIn(b"t" * 16, "lost", True)]
+    assert world.told() == [lm.FailedIn(b"t" * 16, "lost", True)]
     world.fetch(b"u" * 16)
     assert world.network.session is not None, "the first attempt is due at once"
     world.down("unreachable")
@@ -196,7 +197,7 @@ def test_a_session_is_idle_without_a_transfer_and_not_before(monkeypatch: pytest
         world.now = float(now)
         world.side.tick(world.now)
     assert not session.ended, "a transfer waits for it"
-    world.side.engine(ch.CancelIn(b"t" * 16))
+    world.side.engine(lm.CancelIn(b"t" * 16))
     for tick in range(59):
         world.now = 600.0 + tick
         world.side.tick(world.now)
@@ -225,7 +226,7 @@ def test_a_peer_with_two_addresses_has_one_session(monkeypatch: pytest.MonkeyPat
     world.fetch(b"v" * 16, other)
     assert [t for m, t in session.said if isinstance(m, Fetch)] == [b"t" * 16, b"u" * 16, b"v" * 16]
     world.complete(b"t" * 16)
-    world.side.engine(ch.InjectedIn(b"t" * 16))
+    world.side.engine(lm.InjectedIn(b"t" * 16))
     world.down("lost")
     world.side.tick(world.now)
     assert world.network.attempts[1:] == [(("127.0.0.1", 7000), 4)], "the address that was named last"
@@ -274,8 +275,8 @@ def test_what_is_complete_is_injected_whatever_becomes_of_its_peer(monkeypatch: 
     world.down("lost")
     side.tick(world.now)
     world.down("incarnation")
-    assert [type(message) for message in world.told()] == [ch.Arrived, ch.Complete]
-    side.engine(ch.InjectedIn(b"t" * 16))
+    assert [type(message) for message in world.told()] == [lm.Arrived, lm.Complete]
+    side.engine(lm.InjectedIn(b"t" * 16))
     assert side.quiet
     assert side.slots_free() == 4
 
@@ -327,7 +328,7 @@ def test_a_session_whose_bytes_come_is_not_dry(
     session.kv_moved, world.now = moved, 10.0
     side.control(peer, Header(FrameType.ABORTED, b"t" * 16), Aborted("deadline", 1))
     assert session.ended == ("lost" if dry else "")
-    assert world.told() == ([] if dry else [ch.FailedIn(b"t" * 16, "deadline", True)])
+    assert world.told() == ([] if dry else [lm.FailedIn(b"t" * 16, "deadline", True)])
     assert not any(isinstance(message, Abort) for message, _ in session.said)
 
 
@@ -420,7 +421,7 @@ def test_a_slice_is_at_most_as_large_as_its_slot(
     session = cast("Session", world.up())
     export = Export(kind, "a host", b"a handle", 4, 8192, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
-    world.side.engine(ch.Opened(session.number, True, ""))
+    world.side.engine(lm.Opened(session.number, True, ""))
     head = Header(FrameType.SLICE, b"t" * 16)
     with pytest.raises(ProtocolError, match=f"{most + 64} bytes"):
         world.side.control(session, head, SliceAt(0, 1, 0, 0, 0, 1, 0, 4, length=most + 64))
@@ -438,11 +439,11 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(session, "end", partial(world.side.session_down, session))
     export = Export("shared_memory", "a host", b"a handle", 4, 4096, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
-    world.side.engine(ch.Opened(session.number, True, ""))
+    world.side.engine(lm.Opened(session.number, True, ""))
     # Two have credit. The third one ends the session, and what follows it is not looked at.
     slices = Slices(tuple(AnySliceAt(seq, 1, seq, 0, 0, 1, 0, 4, length=256) for seq in range(4)))
     world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
-    assert ch.ExportGone(session.number) in world.told()
+    assert lm.ExportGone(session.number) in world.told()
     world.side.session_over(session)
     assert world.side.slots_free() == 3  # the engine has the first one
 

@@ -11,15 +11,8 @@ import msgspec
 import pytest
 
 import kv_transfer as kv
-from kv_transfer.channel import (
-    Channel,
-    CommitOut,
-    Exported,
-    FromSender,
-    Offer,
-    SliceOut,
-    SlicesOut,
-)
+from kv_transfer.channel import Channel
+from kv_transfer.local_messages import CommitOut, Exported, FromSender, Offer, SliceOut, SlicesOut
 from kv_transfer.process import prefill_side
 from kv_transfer.process.connector import ProtocolError
 from kv_transfer.process.prefill_side import PrefillSide

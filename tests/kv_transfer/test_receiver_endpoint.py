@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kv_transfer as kv
-from kv_transfer import channel as ch
+from kv_transfer import local_messages as lm
 from kv_transfer.receiver import ArenaReceiver, _LayerPace
 
 from .late_pool import Bench, LatePool, late_pools
@@ -25,7 +25,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
 
 @pytest.fixture
 def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, ArenaReceiver, LatePool]]:
-    bench = Bench(ArenaReceiver, ch.FromReceiver)
+    bench = Bench(ArenaReceiver, lm.FromReceiver)
     yield bench, bench.endpoint, late[0]
     bench.endpoint.shutdown()
 
@@ -40,7 +40,7 @@ def fetch(bench: Bench, until: Any) -> bytes:
         block_ids=[7, 2],
         num_tokens=20,
     )
-    message = bench.next(until, ch.FetchIn)
+    message = bench.next(until, lm.FetchIn)
     assert message.ranges == ((0, 20),)
     return message.transfer_id
 
@@ -48,12 +48,12 @@ def fetch(bench: Bench, until: Any) -> bytes:
 def arrive(bench: Bench, transfer_id: bytes, slot: int, layer: int) -> bytes:
     data = os.urandom(20 * 64)
     bench.arena.slot(slot)[: len(data)] = data
-    bench.channel.send(ch.Arrived(transfer_id, slot, layer, layer, None, 0, 1, 0, 20, len(data), "float32"))
+    bench.channel.send(lm.Arrived(transfer_id, slot, layer, layer, None, 0, 1, 0, 20, len(data), "float32"))
     return data
 
 
 def complete(bench: Bench, transfer_id: bytes) -> None:
-    bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 2, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
+    bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(9), 2, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
 
 
 def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> None:
@@ -66,13 +66,13 @@ def test_injected_only_after_the_last_scatter(receiving: Any, until: Any) -> Non
     assert bench.silent(), "slots given back before they were copied"
     pool.go()
     assert receiver.poll() == []
-    assert bench.next(until, ch.SlotsFree).slots == [4, 2]
+    assert bench.next(until, lm.SlotsFree).slots == [4, 2]
     assert bench.silent(), "ACK before the scatter was over"
     pool.go()
     (event,) = receiver.poll()
     assert isinstance(event, kv.Injected)
     assert (event.first_token.token_id, event.stats.transfer_seconds, event.stats.bytes) == (9, 1.0, 2560)
-    assert bench.next(until, ch.InjectedIn).transfer_id == transfer_id
+    assert bench.next(until, lm.InjectedIn).transfer_id == transfer_id
     assert receiver.idle
     assert receiver.poll_within is None
     for layer in range(2):
@@ -87,19 +87,19 @@ def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
     arrive(bench, transfer_id, 4, 0)
-    bench.channel.send(ch.Arrived(transfer_id, 2, 1, 1, None, 0, 1, 0, 12, 12 * 64, "float32"))
+    bench.channel.send(lm.Arrived(transfer_id, 2, 1, 1, None, 0, 1, 0, 12, 12 * 64, "float32"))
     receiver.poll()
     assert receiver.next_injection == math.inf, "one of two layers, and the first tokens of the other"
-    bench.channel.send(ch.Arrived(transfer_id, 3, 2, 1, None, 0, 1, 12, 8, 8 * 64, "float32"))
+    bench.channel.send(lm.Arrived(transfer_id, 3, 2, 1, None, 0, 1, 12, 8, 8 * 64, "float32"))
     before = time.monotonic()
     receiver.poll()
     assert before <= receiver.next_injection <= time.monotonic()
     if how == "injected":
-        bench.channel.send(ch.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
+        bench.channel.send(lm.Complete(transfer_id, kv.FirstToken(9), 3, 2 * 20 * 64, 0.5, 1.0, 2.0, 2.5))
     elif how == "cancelled":
         receiver.cancel(b"d")
     else:
-        bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
+        bench.channel.send(lm.FailedIn(transfer_id, "integrity", retry=True))
     pool.go(len(pool.work))
     receiver.poll()
     assert receiver.next_injection == math.inf
@@ -167,8 +167,8 @@ def test_what_waits_for_others_is_not_written_once_it_is_cancelled(receiving: An
     assert receiver.poll(spare=0.0) == [kv.Closed(b"d")], "its blocks are free, and may soon be another's"
     assert receiver.poll() == []
     assert pool.work == []
-    bench.next(until, ch.CancelIn)
-    assert bench.next(until, ch.SlotsFree).slots == [4]
+    bench.next(until, lm.CancelIn)
+    assert bench.next(until, lm.SlotsFree).slots == [4]
     assert receiver.idle
 
 
@@ -179,12 +179,12 @@ def test_blocks_are_given_back_only_after_the_last_scatter(receiving: Any, until
     arrive(bench, transfer_id, 3, 0)
     assert receiver.poll() == []
     if how != "cancel":
-        bench.channel.send(ch.FailedIn(transfer_id, "gone", retry=False))
+        bench.channel.send(lm.FailedIn(transfer_id, "gone", retry=False))
         assert receiver.poll() == []
     if how != "failure":
         receiver.cancel(b"d")
     if how == "cancel":
-        assert bench.next(until, ch.CancelIn).transfer_id == transfer_id
+        assert bench.next(until, lm.CancelIn).transfer_id == transfer_id
         arrive(bench, transfer_id, 5, 1)  # was on its way: its slot goes back, its bytes go nowhere
     assert receiver.poll() == []
     pool.go(2)
@@ -192,9 +192,9 @@ def test_blocks_are_given_back_only_after_the_last_scatter(receiving: Any, until
     assert receiver.poll() == [expected]
     receiver.cancel(b"d")
     assert receiver.poll() == []
-    freed = bench.next(until, ch.SlotsFree).slots
+    freed = bench.next(until, lm.SlotsFree).slots
     if how == "cancel":
-        freed += bench.next(until, ch.SlotsFree).slots
+        freed += bench.next(until, lm.SlotsFree).slots
     assert sorted(freed) == ([3, 5] if how == "cancel" else [3])
     assert receiver.idle
     assert pool.work == []
@@ -209,7 +209,7 @@ def test_a_fetch_that_replaces_one_waits_for_its_scatters(receiving: Any, until:
     arrive(bench, transfer_id, 3, 0)
     assert receiver.poll() == []
     if failed:
-        bench.channel.send(ch.FailedIn(transfer_id, "gone", retry=False))
+        bench.channel.send(lm.FailedIn(transfer_id, "gone", retry=False))
         assert receiver.poll() == []
     receiver.fetch(
         b"d",
@@ -235,14 +235,14 @@ def test_it_asks_again_twice_and_drops_late_slices_of_the_old_transfer(receiving
     for _ in range(2):
         arrive(bench, transfer_id, 1, 0)
         receiver.poll()
-        bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
+        bench.channel.send(lm.FailedIn(transfer_id, "integrity", retry=True))
         arrive(bench, transfer_id, 2, 1)
         pool.go(2)
         assert receiver.poll() == []
-        again = bench.next(until, ch.FetchIn)
+        again = bench.next(until, lm.FetchIn)
         assert again.transfer_id != transfer_id
         assert (again.prefill_id, again.ranges) == (b"p", ((0, 20),))
-        assert sorted(bench.next(until, ch.SlotsFree).slots) == [1, 2]
+        assert sorted(bench.next(until, lm.SlotsFree).slots) == [1, 2]
         transfer_id = again.transfer_id
-    bench.channel.send(ch.FailedIn(transfer_id, "integrity", retry=True))
+    bench.channel.send(lm.FailedIn(transfer_id, "integrity", retry=True))
     assert receiver.poll() == [kv.FetchFailed(b"d", "integrity")]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kv_transfer as kv
-from kv_transfer import channel as ch
+from kv_transfer import local_messages as lm
 from kv_transfer.sender import ArenaSender
 
 from .late_pool import Bench, LatePool, late_pools
@@ -25,21 +25,21 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
 
 @pytest.fixture
 def sending(late: list[LatePool], until: Any) -> Iterator[tuple[Bench, ArenaSender, LatePool]]:
-    bench = Bench(ArenaSender, ch.FromSender)
+    bench = Bench(ArenaSender, lm.FromSender)
     yield bench, bench.endpoint, late[0]
     late[0].go(len(late[0].work))
     bench.endpoint.shutdown()
 
 
 def start(bench: Bench, prefill_id: bytes, transfer_id: bytes = b"t" * 16, *, session: int = 1) -> None:
-    bench.channel.send(ch.StartOut(prefill_id, transfer_id, session, 4096, 4, ((0, 40),), 0, 1))
-    bench.channel.send(ch.Granted(session, 9, False))
+    bench.channel.send(lm.StartOut(prefill_id, transfer_id, session, 4096, 4, ((0, 40),), 0, 1))
+    bench.channel.send(lm.Granted(session, 9, False))
 
 
 def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until: Any) -> None:
     bench, sender, pool = sending
     sender.open(b"p", [5, 1, 3], 40)
-    bench.next(until, ch.Offer)
+    bench.next(until, lm.Offer)
     sender.ready(b"p", 0, 0, 40)
     start(bench, b"p")
     until(lambda: sender.has_fetch(b"p"), "the start to be seen")
@@ -48,7 +48,7 @@ def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until
     until(lambda: pool.work, "the gather")
     assert bench.silent(), "handed over before it was copied"
     pool.go()
-    s = bench.next(until, ch.SliceOut)
+    s = bench.next(until, lm.SliceOut)
     assert (s.seq, s.layer, s.token_start, s.token_count, s.length) == (0, 0, 0, 40, 40 * 64)
     expected = torch.cat([bench.cache[0][:, b] for b in (5, 1, 3)], 1)[:, :40]
     got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.length]), dtype=torch.float32)
@@ -59,20 +59,20 @@ def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until
 def test_what_was_cached_leaves_before_and_beside_what_is_computed(sending: Any, until: Any) -> None:
     bench, sender, pool = sending
     sender.open(b"p", [5, 1, 3], 40)
-    bench.next(until, ch.Offer)
+    bench.next(until, lm.Offer)
     sender.ready(b"p", None, 0, 16)
     pool.recorded[0].passed = True
     start(bench, b"p")
     until(lambda: len(pool.work) == 2, "the gathers of both layers")
     sender.ready(b"p", 0, 16, 40)
     pool.go(2)
-    out = [bench.next(until, ch.SliceOut) for _ in range(2)]
+    out = [bench.next(until, lm.SliceOut) for _ in range(2)]
     assert [(s.layer, s.token_start, s.token_count) for s in out] == [(0, 0, 16), (1, 0, 16)]
     assert pool.work == [], "nothing is computed yet"
     pool.recorded[1].passed = True
     until(lambda: pool.work, "the gather of what is computed")
     pool.go()
-    s = bench.next(until, ch.SliceOut)
+    s = bench.next(until, lm.SliceOut)
     assert (s.seq, s.layer, s.token_start, s.token_count) == (2, 0, 16, 24)
     sender.close(b"p", "cancelled")
 
@@ -80,12 +80,12 @@ def test_what_was_cached_leaves_before_and_beside_what_is_computed(sending: Any,
 def test_kv_of_the_prefix_cache_waits_for_no_step_under_way(sending: Any, until: Any) -> None:
     bench, sender, pool = sending
     sender.serve(b"p", [5, 1, 3, 2], 0, 64)
-    assert bench.next(until, ch.Pinned) == ch.Pinned(b"p", 1)
+    assert bench.next(until, lm.Pinned) == lm.Pinned(b"p", 1)
     start(bench, b"p")
-    assert bench.next(until, ch.CommitOut).frames == 2
+    assert bench.next(until, lm.CommitOut).frames == 2
     until(lambda: len(pool.work) == 2, "the gathers of both layers")
     pool.go(2)
-    assert [bench.next(until, ch.SliceOut).layer for _ in range(2)] == [0, 1]
+    assert [bench.next(until, lm.SliceOut).layer for _ in range(2)] == [0, 1]
     sender.close(b"p", "cancelled")
 
 
@@ -93,7 +93,7 @@ def test_the_last_layer_waits_for_the_forward_on_the_device(sending: Any, until:
     bench, sender, pool = sending
     pool.gather_most = 4
     sender.open(b"p", [5, 1, 3], 40)
-    bench.next(until, ch.Offer)
+    bench.next(until, lm.Offer)
     start(bench, b"p")
     until(lambda: sender.has_fetch(b"p"), "the start to be seen")
     sender.ready(b"p", 0, 0, 40)
@@ -103,28 +103,28 @@ def test_the_last_layer_waits_for_the_forward_on_the_device(sending: Any, until:
     until(lambda: len(pool.work) == 2, "both gathers")
     assert bench.silent()
     pool.go()
-    assert bench.next(until, ch.SliceOut).layer == 0, "the first layer waited for the last"
+    assert bench.next(until, lm.SliceOut).layer == 0, "the first layer waited for the last"
     assert bench.silent()
     pool.recorded[1].passed = True
     pool.go()
-    assert bench.next(until, ch.SliceOut).layer == 1
+    assert bench.next(until, lm.SliceOut).layer == 1
     sender.close(b"p", "cancelled")
 
 
 def test_what_a_peer_reads_first_is_handed_over_before_the_next_gather(sending: Any, until: Any) -> None:
     bench, sender, pool = sending
     sender.open(b"p", [5, 1, 3], 40)
-    bench.next(until, ch.Offer)
-    bench.channel.send(ch.Reached(1, True))
+    bench.next(until, lm.Offer)
+    bench.channel.send(lm.Reached(1, True))
     start(bench, b"p")
     sender.ready(b"p", None, 0, 40)
     pool.recorded[0].passed = True
     until(lambda: pool.work, "the first gather")
     sender.expect(b"q")
-    bench.next(until, ch.Offer)
+    bench.next(until, lm.Offer)
     assert len(pool.work) == 1
     pool.go()
-    assert bench.next(until, ch.SliceOut).layer == 0
+    assert bench.next(until, lm.SliceOut).layer == 0
     until(lambda: pool.work, "the second gather")
     for prefill_id in (b"p", b"q"):
         sender.close(prefill_id, "cancelled")
@@ -133,7 +133,7 @@ def test_what_a_peer_reads_first_is_handed_over_before_the_next_gather(sending: 
 def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, sender, _ = sending
     sender.open(b"p", [5, 1, 3], 40)
-    bench.next(until, ch.Offer)
+    bench.next(until, lm.Offer)
     start(bench, b"p")
     until(lambda: sender.has_fetch(b"p"), "the start to be seen")
     sleeps, end_of_sleep = threading.Event(), threading.Event()
@@ -147,9 +147,9 @@ def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch
     sender.expect(b"q")  # ends the wait that is under way
     assert sleeps.wait(20)
     sender.commit(b"p", kv.FirstToken(1))
-    bench.next(until, ch.Offer)
-    assert bench.next(until, ch.CommitOut).first_token == kv.FirstToken(1)
-    bench.next(until, ch.Finished)
+    bench.next(until, lm.Offer)
+    assert bench.next(until, lm.CommitOut).first_token == kv.FirstToken(1)
+    bench.next(until, lm.Finished)
     with pytest.raises(BlockingIOError):  # the pump is not woken for nothing
         os.eventfd_read(sender._wake)
     monkeypatch.undo()
@@ -162,20 +162,20 @@ def test_closing_releases_only_after_the_gathers_that_run(sending: Any, until: A
     bench, sender, pool = sending
     sender.open(b"p", [5, 1, 3], 40)
     sender.ready(b"p", None, 0, 40)
-    bench.next(until, ch.Offer)
+    bench.next(until, lm.Offer)
     start(bench, b"p")
     pool.recorded[0].passed = True
     until(lambda: len(pool.work) == 2, "both gathers")
     sender.close(b"p", "cancelled")
-    assert bench.next(until, ch.CloseOut).reason == "cancelled"
+    assert bench.next(until, lm.CloseOut).reason == "cancelled"
     pool.go()
-    first = bench.next(until, ch.SliceOut)
+    first = bench.next(until, lm.SliceOut)
     assert sender.poll() == [], "released while a gather may still read its blocks"
     pool.go()
     assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]
     assert not sender.idle
-    for slot in (first.slot, bench.next(until, ch.SliceOut).slot):
-        bench.channel.send(ch.SlotFree(slot, True))
+    for slot in (first.slot, bench.next(until, lm.SliceOut).slot):
+        bench.channel.send(lm.SlotFree(slot, True))
     until(lambda: sender.idle, "the slots")
 
 
@@ -185,20 +185,20 @@ def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: A
         sender.open(bytes([i]), [i], 16)
         sender.ready(bytes([i]), None, 0, 16)
         pool.recorded[-1].passed = True
-        bench.next(until, ch.Offer)  # only what was offered is ever started
-        bench.channel.send(ch.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 2, ((0, 16),), 0, 1))
-    bench.channel.send(ch.Granted(0, 9, False), ch.Granted(1, 1, False))
+        bench.next(until, lm.Offer)  # only what was offered is ever started
+        bench.channel.send(lm.StartOut(bytes([i]), bytes([i]), i % 2, 4096, 2, ((0, 16),), 0, 1))
+    bench.channel.send(lm.Granted(0, 9, False), lm.Granted(1, 1, False))
     until(lambda: len(pool.work) == 3, "two slices by window, one by credit")
-    bench.channel.send(ch.Granted(1, 2, False))
+    bench.channel.send(lm.Granted(1, 2, False))
     until(lambda: len(pool.work) == 4, "one more by credit")
     pool.go(4)
-    out = [bench.next(until, ch.SliceOut) for _ in range(4)]
+    out = [bench.next(until, lm.SliceOut) for _ in range(4)]
     assert {s.transfer_id for s in out} == {bytes([i]) for i in range(4)}, "round robin over the transfers"
-    bench.channel.send(ch.Granted(1, 2, True))
-    answer = bench.next(until, ch.Recalled)
+    bench.channel.send(lm.Granted(1, 2, True))
+    answer = bench.next(until, lm.Recalled)
     assert (answer.session, answer.total, answer.sent) == (1, 2, 2)
     for s in out:
-        bench.channel.send(ch.SlotFree(s.slot, True))  # none of them left: their credit is good again
+        bench.channel.send(lm.SlotFree(s.slot, True))  # none of them left: their credit is good again
     until(lambda: len(pool.work) == 4, "what was left")
     pool.go(4)
     for i in range(4):
@@ -216,29 +216,29 @@ def test_a_fetch_that_cannot_be_served_is_refused_and_nothing_else(
     """Of what a peer may ask for, nothing ends the pump, and with it the worker."""
     bench, sender, _ = sending
     sender.open(b"p", [5, 1, 3], 40)
-    bench.next(until, ch.Offer)
+    bench.next(until, lm.Offer)
     sender.ready(b"p", 0, 0, 40)
-    bench.channel.send(ch.StartOut(b"p", b"t" * 16, 1, slot_bytes, 4, ((0, stop),), 0, heads))
-    assert bench.next(until, ch.RefuseFetch) == ch.RefuseFetch(b"t" * 16)
+    bench.channel.send(lm.StartOut(b"p", b"t" * 16, 1, slot_bytes, 4, ((0, stop),), 0, heads))
+    assert bench.next(until, lm.RefuseFetch) == lm.RefuseFetch(b"t" * 16)
     sender.close(b"p", "cancelled")
     assert until(sender.poll, "the release", sender) == [kv.Released(b"p", "cancelled")]
 
 
 def test_a_fetch_that_waited_for_a_cancelled_prefill_is_forgotten(sending: Any, until: Any) -> None:
     bench, sender, _ = sending
-    bench.channel.send(ch.FetchWaits(b"p", False))
+    bench.channel.send(lm.FetchWaits(b"p", False))
     until(lambda: sender.has_fetch(b"p"), "the FETCH")
     sender.expect(b"p")
     sender.close(b"p", "cancelled")
-    bench.next(until, ch.Offer)
-    bench.next(until, ch.CloseOut)
+    bench.next(until, lm.Offer)
+    bench.next(until, lm.CloseOut)
     start(bench, b"p")  # what the transfer process says to the offer
     until(lambda: not sender.has_fetch(b"p"), "the FETCH to be forgotten")
 
 
 def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:
-    bench = Bench(ArenaSender, ch.FromSender)
-    bench.channel.send(ch.SlotFree(3, False))  # a slot that it never gave
+    bench = Bench(ArenaSender, lm.FromSender)
+    bench.channel.send(lm.SlotFree(3, False))  # a slot that it never gave
     select_error = until(lambda: bench.endpoint._error, "the pump to die", bench.endpoint)
     with pytest.raises(RuntimeError, match="pump died") as error:
         bench.endpoint.poll()
@@ -248,11 +248,11 @@ def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: An
 def test_descriptors_may_have_any_number(late: list[LatePool], until: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
-    bench = Bench(ArenaSender, ch.FromSender, lowest_fd=1500)
+    bench = Bench(ArenaSender, lm.FromSender, lowest_fd=1500)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     bench.endpoint.open(b"p", [5, 1, 3], 40)
-    bench.next(until, ch.Offer)
-    bench.channel.send(ch.FetchWaits(b"p", False))
+    bench.next(until, lm.Offer)
+    bench.channel.send(lm.FetchWaits(b"p", False))
     until(lambda: bench.endpoint.has_fetch(b"p"), "the pump to hear of it")
     bench.endpoint.close(b"p", "cancelled")
     bench.endpoint.shutdown()
