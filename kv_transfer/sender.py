@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from content import CHUNK_TOKENS
 from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import Channel, ChannelClosed
-from kv_transfer.layout import cut, cut_state, heads_of, intersect, rank_of, slice_bytes
+from kv_transfer.layout import slice_bytes
 from kv_transfer.local_messages import (
     CloseOut,
     CommitOut,
@@ -42,13 +42,14 @@ from kv_transfer.local_messages import (
     StopOut,
     ToSender,
 )
+from kv_transfer.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
 from kv_transfer.pulls import adopted, exported
 from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
 from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import ContentWanted, PagedKV, Released
-from kv_transfer.turns import OutgoingPrefill, OutgoingTransfer, Turns
+from kv_transfer.turns import Turns
 from kv_transfer.wait import wait
 
 if TYPE_CHECKING:
@@ -78,15 +79,8 @@ class ArenaSender:
 
         self._pool = open_ranks(kv, end, exported=exports)
         self._layout = kv.layout
-        self._ranks = kv.ranks
         self._kv_layers = kv.layout.kv_layers
-        self._head_bytes = kv.layout.head_bytes
         self._last_layer = kv.layout.num_layers - 1
-        # Each slice has heads of one rank. Ranks may hold the same head. By state type; None: KV.
-        self._heads = {
-            state: sorted({heads_of(kv.layout, rank, kv.ranks, state) for rank in range(kv.ranks)})
-            for state in (None, *range(len(kv.layout.states)))
-        }
         self._trace = trace
         self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._events: deque[Released | ContentWanted] = deque()
@@ -98,6 +92,7 @@ class ArenaSender:
         # The pump's.
         self._channel = Channel(end.channel, ToSender)
         self._prefills: dict[bytes, OutgoingPrefill] = {}
+        self._slicing = Slicing(kv.layout, kv.ranks)
         self._turns = Turns(kv.layout.num_layers)
         self._slots = SenderSlots(end.arena.num_slots)
         # In stream order, with the events.
@@ -271,7 +266,7 @@ class ArenaSender:
         if transfer.account.reached or transfer.large:
             generation = next(self._generations)
             if not self._adopts:  # else all ranks fill the same slots
-                rank = rank_of(self._layout, piece.head_start, self._ranks, piece.state)
+                rank = self._slicing.rank(piece)
         message = SliceOut(
             transfer.id, slot, transfer.seq, piece.layer, piece.state, piece.head_start, piece.head_count,
             piece.token_start, piece.token_count, slice_bytes(self._layout, piece), generation,
@@ -325,7 +320,7 @@ class ArenaSender:
             entry = (i, start, stop, event)
             prefill.ready.append(entry)
             if prefill.transfer is not None:
-                self._plan(prefill.transfer, *entry)
+                self._slicing.add(prefill.transfer, *entry)
 
     def _serve(self, pin_id: bytes, table: Any, start: int, stop: int) -> None:
         # No event: the steps that wrote the KV are over, and it need not wait for those under way.
@@ -416,37 +411,14 @@ class ArenaSender:
 
     def _plan_all(self, transfer: OutgoingTransfer) -> None:
         prefill = transfer.prefill
-        last = transfer.ranges[-1][1] if transfer.ranges else 0
-        first_head, head = transfer.heads
-        # The least that a frame carries.
-        least = [(head - first_head) * self._layout.head_bytes, *(x.head_bytes for x in self._layout.states)]
-        there = last <= prefill.num_tokens and head <= self._layout.num_kv_heads
-        if not there or max(least) > transfer.slot_bytes:
+        if not self._slicing.can_serve(transfer):
             self._channel.send(RefuseFetch(transfer.id))
             self._drop_transfer(prefill)
             return
         for entry in prefill.ready:
-            self._plan(transfer, *entry)
+            self._slicing.add(transfer, *entry)
         if prefill.first_token is not None:
             self._channel.send(self._commit_of(transfer, prefill.first_token))
-
-    def _plan(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
-        layout = self._layout
-        if layer in layout.state_layers:  # in full, whatever positions the peer asks for
-            pieces = [
-                piece
-                for state in range(len(layout.states))
-                for held in self._heads[state]
-                for piece in cut_state(layout, layer, state, stop, held, transfer.slot_bytes)
-            ]
-            transfer.bytes += sum(slice_bytes(layout, piece) for piece in pieces)
-        else:
-            heads, pieces = list(intersect(*transfer.heads, self._heads[None])), []
-            for tokens, held in itertools.product(intersect(start, stop, transfer.ranges), heads):
-                pieces += cut(layout, layer, tokens, held, transfer.slot_bytes)
-                transfer.bytes += (tokens[1] - tokens[0]) * (held[1] - held[0]) * self._head_bytes
-        transfer.pending.extend([(piece, event) for piece in pieces])
-        transfer.frames += len(pieces)
 
     def _commit_of(self, transfer: OutgoingTransfer, first_token: FirstToken) -> CommitOut:
         """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""

@@ -1,47 +1,12 @@
-"""What a sender has to send, and which transfer's slice is next. Pure; only the pump uses it.
-
-A *prefill* is known until it is released. A *transfer* of it is open while a peer fetches it, one at a time.
-Its slices need credit and room in the window of the session with that peer.
-"""
+"""Which transfer's slice is next. Pure; only the pump of a sender uses it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-from kv_transfer.layout import Range, Slice
-from kv_transfer.protocol.credits import SenderAccount
-from kv_transfer.protocol.messages import FirstToken
-
-
-@dataclass(slots=True, eq=False)
-class OutgoingPrefill:
-    id: bytes
-    table: Any = None  # None until open()
-    num_tokens: int = 0
-    ready: list[tuple[int, int, int, Any]] = field(default_factory=list)  # (layer, start, stop, event)
-    launched: bool = False  # nothing more becomes ready
-    first_token: FirstToken | None = None
-    transfer: OutgoingTransfer | None = None
-    gathers: int = 0  # enqueued, their events not passed
-    ended: str | None = None
-
-
-@dataclass(slots=True, eq=False)
-class OutgoingTransfer:
-    id: bytes
-    prefill: OutgoingPrefill
-    account: SenderAccount  # of its session
-    slot_bytes: int
-    large: bool  # its slices only fit into slots that peers read
-    ranges: tuple[Range, ...]
-    heads: Range
-    pending: deque[tuple[Slice, Any]] = field(default_factory=deque)  # with the event that makes it ready
-    frames: int = 0  # pending and handed over
-    bytes: int = 0
-    seq: int = 0
+from kv_transfer.outgoing import OutgoingTransfer
 
 
 class Turns:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kv_transfer.layout import Slice
-from kv_transfer.turns import OutgoingPrefill, OutgoingTransfer, Turns
+from kv_transfer.outgoing import OutgoingPrefill, OutgoingTransfer
+from kv_transfer.turns import Turns
 
 
 def transfer(name: bytes, *layers: int, launched: bool) -> OutgoingTransfer:
