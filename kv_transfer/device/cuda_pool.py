@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 
 import torch
 
 from kv_transfer.arena import Arena
 from kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
-from kv_transfer.device import copy_kernels
-from kv_transfer.device.pool import Event, Outcome, Rest, Staged, held_heads, of_each_dtype
-from kv_transfer.device.tables import Table, Tables
-from kv_transfer.layout import ITEM_BYTES, Range, Slice, convertible, slice_bytes
+from kv_transfer.device.pinned import pin, unpin
+from kv_transfer.device.pool import Event, Outcome, Rest, Staged
+from kv_transfer.device.slice_kernels import SliceKernels
+from kv_transfer.device.tables import Tables
 from kv_transfer.peer_memory import PeerMemories, Unreachable
 from kv_transfer.protocol.messages import Export
 from kv_transfer.staging import GATHER_BYTES, LANDINGS, at_once, coalesce, exported_slot_bytes, landing_bytes
 from kv_transfer.transport import PagedKV
 
 _SLICES = 8  # that one kernel gathers at most
-_Summed = tuple[Staged, int, int]
-"""With the address of its dense memory, and where its checksum is added."""
-_Launch = tuple[Callable[..., None], list[list[int]]]
-"""Of a kernel, with its lines of the table."""
 
 
 @dataclass(slots=True)
@@ -46,26 +41,9 @@ class CudaPool:
 
     def __init__(self, kv: PagedKV, arena: Arena, *, exported: bool) -> None:
         """`exported` as in `pools.open_pool`."""
-        layout = kv.layout
-        kv_layers = layout.kv_layers
-        self._layers = dict(zip(kv_layers, kv.layers, strict=True))
-        self._scales = dict(zip(kv_layers, kv.scales, strict=False))  # none, or of all layers
-        # Of values and of scales, if there are any: their addresses by layer, any of them, words of a head.
-        self._rows = [
-            (
-                {layer: tensor.data_ptr() for layer, tensor in of.items()},
-                tensor,
-                copy_kernels.head_words(tensor),
-            )
-            for of in (self._layers, self._scales)
-            for tensor in list(of.values())[:1]
-        ]
-        self._states = [dict(zip(layout.state_layers, layers, strict=True)) for layers in kv.states]
         self._device = kv.layers[0].device
         self._block_size = kv.block_size
-        self._layout = layout
-        self._layouts = of_each_dtype(layout)
-        self._head_bytes = {dtype: of.head_bytes for dtype, of in self._layouts.items()}
+        self._layout = kv.layout
         self._heads = kv.heads
         self._state_heads = kv.state_heads
         self._slot_bytes = arena.slot_bytes
@@ -84,30 +62,8 @@ class CudaPool:
         self._tables = Tables(self._device, self._stream)
         # What torch has pinned once it gives out again at once; pinning more would wait for the device.
         _ = [torch.empty(1 << i, dtype=torch.int64, pin_memory=True) for i in range(5, 13) for _ in range(8)]
-        # Compiles all kernels now, not during the first transfer: one position of block 0, and a head of each
-        # state in slot 0, there and back. None for the kernels that convert, since they would not give back
-        # the same bytes.
-        table, layer = self.table([0], 1), kv_layers[0]
-        pieces = [Slice(layer, 0, layout.num_kv_heads, 0, 1)]
-        pieces += [
-            Slice(layout.state_layers[0], first, 1, 1, 0, i) for i, (first, _) in enumerate(kv.state_heads)
-        ]
-        nothing = Staged(Slice(layer, 0, layout.num_kv_heads, 0, 0), 0, table)
         with torch.cuda.stream(self._stream):
-            size = max(slice_bytes(layout, piece) for piece in pieces)
-            dense = torch.empty((len(pieces), -(-size // 16) * 16), dtype=torch.uint8, device=self._device)
-            there = [(Staged(piece, 0, table), x.data_ptr()) for piece, x in zip(pieces, dense, strict=True)]
-            for into_pool in (False, True):
-                self._copy(there, into_pool=into_pool)
-            if exported:
-                checksum = torch.zeros(1, dtype=torch.int64, device=self._device)
-                at = checksum.data_ptr()
-                for into_pool in (False, True):
-                    self._copy(there, into_pool=into_pool, sums=[at] * len(there))
-                copy_kernels.launch_sums(self._tables.send([dense.data_ptr(), 1, at]).view(1, -1), 1)
-            for dtype in ITEM_BYTES:
-                if dtype != layout.dtype and convertible(dtype, layout.dtype):
-                    self._convert([(nothing, dense.data_ptr())], dtype)
+            self._kernels = SliceKernels(kv, self._tables, self.table([0], 1), exported=exported)
             self._record()
 
     def enter_thread(self) -> None:
@@ -143,7 +99,7 @@ class CudaPool:
             if batch := [item for item in batch if not item.generation]:
                 batch, offsets, copies = self._stage(batch, self._in_arena, self._slot_bytes)
                 dense = self._dense(copies)
-                self._copy(_at(batch, dense, offsets), into_pool=False)
+                self._kernels.copy(_at(batch, dense, offsets), into_pool=False)
                 for slot, at, size in copies:
                     copy(slot, dense.data_ptr() + at, size, self._stream.cuda_stream)
             return self._record()
@@ -160,7 +116,8 @@ class CudaPool:
                 runs.append((mark, 2))
         self._tables.write([word for item in batch for word in (item.generation, 0)], runs)
         items = [(item, self._exported.slot(item.slot)) for item in batch]
-        self._copy(items, into_pool=False, sums=[self._exported.mark(item.slot) + 8 for item in batch])
+        sums = [self._exported.mark(item.slot) + 8 for item in batch]
+        self._kernels.copy(items, into_pool=False, sums=sums)
 
     def scatter(self, batch: Sequence[Staged]) -> tuple[Event, Event]:
         with torch.cuda.stream(self._stream):
@@ -169,7 +126,7 @@ class CudaPool:
             for slot, at, size in copies:
                 copy(dense.data_ptr() + at, slot, size, self._stream.cuda_stream)
             copied = _event(self._stream)
-            self._into_pool(_at(batch, dense, offsets))
+            self._kernels.into_pool(_at(batch, dense, offsets))
             return copied, self._record()
 
     def export(self) -> Export:
@@ -240,14 +197,14 @@ class CudaPool:
             return source.slot(number)
 
         landing = None
-        if not any(self._is_converted(item) for item in batch):
+        if not any(self._kernels.is_converted(item) for item in batch):
             items = [(item, address_of(item.slot)) for item in batch]
         else:
             landing, items = self._land(batch, address_of, memory.slot_bytes)
             batch = [item for item, _ in items]
         each = sources[0].marks_bytes // 8
         # A checksum for each slice, the lines of the kernels, then the marks.
-        marks_at = len(batch) * (1 + len(self._rows) * copy_kernels.FIELDS)
+        marks_at = len(batch) * (1 + self._kernels.fields)
         count = marks_at + len(sources) * each
         table = self._tables.take(count)
         there = table.there.data_ptr()
@@ -255,10 +212,10 @@ class CudaPool:
         sum_at = [there + 8 * i for i in range(len(batch))]
         with torch.cuda.stream(self._stream):
             if landing is None:
-                self._copy(items, into_pool=True, sums=sum_at, behind_sums=table)
+                self._kernels.copy(items, into_pool=True, sums=sum_at, behind_sums=table)
             else:
                 table.send(len(batch), self._stream)
-                self._into_pool(items, sum_at)
+                self._kernels.into_pool(items, sum_at)
             self._marks.wait_event(_event(self._stream))
         for i, source in enumerate(sources):
             marks = there + 8 * (marks_at + i * each)
@@ -279,7 +236,8 @@ class CudaPool:
                 source, number = places[item.slot]
                 mark = first[source.address] + 2 * number
                 generation, checksum = words[mark : mark + 2]
-                if not (self._is_converted(item) or self._held(item.piece)[0] == item.piece.head_start):
+                is_first = self._kernels.held(item.piece)[0] == item.piece.head_start
+                if not (is_first or self._kernels.is_converted(item)):
                     checksum = 0  # another rank has it
                 right = generation == item.generation
                 rests.append((checksum - sums[item.slot]) % (1 << 64) if right else None)
@@ -305,18 +263,11 @@ class CudaPool:
         self._stream.wait_event(_event(self._pulls))
         return landing, _at(batch, landing.memory, offsets)
 
-    def _is_converted(self, item: Staged) -> bool:
-        """Then this rank sums all of it. Else the kernel that scatters it sums what this rank holds."""
-        return item.piece.state is None and item.dtype not in (None, self._layout.dtype)
-
     def close(self) -> None:
         for stream in (self._pulls, self._stream, self._marks):
             stream.synchronize()
         unpin(self._arena)
-        self._layers.clear()
-        self._scales.clear()
-        self._rows.clear()
-        self._states.clear()
+        self._kernels.close()
         self._landings.clear()
         self._arena = torch.empty(0)
 
@@ -328,113 +279,11 @@ class CudaPool:
     ) -> tuple[list[Staged], list[int], list[tuple[int, int, int]]]:
         """By address, the byte of each in dense memory, and the copies between slots and that memory."""
         placed = sorted([(address_of(x.slot), x) for x in batch], key=itemgetter(0))
-        copies, offsets = coalesce([(at, self._bytes(x)) for at, x in placed], slot_bytes)
+        copies, offsets = coalesce([(at, self._kernels.slice_bytes(x)) for at, x in placed], slot_bytes)
         return [x for _, x in placed], offsets, copies
-
-    def _bytes(self, item: Staged) -> int:
-        piece = item.piece
-        if piece.state is None:
-            return piece.token_count * piece.head_count * self._head_bytes[item.dtype]
-        return slice_bytes(self._layout, piece)
 
     def _dense(self, copies: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         return torch.empty(sum(copies[-1][1:]), dtype=torch.uint8, device=self._device)
-
-    def _into_pool(self, items: Sequence[tuple[Staged, int]], sums: Sequence[int] = ()) -> None:
-        """As `_copy`, from memory in any dtype."""
-        by_dtype: dict[str, list[tuple[tuple[Staged, int], int]]] = {}
-        own = self._layout.dtype
-        for item, checksum in zip(items, sums or [0] * len(items), strict=True):
-            staged = item[0]
-            dtype = staged.dtype if staged.piece.state is None else None  # states are never converted
-            by_dtype.setdefault(dtype or own, []).append((item, checksum))
-        for dtype, some in by_dtype.items():
-            of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
-            convert = dtype != self._layout.dtype
-            if sums and convert:
-                words = [self._bytes(x) // 4 for x, _ in of_dtype]
-                lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
-                table = self._tables.send([field for line in lines for field in line]).view(len(words), -1)
-                copy_kernels.launch_sums(table, max(words))
-            if convert:
-                self._convert(of_dtype, dtype)
-            else:
-                self._copy(of_dtype, into_pool=True, sums=checksums if sums else ())
-
-    def _held(self, piece: Slice) -> Range:
-        """The heads of a slice that this rank holds."""
-        return held_heads(piece, self._heads if piece.state is None else self._state_heads[piece.state])
-
-    def _copy(
-        self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = (),
-        behind_sums: Table | None = None,
-    ) -> None:  # fmt: skip
-        """Each item with the address of its dense memory. `sums`: for each, where its checksum is added.
-        `behind_sums`: begins with the checksums, and the lines of the kernels are sent with them."""
-        summed = [(*item, checksum) for item, checksum in zip(items, sums or [0] * len(items), strict=True)]
-        kv = [item for item in summed if item[0].piece.state is None] if self._states else summed
-        launches = self._kv_launches(kv) if kv else []
-        for state in range(len(self._states)):
-            if of_state := [item for item in summed if item[0].piece.state == state]:
-                launches.append(self._state_launch(state, of_state))
-        fields = [field for _, lines in launches for line in lines for field in line]
-        if behind_sums is None:
-            table = self._tables.send(fields)
-        else:
-            table = behind_sums.send_behind(len(items), fields, self._stream)
-        table, start = table.view(-1, copy_kernels.FIELDS), 0
-        for launch, lines in launches:
-            part = table[start : start + len(lines)] if len(launches) > 1 else table
-            launch(part, into_pool=into_pool, sums=bool(sums))
-            start += len(lines)
-
-    def _kv_launches(self, items: Sequence[_Summed]) -> list[_Launch]:
-        pieces = [x.piece for x, _, _ in items]
-        tokens = max([piece.token_count for piece in pieces])
-        held = [held_heads(piece, self._heads) for piece in pieces]
-        heads = max([stop - start for start, stop in held])
-        before = 0  # bytes of a head that stand before these in a slice: scales follow values
-        launches: list[_Launch] = []
-        for addresses, pool, words in self._rows:
-            lines = [
-                copy_kernels.line_at(
-                    addresses[piece.layer], words, x.table.data_ptr(), address + before * _heads(piece),
-                    piece, some, self._heads[0], checksum, before // 4 * _heads(piece),
-                )
-                for (x, address, checksum), piece, some in zip(items, pieces, held, strict=True)
-            ]  # fmt: skip
-            launches.append(
-                (partial(copy_kernels.launch, pool=pool, most_tokens=tokens, most_heads=heads), lines)
-            )
-            before = 2 * self._layout.head_dim * ITEM_BYTES[self._layout.dtype]
-        return launches
-
-    def _state_launch(self, state: int, items: Sequence[_Summed]) -> _Launch:
-        pool, own = self._states[state], self._state_heads[state]
-        heads = max(x.piece.head_count for x, _, _ in items)
-        lines = [
-            copy_kernels.state_line(
-                pool[x.piece.layer], x.table[-1:], address, x.piece, held_heads(x.piece, own), own[0],
-                checksum=checksum,
-            )
-            for x, address, checksum in items
-        ]  # fmt: skip
-        layer = next(iter(pool.values()))
-        return partial(copy_kernels.launch_states, pool=layer, most_heads=heads), lines
-
-    def _convert(self, items: Sequence[tuple[Staged, int]], dtype: str) -> None:
-        """As `_copy`, into the pool, from memory in another dtype."""
-        lines = [
-            copy_kernels.line_to_convert(
-                self._layers[x.piece.layer], self._scales.get(x.piece.layer), x.table,
-                address, x.piece, held_heads(x.piece, self._heads), self._heads[0],
-            )
-            for x, address in items
-        ]  # fmt: skip
-        table = self._tables.send([field for line in lines for field in line]).view(len(lines), -1)
-        most = max(1, *(_heads(x.piece) for x, _ in items))
-        pool = next(iter(self._layers.values()))
-        copy_kernels.launch_converting(table, pool, getattr(torch, dtype), most)
 
 
 def _event(stream: torch.cuda.Stream) -> Event:
@@ -447,23 +296,3 @@ def _event(stream: torch.cuda.Stream) -> Event:
 def _at(batch: Sequence[Staged], dense: torch.Tensor, offsets: Sequence[int]) -> list[tuple[Staged, int]]:
     """Each with its address in `dense`."""
     return [(item, dense.data_ptr() + at) for item, at in zip(batch, offsets, strict=True)]
-
-
-def _heads(piece: Slice) -> int:
-    """Of all positions of a slice."""
-    return piece.token_count * piece.head_count
-
-
-def pin(memory: torch.Tensor) -> None:
-    cudart = torch.cuda.cudart()
-    assert cudart is not None
-    error = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if error:
-        raise RuntimeError(f"cannot pin {memory.numel()} bytes: CUDA error {error}")
-
-
-def unpin(memory: torch.Tensor) -> None:
-    cudart = torch.cuda.cudart()
-    assert cudart is not None
-    error = int(cudart.cudaHostUnregister(memory.data_ptr()))
-    assert error == 0, f"cudaHostUnregister: CUDA error {error}"

@@ -53,7 +53,7 @@ class Tables:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
-        self._stream = stream
+        self.stream = stream
         self._spare = [Table.of_size(_LEAST, device) for _ in range(_FEW)]
         self._sent: list[Table] = []
         self._under_way: deque[tuple[Event, list[Table]]] = deque()
@@ -61,14 +61,14 @@ class Tables:
     def send(self, numbers: Sequence[int]) -> torch.Tensor:
         """The numbers, on the device once the stream gets there, until the event of the next `over`."""
         table = self._filled(numbers)
-        table.send(len(numbers), self._stream)
+        table.send(len(numbers), self.stream)
         return table.there[: len(numbers)]
 
     def write(self, numbers: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Enqueues copies of the numbers to memory on the device: each run is (address, how many)."""
         source = self._filled(numbers).pinned.data_ptr()
         for address, count in runs:
-            copy(address, source, 8 * count, self._stream.cuda_stream)
+            copy(address, source, 8 * count, self.stream.cuda_stream)
             source += 8 * count
 
     def over(self, event: Event) -> None:

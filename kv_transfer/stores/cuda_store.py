@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kv_transfer.device import copy_kernels
-from kv_transfer.device.cuda_pool import pin, unpin
+from kv_transfer.device.pinned import pin, unpin
 from kv_transfer.device.tables import Table
 from kv_transfer.layout import Slice
 from kv_transfer.transport import PagedKV

@@ -173,7 +173,7 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
         in_all += sum(slice_bytes(source.layout, piece) for _, piece in few)
         rests = dict.fromkeys(few, 0)
         for rank, memory, table in zip(ranks, memories, here, strict=True):
-            mine = [item for item in few if operator.lt(*rank._held(item[1]))]
+            mine = [item for item in few if operator.lt(*rank._kernels.held(item[1]))]
             staged = [Staged(piece, slot, table, sent, generation) for slot, piece in mine]
             for item, rest in zip(mine, rank.pull(memory, staged)[1](), strict=True):
                 assert rest is not None
