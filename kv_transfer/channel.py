@@ -25,7 +25,9 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end. Its owner serialises calls. Never blocks: what does not fit waits in `pending`."""
+    """One end of a channel. Calls must not overlap, and none blocks.
+
+    Messages that the socket does not take wait in `pending`."""
 
     def __init__(
         self, sock: socket.socket, receives: Any, on_blocked: Callable[[], object] = lambda: None
@@ -45,12 +47,14 @@ class Channel:
         return self.sock.fileno()
 
     def post(self, message: Local) -> None:
-        """To be flushed soon: one packet for what one event has to say."""
+        """Queues a message for the next `flush`. So the messages of one event share a packet."""
         self.pending.append(_encode(message))
         self.due = 0.0
 
     def hold(self, message: Local) -> None:
-        """To be flushed with a few others, or at `due`: the reader's wakeup costs more than the message."""
+        """Queues a message until there are a few, or until `due`.
+
+        A wakeup of the reader costs more than a message."""
         if not self.pending:
             self.due = time.monotonic() + _HOLD
         self.pending.append(_encode(message))
@@ -63,7 +67,7 @@ class Channel:
             self.flush()
 
     def flush(self) -> None:
-        """Send what waits. Its owner calls this when the socket is writable, or once in a while."""
+        """Sends the messages that wait. Called when the socket is writable, or once in a while."""
         self.full = False
         while self.pending:
             count, size = 0, 0
@@ -82,7 +86,7 @@ class Channel:
             del self.pending[:count]
 
     def receive(self) -> Sequence[Any]:
-        """The messages of one packet; none if there is nothing now."""
+        """The messages of the next packet. None if no packet has come."""
         try:
             size = self.sock.recv_into(self._buffer)
         except BlockingIOError:

@@ -118,7 +118,8 @@ class ArenaSender:
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
         if start < stop:
             self._commands.append((self._ready, (prefill_id, layer, start, stop, self._pool.record())))
-            # Else it will look soon enough. What is launched now may be all: nothing hides what waits then.
+            # A pump that is awake looks soon. After the last layer it is woken: no computation may follow, so
+            # nothing would hide the time until its next look.
             if self._asleep or layer == self._last_layer:
                 os.eventfd_write(self._wake, 1)
 
@@ -203,7 +204,7 @@ class ArenaSender:
             os.eventfd_write(self._notify, 1)
 
     def _turn(self) -> bool:
-        """Take what came, then gather all that may be. True: the device will have something for us."""
+        """Handles commands and messages, and starts gathers. Returns whether to look at the device again."""
         while True:
             self._do_commands()
             while messages := self._channel.receive():
@@ -215,7 +216,7 @@ class ArenaSender:
                 return bool(self._gathers or (self._slots.free and self._turns.waiting))
 
     def _gather_next(self) -> bool:
-        """Start the next gather, of the few slices that are next in turn. False: of none."""
+        """Starts a gather of the few slices that are next in turn. Returns False if there are none."""
         if self._turns.urgent and self._is_first():
             return False
         batch, after = self._next_batch(ahead=False)
@@ -236,15 +237,16 @@ class ArenaSender:
         return True
 
     def _is_first(self) -> bool:
-        """A gather is under way, and its reader has no slice before it. It is handed over before the next
-        gather is launched: this takes as long as the gather."""
+        """Whether a gather is under way, and its reader has no other slice. Then the next gather waits until
+        its slices are handed over: the launch would take as long as the gather."""
         slices = [message for _, handed in self._gathers for _, message in handed]
         return 0 < len(slices) == self._slots.in_use and all(message.generation for message in slices)
 
     def _next_batch(self, *, ahead: bool) -> tuple[list[tuple[OutgoingPrefill, Staged, SliceOut]], list[Any]]:
-        """The slices next in turn, and their events. With `ahead`, those of the last layer wait on the
-        device: launched once the event is seen, their gather would wait for a long matrix product that has
-        begun meanwhile, and nothing hides that."""
+        """The slices next in turn, and their events.
+
+        With `ahead`, a gather of the last layer is launched before its event, and waits on the device. A
+        launch after the event would come behind a long matrix product, and nothing would hide that time."""
         batch: list[tuple[OutgoingPrefill, Staged, SliceOut]] = []
         after: list[Any] = []
         while self._slots.free and len(batch) < self._pool.gather_most:
@@ -256,7 +258,7 @@ class ArenaSender:
         return batch, after
 
     def _take(self, transfer: OutgoingTransfer) -> tuple[OutgoingPrefill, Staged, SliceOut]:
-        """Its next slice, with a credit and a slot for it."""
+        """Takes the next slice of a transfer, with a credit and a slot for it."""
         from kv_transfer.device.pool import Staged
 
         piece, _ = transfer.pending.popleft()
@@ -277,7 +279,7 @@ class ArenaSender:
         return transfer.prefill, staged, message
 
     def _gathered(self, handed: list[tuple[OutgoingPrefill, SliceOut]]) -> None:
-        """The slots are filled: hand them over. The transfer process drops what is of an ended transfer."""
+        """The slots are filled: hands them over. The transfer process drops slices of ended transfers."""
         self._channel.send(SlicesOut([message for _, message in handed]))
         for prefill, _ in handed:
             prefill.gathers -= 1
@@ -431,7 +433,7 @@ class ArenaSender:
             self._fetched.discard(prefill.id)
 
     def _end(self, prefill: OutgoingPrefill, reason: str) -> None:
-        """Read no more of it; released once the gathers that are enqueued are over."""
+        """Gathers no more of a prefill. It is released when the gathers under way are over."""
         prefill.ended = prefill.ended or reason
         self._drop_transfer(prefill)
         if prefill.gathers == 0:

@@ -103,7 +103,7 @@ class TransferProcess:
         self._stopping = False
 
     def run(self, parent_pid: int) -> int:
-        """Until SIGTERM, or until the service closes its socket. The exit code: 0 unless it cannot go on."""
+        """Serves until SIGTERM, or until the service closes its socket. Returns the exit code."""
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
         self._watch_channels()
@@ -152,7 +152,7 @@ class TransferProcess:
         self._loop.watch(mover.channel.fileno(), select.EPOLLIN | room, mover.serve)
 
     def _flush(self) -> float | None:
-        """In every turn of the loop."""
+        """Called before each wait of the loop, as `Loop` says."""
         for mover in self._movers:
             if mover.channel.pending:
                 mover.flush()
@@ -167,7 +167,7 @@ class TransferProcess:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _watch_channels(self) -> None:
-        """For messages, and for room if messages wait for room."""
+        """Watches both channels for messages, and for room if messages wait for it."""
         for channel, call in (
             (self._to_sender, self._from_sender),
             (self._to_receiver, self._from_receiver),

@@ -32,7 +32,7 @@ class Session(Protocol):
         ...
 
     def send(self, message: Control, transfer_id: bytes = ...) -> None:
-        """Queue a control message. In order with the others, but may overtake frames."""
+        """Queues a control message. Control messages stay in order, but may overtake frames."""
         ...
 
     def end(self, reason: str, detail: str) -> None: ...
@@ -48,7 +48,7 @@ S = TypeVar("S", bound=Session, contravariant=True)
 
 
 class SessionHandler(Protocol[S]):
-    """What either side of a session is told."""
+    """Gets the events of the sessions of one side."""
 
     def session_up(self, session: S) -> None: ...
 
@@ -57,7 +57,7 @@ class SessionHandler(Protocol[S]):
         ...
 
     def session_over(self, session: S) -> None:
-        """After `session_down`: all lanes are closed, all tickets returned, all frames dropped."""
+        """All lanes are closed, and no frame is under way. Comes after `session_down`."""
         ...
 
     def control(self, session: S, header: Header, message: Control) -> None: ...
@@ -67,11 +67,11 @@ class FrameReceiver(SessionHandler[Session], Protocol):
     """The side that receives KV frames: decode."""
 
     def kv_begins(self, session: Session, header: Header, slot: int) -> Any:
-        """A lane receives a payload into this slot, which came from `SlotPipe.take`. Returns a ticket."""
+        """A lane receives a frame into this slot. Returns a ticket, which `kv_ends` gets."""
         ...
 
     def kv_ends(self, header: Header, ticket: Any, whole: bool | None) -> None:
-        """Returns the ticket. `whole`: whether the checksum matched; None: the lane closed in mid-frame."""
+        """The frame is over. `whole`: whether its checksum matched; None: the lane closed before."""
         ...
 
 
@@ -79,7 +79,9 @@ class FrameSender(SessionHandler[SessionToDecode], Protocol):
     """The side that sends KV frames: prefill."""
 
     def frame_begins(self, frame: OutgoingFrame) -> bool:
-        """The frame is next on the wire. False: its transfer has ended, and its slot was given back."""
+        """Called before the frame is written. Returns False if its transfer has ended: the lane skips it.
+
+        This side has then given back its slot."""
         ...
 
     def frame_sent(self, frame: OutgoingFrame) -> None: ...

@@ -73,16 +73,17 @@ class Lane:
         self.closing: tuple[str, str] | None = None
         self.closed = False  # or gone to another process
         self.loop = loop
-        self._called = False  # `serve` is to be called, for what was pushed
+        self._called = False  # the loop will call `serve`, because something was pushed
         self._trace = trace
         self._keys: LaneKeys | None = None  # it is encrypted
         # Outgoing.
         self._writer: FrameWriter = ChecksumWriter()
         self._control: deque[tuple[bytes, bytes]] = deque()  # header, payload
         self._frames: deque[OutgoingFrame] = deque()
-        self._frame: OutgoingFrame | None = None  # of which not all is in _out yet, and
-        self._at = 0  # so much is
-        self._out: deque[tuple[memoryview, OutgoingFrame | None]] = deque()  # being written; whose end it is
+        self._frame: OutgoingFrame | None = None  # the first `_at` bytes of its payload are in _out
+        self._at = 0
+        # To be written, with the frame that ends there.
+        self._out: deque[tuple[memoryview, OutgoingFrame | None]] = deque()
         self._waiting = 0  # bytes of payloads that are not in _out yet
         # Bytes, counted from the first that is written here.
         self._laid = 0  # put into _out
@@ -133,7 +134,7 @@ class Lane:
         self._call()
 
     def close_soon(self, kind: str, why: str) -> None:
-        """Have the loop close it, after one attempt to write the control messages that are queued."""
+        """Makes the loop close the lane, after one attempt to write the queued control messages."""
         self.closing = self.closing or (kind, why)
         self._call()
 
@@ -151,9 +152,10 @@ class Lane:
         self._reader = FrameDecryptor(keys.incoming)
 
     def leave(self) -> tuple[socket.socket, bytes, bytes, LaneKeys | None]:
-        """Stop serving the lane in this process, so that another process can. It must be between two frames.
-        Returns its socket, the bytes that were read before and in the next header, the bytes that are still
-        to be written, and its keys."""
+        """Stops serving the lane here, so that another process can. It must be between two frames.
+
+        Returns its socket, the trailer and the part of the next header that were read, the bytes that are
+        still to be written, and its keys."""
         assert self._header is None
         assert not self._frames
         self.closed = True
@@ -248,7 +250,7 @@ class Lane:
             is_empty = got < room + len(self._ahead_room) * between
             self._ahead = self._ahead_room[: max(0, got - room)]
             self._take(min(got, room))
-        # What is left of this frame, or a piece of it, is worth a wakeup.
+        # Wake up for the rest of this frame, or for a piece of it: fewer bytes are not worth a wakeup.
         self._wait_for(min(max(self._rest, 1), _PIECE) if self.receiving else 1)
 
     def _move_ahead(self, want: Sequence[memoryview]) -> int:
@@ -274,7 +276,7 @@ class Lane:
             self._begin()
 
     def relax(self) -> None:
-        """Read what there is, however little: on a slow line even that is progress."""
+        """Makes one byte enough for a wakeup. On a slow line, a few bytes are progress."""
         self._wait_for(1)
 
     def look_at_sent(self, now: float) -> None:

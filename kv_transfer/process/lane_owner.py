@@ -10,7 +10,7 @@ from kv_transfer.protocol.frame import Header
 
 @dataclass(slots=True, eq=False)
 class OutgoingFrame:
-    """A KV frame on its way. Its slot is in use until the owner is told `frame_sent` or `frame_dropped`."""
+    """A KV frame to send. Its slot is in use until `frame_sent` or `frame_dropped` is called."""
 
     header: Header
     payload: memoryview
@@ -27,7 +27,7 @@ class LaneOwner(Protocol[L]):
     def control(self, lane: L, header: Header, payload: memoryview) -> None: ...
 
     def lane_closed(self, lane: L, kind: str, why: str) -> None:
-        """Last call. `kind` is a FrameError's kind, or "socket", "eof", or what `close_soon` was given."""
+        """The last call of a lane. `kind`: that of a FrameError or of `close_soon`, or "socket", or "eof"."""
         ...
 
 
@@ -35,11 +35,13 @@ class LaneReceiver(Protocol[L]):
     """Takes the KV frames that come on a lane. No method blocks."""
 
     def kv_begins(self, lane: L, header: Header) -> tuple[memoryview, Any]:
-        """Where to put the payload, and a ticket. FrameError: the frame may not come, and the lane closes."""
+        """A frame begins. Returns memory for its payload, and a ticket, which `kv_ends` gets.
+
+        Raises FrameError if the peer may not send the frame. The lane then closes."""
         ...
 
     def kv_ends(self, lane: L, header: Header, ticket: Any, whole: bool | None) -> None:
-        """Returns the ticket. `whole`: whether the checksum matched; None: the lane closed in mid-frame."""
+        """The frame is over. `whole`: whether its checksum matched; None: the lane closed before."""
         ...
 
 
@@ -47,7 +49,9 @@ class LaneSender(Protocol[L]):
     """Follows the KV frames that leave by a lane. No method blocks."""
 
     def frame_begins(self, lane: L, frame: OutgoingFrame) -> bool:
-        """The frame is next on the wire. False: its transfer has ended, and its slot was given back."""
+        """Called before the frame is written. Returns False if its transfer has ended: the lane skips it.
+
+        The sender has then given back its slot."""
         ...
 
     def frame_sent(self, lane: L, frame: OutgoingFrame) -> None: ...

@@ -1,6 +1,6 @@
-"""An event loop over descriptors: the transfer process and each mover have one thread, which runs it.
+"""An event loop over descriptors. The transfer process and each mover have one thread, which runs it.
 
-Nothing is handed over between threads, nor waits for another's turn at the interpreter.
+With one thread there are no queues between threads, and no waits for Python's lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 class Loop:
     def __init__(self, before: Callable[[], float | None]) -> None:
-        """`before` each wait for events is called, and says within how many seconds again (None: no need)."""
+        """`before`: called before each wait for events. Returns the most seconds to wait; None: no limit."""
         self._before = before
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -23,11 +23,11 @@ class Loop:
         self._events: dict[int, int] = {}  # fd → the events it is registered for
 
     def wake(self, call: Callable[[], object]) -> None:
-        """Have `call` called soon."""
+        """Calls `call` once, in this turn or the next."""
         self._soon.append(call)
 
     def interrupt(self) -> None:
-        """End the wait that is under way, or else the next. For signal handlers."""
+        """Ends the present wait for events, or the next one. Signal handlers and threads may call it."""
         os.eventfd_write(self._wake_fd, 1)
 
     def watch(self, fd: int, events: int, call: Callable[[int], object]) -> None:

@@ -1,10 +1,10 @@
-"""A mover: a process forked from the transfer process that serves lanes and judges nothing.
+"""A mover: a process forked from the transfer process. It serves lanes and decides nothing.
 
 The transfer process authenticates a lane and hands it over. From then on the mover reads, writes, computes
 checksums and reports. Sessions, credits, transfers and deadlines stay in the transfer process. The mover
-need not ask whether a frame may come: no more slots are laid out than credit was given. The transfer process
-judges all else when it reads the report, before the engine looks into the slot. Lane 0, which carries control
-messages, never goes to a mover.
+accepts each frame for which it finds a slot, since there are never more of these slots than credits. All
+other checks are made by the transfer process when it reads the report. The engine sees the slot only after
+that. Lane 0, which carries control messages, never goes to a mover.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Heade
 from kv_transfer.protocol.keys import LaneKeys
 from kv_transfer.trace import TraceWriter
 
-_TICK = 0.25  # seconds between reports of what is heard, and of what moves
-_MOST_PENDING = 4096  # reports that wait while the transfer process reads none
+_TICK = 0.25  # seconds between `Heard` reports of a lane
+_MOST_PENDING = 4096  # reports that may wait until the transfer process reads them
 
 # ---------------------------------------------------------------- transfer process → mover
 
@@ -75,14 +75,14 @@ class Begins(Local):
 
 
 class Ends(Local):
-    """All of the frame came. `whole`: its checksum matched; None: the lane closes in mid-frame."""
+    """The frame is over. `whole`: whether its checksum matched; None: the lane closed before its end came."""
 
     lane: int
     whole: bool | None
 
 
 class Gone(Local):
-    """The frame in this slot is sent, or (not `sent`) its lane closes."""
+    """The mover needs the slot no more. `sent`: its frame was sent. Otherwise the lane closed before."""
 
     lane: int
     slot: int
@@ -106,7 +106,7 @@ class Heard(Local):
 
 
 class LaneClosed(Local):
-    """Last of its lane."""
+    """The last report of a lane."""
 
     lane: int
     kind: str
@@ -124,7 +124,7 @@ class Mover:
         self, channel: socket.socket, side: socket.socket, sending: Arena, receiving: Arena, slots: SlotPipe,
         trace: TraceWriter,
     ) -> None:  # fmt: skip
-        """`side`: where descriptors of lanes come. `slots`: of `receiving`, for frames that come."""
+        """`side`: brings the descriptors of lanes. `slots`: of `receiving`, for frames that come."""
         self._channel = Channel(channel, ToMover, self._watch)
         self._side = side
         self._sending = sending
@@ -136,7 +136,7 @@ class Mover:
         self._ids: dict[Lane, int] = {}
 
     def run(self) -> None:
-        """Until the transfer process closes the channel."""
+        """Serves until the transfer process closes the channel."""
         self._watch()
         ticked = time.monotonic()
         while True:

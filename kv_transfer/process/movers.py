@@ -38,21 +38,21 @@ class FarReceiver(Protocol):
     """Takes the KV frames that come on a lane in a mover. Reports come late, but in order."""
 
     def far_begins(self, lane: FarLane, header: Header, slot: int) -> Any:
-        """The mover receives a frame into this slot. Returns the ticket that `kv_ends` brings back."""
+        """The mover receives a frame into this slot. Returns a ticket, which `kv_ends` gets."""
         ...
 
     def kv_ends(self, lane: FarLane, header: Header, ticket: Any, whole: bool | None) -> None: ...
 
 
 class FarLane:
-    """Stands for a lane in a mover, as if it were a `Lane`."""
+    """Stands for a lane in a mover. It has the methods of `Lane` that sessions use."""
 
     def __init__(self, handle: MoverHandle, number: int, owner: LaneOwner[FarLane]) -> None:
         self.receiver: FarReceiver | None = None  # the session sets what its direction has
         self.sender: LaneSender[FarLane] | None = None
         self.heard = time.monotonic()
         self.kv_moved = 0.0  # as its mover last reported it
-        self.closed_by = math.inf  # time.monotonic(); else its mover hangs
+        self.closed_by = math.inf  # time.monotonic(): if the lane is open then, its mover hangs
         self.unsent = 0
         self._handle = handle
         self._number = number
@@ -112,7 +112,7 @@ class FarLane:
 
 
 class MoverDied(Exception):
-    """Its lanes are unserved, and slots are lost with it: the transfer process ends, too."""
+    """A mover has ended, or hangs. Its slots are lost, so the transfer process ends, too."""
 
 
 class MoverHandle:
@@ -126,7 +126,7 @@ class MoverHandle:
         self._made = 0
 
     def adopt(self, lane: Lane, owner: LaneOwner[FarLane], *, sends: bool) -> FarLane:
-        """Hand over a lane on which no KV frame is under way."""
+        """Hands over a lane to the mover. No KV frame may be under way on it."""
         self._made += 1
         sock, read, unwritten, keys = lane.leave()
         socket.send_fds(self._side, [b"l"], [sock.fileno()])
@@ -136,7 +136,9 @@ class MoverHandle:
         return self.lanes[self._made]
 
     def serve(self, _: int = 0) -> None:
-        """Take all reports that came: by an old one alone a lane seems silent. MoverDied: no more come."""
+        """Handles all reports that came: after an old one alone, its lane would seem silent.
+
+        Raises MoverDied when the mover has ended."""
         while reports := self._received():
             for report in reports:
                 far = self.lanes[report.lane]
@@ -151,12 +153,12 @@ class MoverHandle:
             raise self._died(e) from None
 
     def check(self, now: float) -> None:
-        """MoverDied: it hangs, and what its lanes hold does not come back."""
+        """Raises MoverDied if a lane has not closed in time: the mover hangs, and keeps its slots."""
         if any(now >= lane.closed_by for lane in self.lanes.values()):
             raise MoverDied(f"mover {self._pid} hangs: it closes no lane")
 
     def flush(self) -> None:
-        """Tell it what is posted, as far as there is room."""
+        """Sends the messages that were posted, as far as there is room."""
         try:
             self.channel.flush()
         except ChannelClosed as e:
@@ -166,7 +168,9 @@ class MoverHandle:
         return MoverDied(f"mover {self._pid} is gone: {why}")
 
     def stop(self) -> None:
-        """It reads what it was told, closes its lanes and ends; one that hangs is killed."""
+        """Ends the mover. It handles the messages that it was sent, and closes its lanes.
+
+        A mover that hangs is killed."""
         self.channel.sock.close()
         self._side.close()
         # If our parent ignores SIGCHLD, so do we, and the kernel has reaped the mover already.
@@ -186,7 +190,9 @@ def fork(
     slots: SlotPipe,
     inherited: Sequence[socket.socket],
 ) -> list[MoverHandle]:
-    """Start `config.movers` movers. Before there are threads; `inherited` stays with this process."""
+    """Forks `config.movers` movers, which close the sockets in `inherited`.
+
+    Call it before this process has threads."""
     handles: list[MoverHandle] = []
     for number in range(config.movers):
         (ours, theirs), (near, far) = channel_pair(), channel_pair()
@@ -204,13 +210,13 @@ def fork(
 
 
 def _child(parent_pid: int, not_mine: Sequence[socket.socket], run: Callable[[], None]) -> None:
-    """Never returns into what the parent was doing."""
+    """Runs `run` in the child, and ends the child: it must not return into the code of its parent."""
     code = 1
     try:
         die_with_parent(parent_pid)
         for number in (signal.SIGTERM, signal.SIGINT):  # may reach the whole group: the parent decides
             signal.signal(number, signal.SIG_IGN)
-        for sock in not_mine:  # so that their other ends see the parent's death
+        for sock in not_mine:  # otherwise their other ends would not notice the death of the parent
             sock.close()
         run()
         code = 0

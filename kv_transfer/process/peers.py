@@ -1,4 +1,4 @@
-"""The prefill workers that decode fetches from: connecting, backing off, and saying ACKs again."""
+"""The prefill workers that decode fetches from: connects, waits between attempts, and repeats ACKs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Peer:
 
 
 class Peers:
-    """Those that have a transfer, an ACK to be said, or a session."""
+    """All peers that have a transfer, an ACK to send, or a session."""
 
     def __init__(self, config: TransferConfig, connect: Connect) -> None:
         self._config = config
@@ -61,7 +61,7 @@ class Peers:
         self._connect(peer, now)
 
     def acknowledge(self, key: PeerKey, transfer_id: bytes, now: float) -> None:
-        """In the session that is up, or in the next one."""
+        """Sends an ACK in the session that is up, or in the next one."""
         peer = self._peers[key]
         peer.acks.injected(transfer_id, now)
         self._say_acks(peer, now)

@@ -1,8 +1,9 @@
 """The protocol of a KV transfer as pure state machines: no socket, no clock, no thread.
 
-`hello` lets two transfer processes prove themselves to each other; `frame` and `messages` are what then
-passes between them, protected by checksums or by `encryption`; `credits` says how much of it may. One
-transfer lives here twice: on the prefill side as a `held` prefill (READY → STREAMING → COMMITTED → RELEASED),
-on the decode side as an `incoming` one (RECEIVING → COMPLETE → INJECTED). Time and messages come in as
-arguments, effects go out as values, so that every order of events can be tested.
+With `hello` two transfer processes prove to each other that they know the secret. Then they exchange `frame`s
+with `messages` or KV, protected by checksums or by `encryption`. `credits` bound the frames under way.
+
+Each side of a transfer has a state machine. The prefill side holds a prefill (`held`: READY → STREAMING →
+COMMITTED → RELEASED). The decode side receives a transfer (`incoming`: RECEIVING → COMPLETE → INJECTED).
+Times and messages are arguments, and effects are returned, so tests can try every order of events.
 """

@@ -1,7 +1,7 @@
-"""Which ACKs a peer may not have had: those that wait for a session, and those said lately in this one.
+"""ACKs that a peer may lack: those that wait for a session, and those sent recently in the present one.
 
 Nothing confirms an ACK. A second ACK does no harm. A prefill that gets none keeps its blocks until the hold
-deadline. So ACKs that may be lost with a session are said again in the next one. Pure.
+deadline. So ACKs that may be lost with a session are sent again in the next one. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MOST = 4096  # of either kind; the oldest are forgotten first
 
 
 class Acks:
-    """Of one peer."""
+    """The ACKs of one peer."""
 
     def __init__(self, deadlines: TransferDeadlines) -> None:
         self.waiting: dict[bytes, float] = {}  # transfer id → when it was injected; oldest first
@@ -29,7 +29,7 @@ class Acks:
         self._bound()
 
     def say(self, now: float) -> list[bytes]:
-        """All that wait, to be said in a session that is up."""
+        """Returns the ACKs that wait. The caller sends them in a session that is up."""
         ids = list(self.waiting)
         self._said |= {transfer_id: (injected, now) for transfer_id, injected in self.waiting.items()}
         self.waiting.clear()
@@ -37,7 +37,7 @@ class Acks:
         return ids
 
     def lost(self, now: float) -> None:
-        """The session is, and perhaps what was said in it lately: that waits for the next one."""
+        """The session was lost, perhaps with ACKs sent recently. These wait for the next session."""
         self.expire(now)
         said = {transfer_id: injected for transfer_id, (injected, _) in self._said.items()}
         self._said.clear()
@@ -45,7 +45,7 @@ class Acks:
         self._bound()
 
     def expire(self, now: float) -> None:
-        """Forget what has surely arrived, and what no prefill is held for any more."""
+        """Forgets ACKs that must have arrived, and those whose prefill is no longer held."""
         while self._said:
             transfer_id, (injected, said) = next(iter(self._said.items()))
             if now < min(said + self._unnoticed, injected + self._hold):

@@ -1,8 +1,8 @@
 """The ledger of arena slots of each side, with the credits of its sessions. Pure accounting, no I/O.
 
-One credit is one arena slot at the receiver, set aside until a frame of that session arrives in it. Totals
-are cumulative over the session: a message means the same however late it is read. Both ledgers hand out the
-lowest free slot: few slots are used again and again, and neighbours are copied together.
+One credit is one arena slot of the receiver, set aside until a frame of that session arrives in it. Messages
+carry totals since the session began, so a message that is read late still means the same. Both ledgers hand
+out the lowest free slot: so few slots are used again and again, and neighbouring slots are copied together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kv_transfer.protocol.messages import Credit
 
 
 class CreditExceeded(Exception):
-    """A frame came that was never granted: the session ends."""
+    """A frame came without credit: its session ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +24,8 @@ class Account:
     granted: int = 0
     arrived: int = 0
     want: int = 0  # credits that its open transfers could use now
-    recalled: int | None = None  # `granted` when the recall that is not answered yet went out
-    answered: int | None = None  # `granted` as an answer left it: what is outstanding of that is on its way
+    recalled: int | None = None  # `granted` at the time of the recall that is not answered yet
+    answered: int | None = None  # `granted` after the last answer: all frames outstanding then are under way
     last_grant: int = 0
     over: bool = False  # its session has ended, and frames of it may still be in its lanes
 
@@ -35,7 +35,7 @@ class Account:
 
     @property
     def idle(self) -> bool:
-        """It may have credit that it does not use."""
+        """Whether it may have credit that it does not use."""
         return self.outstanding > 0 and self.answered != self.granted
 
 
@@ -61,8 +61,9 @@ class ReceiverSlots:
 
     @property
     def free(self) -> int:
-        """Neither in use nor promised. Below 0 only after a frame beyond its credit, which took a slot that
-        was promised to another session."""
+        """Slots that are neither in use nor promised.
+
+        Below 0 after a frame without credit: it took a slot that was promised to another session."""
         return self.not_in_use - self.promised
 
     def open(self, session: int) -> None:
@@ -106,7 +107,7 @@ class ReceiverSlots:
         return slots
 
     def returned(self, session: int, total: int, sent: int) -> None:
-        """The sender answered the recall of `total`; ValueError if it could not have."""
+        """The sender answered the recall of `total`. Raises ValueError for impossible numbers."""
         account = self.accounts[session]
         # If more was granted since the recall, the answer changes nothing. Frames of the later grant may then
         # have arrived before it, on other lanes.
@@ -119,12 +120,12 @@ class ReceiverSlots:
             self.promised -= total - sent
 
     def ask_again(self) -> None:
-        """To be called now and then: a frame that was said to be under way may have been dropped since."""
+        """Allows new recalls. Call it now and then: frames that were under way may have been dropped."""
         for account in self.accounts.values():
             account.answered = None
 
     def settle(self) -> list[tuple[int, Credit]]:
-        """Grant what can be granted, recall what lies idle; the messages to send.
+        """Grants credits, and recalls those that are not used. Returns the messages to send.
 
         No session is granted more than its share of the slots, and never more than half. A session without
         credit comes first. If no slot is free for it, the session with most credit is asked to return what it
@@ -135,7 +136,7 @@ class ReceiverSlots:
         live = {key: account for key, account in self.accounts.items() if not account.over}
         hungry = [(key, a) for key, a in live.items() if a.want]
         share = max(1, self.total // max(2, len(hungry)))
-        # While more than three quarters are still there: one larger grant later, instead of many small ones.
+        # A session that still has over three quarters waits: one larger grant instead of many small ones.
         takers = [(key, a) for key, a in hungry if a.outstanding * 4 <= 3 * min(a.want, share)]
         takers.sort(key=lambda item: (item[1].outstanding > 0, item[1].last_grant))
         for i, (key, account) in enumerate(takers[: max(0, free)]):
@@ -176,14 +177,14 @@ class SenderAccount:
 
     @property
     def has_room(self) -> bool:
-        """For one more frame."""
+        """Whether it may send one more frame."""
         return self.used < self.granted and self.slots_out < self.window
 
     def grant(self, total: int) -> None:
         self.granted = max(self.granted, total)
 
     def recall(self) -> int:
-        """Give up the credit that is not used. Returns the count of frames sent or about to be sent."""
+        """Gives up the unused credit. Returns the number of frames that were sent, or are about to be."""
         self.granted = self.used
         return self.used
 

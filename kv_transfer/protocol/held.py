@@ -1,8 +1,9 @@
 """Prefills as their sender sees them: READY → STREAMING → COMMITTED → RELEASED. Pure: events in, effects out.
 
-A prefill is *held* from `offer` until the ACK of its current transfer, the engine's own end, or a deadline.
-Only one transfer of it is open at a time: a new FETCH supersedes the old one, an ABORT or a lost session
-makes it READY again. FETCHes for ids not offered yet wait in a bounded table; ended ids leave a tombstone.
+A prefill is *held* from `offer` until the ACK of its current transfer, a `close` by the engine, or a
+deadline. Only one transfer of it is open at a time. A new FETCH replaces it. An ABORT or a lost session makes
+the prefill READY again. FETCHes for ids that are not offered yet wait in a bounded table. Ended ids leave a
+tombstone.
 
 A FETCH_CONTENT is a FETCH for a *pin*. It waits until the engine has pinned the chunks, or has refused. The
 pin ends with the transfer, and at a deadline that no message extends. A pin waits for the peer's credits
@@ -35,7 +36,7 @@ _PIN = b"pin:"
 class HoldState(enum.Enum):
     READY = enum.auto()  # no transfer open
     STREAMING = enum.auto()
-    COMMITTED = enum.auto()  # COMMIT is out; frames may still be
+    COMMITTED = enum.auto()  # COMMIT was sent; frames may still be under way
     RELEASED = enum.auto()
 
 
@@ -67,7 +68,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """To the engine: a FETCH came for an id not offered yet (or, `gone`, that FETCH left again)."""
+    """To the engine: a FETCH waits for a prefill that is not offered yet. `gone`: it waits no more."""
 
     prefill_id: bytes
     gone: bool = False
@@ -75,7 +76,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """To the engine: pin the chunks that it has, and say how many (`HeldPrefills.pinned`); or `close`."""
+    """To the engine: pin those of the chunks that it has. It answers with `pinned` or `close`."""
 
     pin_id: bytes
     chunks: tuple[bytes, ...]
@@ -89,7 +90,7 @@ Effect = Start | Stop | Release | Waiting | Pin | Send | Expired
 class Held:
     prefill_id: bytes  # or the id of a pin
     state: HoldState = HoldState.READY
-    transfer_id: bytes | None = None  # of the open transfer; in READY of one that may still be ACKed
+    transfer_id: bytes | None = None  # of the open transfer; READY: of the last, whose ACK may still come
     session: int = 0
     attempt: int = 0  # the newest one that has fetched
     stop: int = 0  # the position after the last one that its FETCH asks for
