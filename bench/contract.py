@@ -59,7 +59,8 @@ class Row:
             self.meets_goal = measured >= self.goal if self.better == "higher" else measured <= self.goal
 
     def as_dict(self) -> dict[str, Any]:
-        """What is known. `asdict` would take most of the time of `Report.add`, which writes all rows."""
+        """The fields that are not None. `asdict` would take most of the time of `Report.add`, which writes
+        all rows."""
         values = ((each.name, getattr(self, each.name)) for each in fields(self))
         return {name: value for name, value in values if value is not None}
 

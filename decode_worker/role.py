@@ -177,7 +177,7 @@ class DecodeRole:
                     self._finished(decode_id)
 
     def _retarget(self, message: messages.Retarget) -> None:
-        """Fetches the KV from another prefill. A request that needs none goes on as it is."""
+        """Fetches the KV from another prefill. A request that already has its KV ignores the message."""
         attempt = self._table[message.decode_id]
         if attempt.phase in (AttemptPhase.RUNNING, AttemptPhase.IMPORTING, AttemptPhase.TAKING):
             return

@@ -52,8 +52,9 @@ _MAX_REFETCHES = 2
 
 @dataclass(slots=True)
 class _LayerPace:
-    """Expects when the last layer of a prompt's last tokens comes, at the speed of the layers before. Layers
-    that are taken at the same time say nothing about it: they have waited for each other."""
+    """Estimates when the last layer of a prompt's last tokens comes, from the speed of the layers before.
+
+    Layers that are taken at the same time do not show the speed: the first of them waited for the others."""
 
     ends_at: float = math.inf
     _first: int = -1  # the last layer of those that were taken first

@@ -1,4 +1,4 @@
-"""Starting a transfer process: what it inherits, and what it and its parent tell each other."""
+"""Starts a transfer process: what it inherits, and the messages between it and its parent."""
 
 from __future__ import annotations
 

@@ -15,22 +15,22 @@ GRAPH_ROWS = (
 graph."""
 
 READ_SECONDS = 4.3e-3
-"""To read the weights, and to launch."""
+"""To read the weights and to launch the step."""
 DECODE_ROW_SECONDS = 6e-6
-"""Of a row while the weights are read, in a step that only decodes."""
+"""Added by each row while the time to read the weights is the limit, in a step that only decodes."""
 CHUNK_ROW_SECONDS = 13e-6
-"""The same in a step with chunks."""
+"""The same in a step with chunks of prompts."""
 ROW_SECONDS = 22.6e-6
-"""Of a row if the device is busy with matrix products, which have a fixed cost, too."""
+"""Added by each row if matrix products are the limit. Products also have the fixed cost below."""
 PRODUCTS_SECONDS = 0.9e-3
 MIXED_SECONDS = 0.4e-3
-"""Of the second kind of attention in a step with decodes and chunks."""
+"""A step with decodes and chunks runs two kinds of attention. This is the cost of the second one."""
 DECODE_SECONDS = 0.033e-6
-"""Of a position that the attention of a decode reads."""
+"""For each position that the attention of a decode reads."""
 PAIR_SECONDS = 0.78e-9
-"""Of a pair of positions in the attention of a prompt."""
+"""For each pair of positions in the attention of a prompt."""
 SMALL_PAIR_SECONDS = 1.2e-9
-"""The same for a chunk of fewer than `SMALL` tokens, which has work for a part of the multiprocessors."""
+"""The same for a chunk of fewer than `SMALL` tokens. It does not occupy all multiprocessors."""
 SMALL = 1_024
 
 

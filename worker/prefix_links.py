@@ -10,15 +10,15 @@ from worker.messages import ContentSource, PrefixLink
 MEMORY = 0.7
 """Weight of the fetches before, against the newest one, in what is measured."""
 FORGET = 0.97
-"""What is left of the measured seconds after each prompt that is computed because of them. Otherwise one slow
-fetch would be the last one."""
+"""Factor on the measured seconds with each prompt that is computed because of them. Otherwise one slow fetch
+would be the last one."""
 IDLE_CLOSE = TransferDeadlines().idle_close
 """Seconds without a fetch after which the next one has to make a session first."""
 MOST = 1000
 """Links with measured fetches. One more replaces the oldest."""
 RECENT = 60.0
-"""Seconds for which routers hear of a measured fetch. Later they count the link as unknown, so it is tried
-again."""
+"""Seconds for which a measured fetch is reported to routers. After that they count the link as unknown, and
+try it again."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,8 @@ class Link:
     def pays(self, tokens: int, seconds: float, now: float) -> bool:
         """Whether a fetch of so many tokens takes less than `seconds`, as far as known. 0: not known.
 
-        Each answer of no lowers what is measured. So after many of them a fetch is tried again."""
+        Each time the answer is no, the measured times are lowered. So after many prompts a fetch is tried
+        again."""
         if now < self.paused_until:
             return False
         if not seconds or not self.fetches:
@@ -52,8 +53,10 @@ class Link:
         return False
 
     def _expected(self, tokens: int) -> float:
-        """Seconds to fetch so many tokens. Short fetches say little about the speed of long ones. So a fetch
-        that is longer than all before is expected to take as long as the longest. So it is tried."""
+        """Seconds to fetch so many tokens.
+
+        Short fetches say little about the speed of long ones. So a fetch longer than all before is expected
+        to take as long as the longest of them. This makes the worker try it."""
         shorter = [size for size in self.transfers if size <= tokens.bit_length()]
         if shorter:
             transfer = self.transfers[max(shorter)]

@@ -120,7 +120,7 @@ def _add_seconds(report: Report, name: str, seconds: list[float]) -> None:
 
 
 def histogram(seconds: list[float]) -> dict[str, int]:
-    """How many lie between a bound and the one before."""
+    """Number of gaps up to each bound and above the bound before it."""
     bounds = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, float("inf")]
     found = Counter(next(bound for bound in bounds if gap <= bound) for gap in seconds)
     return {f"{bound:g}": found[bound] for bound in bounds}

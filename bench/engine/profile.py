@@ -20,9 +20,9 @@ class Profile(NamedTuple):
     microseconds: float
     """From the start of the first kernel to the end of the last."""
     idle: float
-    """In which no kernel ran."""
+    """Microseconds in which no kernel ran."""
     kernels: dict[str, float]
-    """By name. Kernels may overlap."""
+    """Microseconds of each kernel, by name. Kernels may overlap."""
 
 
 def profiled(work: Callable[[], None]) -> Profile:
@@ -44,7 +44,7 @@ def profiled(work: Callable[[], None]) -> Profile:
 
 
 def profiled_decodes(engine: Any, batch: int, context: int) -> Profile:
-    """Of `STEPS` steps in which `batch` requests decode."""
+    """Profiles `STEPS` steps in which `batch` requests decode."""
     fill(engine, batch, context, 200)
     for _ in range(16):
         engine.step()

@@ -73,9 +73,9 @@ class Logprobs:
     """Natural log probabilities for one generated token, from the model's logits before any adjustment."""
 
     logprob: float
-    """Of the generated token."""
+    """Log probability of the generated token."""
     top_ids: tuple[int, ...] = ()
-    """The tokens that the request names, or as many of the most likely ones as it says, most likely first."""
+    """The tokens that `logprob_token_ids` names, or the `logprobs` most likely ones, most likely first."""
     top_logprobs: tuple[float, ...] = ()
 
 
@@ -93,10 +93,10 @@ class Output(NamedTuple):
     cached_tokens: int = 0
     """Prompt positions that came from the prefix cache."""
     queue_seconds: float = 0.0
-    """From `Engine.add` to the step that admitted the request. Set with the first token after a prefill here;
-    so is `prefill_seconds`."""
+    """Time from `Engine.add` to the step that admitted the request. Like `prefill_seconds`, it is set with
+    the first token after a prefill here."""
     prefill_seconds: float = 0.0
-    """From that step to this token."""
+    """Time from that step to this token."""
 
 
 class PromptLogprobs(NamedTuple):
@@ -105,7 +105,7 @@ class PromptLogprobs(NamedTuple):
 
     id: bytes
     position: int
-    """Of the first of these tokens. At least 1: the first token of a prompt has no probability."""
+    """Position of the first of these tokens. At least 1: the first token of a prompt has no probability."""
     logprobs: bytes
     """[tokens] float32."""
     ranks: bytes
@@ -134,8 +134,8 @@ class StepResult:
 
     outputs: list[Output] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    """Of requests that ask for them, as their prompts are computed: each position once, in order, and all
-    before the first output. Each has at most `PROMPT_PIECE` tokens."""
+    """Comes while a prompt is computed, if its request asks for it. Each position comes once, in order, and
+    before the first output. One entry has at most `PROMPT_PIECE` tokens."""
     preempted: list[bytes] = field(default_factory=list)
     """Requests of `reserve`, `start` or `resume` that are handed back for lack of blocks."""
     failed: list[tuple[bytes, str]] = field(default_factory=list)
@@ -151,7 +151,7 @@ class StepResult:
 
 
 class Reservation(NamedTuple):
-    """What a request with KV from another worker holds."""
+    """The blocks and the state slot of a request whose KV comes from another worker."""
 
     block_ids: Sequence[int]
     """Its block table."""
@@ -191,7 +191,7 @@ class EngineStats:
     reservations: int
     """Requests that wait here for KV from a prefill worker."""
     preemptions: int
-    """Since the start, recomputed and handed back together."""
+    """Since the start. Counts requests that were recomputed here and those that were handed back."""
     prefix_cache_queries: int
     """Tokens looked up in the prefix cache since the start."""
     prefix_cache_hits: int
@@ -210,14 +210,14 @@ class EngineStats:
     experts: ExpertStats | None
     """None: a dense model."""
     offload: Sequence[OffloadStats]
-    """Of each tier below the device."""
+    """One entry for each tier below the device."""
 
 
 class CachedBlock(NamedTuple):
     """A full block in the prefix cache."""
 
     name: bytes
-    """Of all tokens up to its end (`content`)."""
+    """Stands for all tokens up to the end of the block (`content`)."""
     chunks: Sequence[bytes]
     """The names of the 64-token chunks that end in it."""
 

@@ -33,9 +33,11 @@ SHORT = 1.5
 SHORT_NOW = 1.1
 """A short step may take this many times a recent step that only decodes, if this is more."""
 LONG = EngineConfig.ttit_target_steps
-"""As `SHORT`, for a long step by default. With an 8B model on an H200 this is 15 ms."""
+"""A long step may take this many times the fastest step that only decodes, if no target is given. With an 8B
+model on an H200 this is 15 ms."""
 LONG_NOW = 1.5
-"""As `SHORT_NOW`, for a long step without a target in seconds."""
+"""A long step may take this many times a recent step that only decodes, if this is more and no target in
+seconds is given."""
 LATE_SECONDS = 1.0
 """A prompt that is late by this has waited in a queue that does not shrink."""
 LATE = 1.25

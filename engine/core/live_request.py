@@ -97,7 +97,8 @@ class LiveRequest:
     blocks: "array[int]" = field(default_factory=lambda: array("i"))
     """Block table: position p is in slot blocks[p // block_size] * block_size + p % block_size."""
     state_slot: int = 0
-    """Of a model with state layers: where the states of the request are, as long as it has blocks."""
+    """Slot of the states of the request, if the model has state layers. Valid while the request has
+    blocks."""
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     """Copies of its states that launched steps write and that have no name yet: position, slot."""
     num_computed: int = 0
@@ -105,11 +106,11 @@ class LiveRequest:
     num_cached: int = 0
     """How many of these positions came from the prefix cache."""
     names: PrefixNames | None = None
-    """Of the full blocks of `token_ids`. None until they are needed, and without a prefix cache."""
+    """Names of the full blocks of `token_ids`. None until they are needed, and without a prefix cache."""
     scores_to: int = field(init=False)
     """Positions [0, scores_to) predict a token of the prompt whose log probability is asked for."""
     num_scored: int = 0
-    """How many of these positions have given it."""
+    """How many of these positions have been computed."""
     num_verified: int = 0
     """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
     num_published: int = 0
@@ -122,7 +123,7 @@ class LiveRequest:
     grammar: Grammar | None = None
     """Limits the next token. None: any token is allowed."""
     first_logprobs: Logprobs | None = None
-    """Of a held request: the log probabilities of its first token, if it asked for them."""
+    """Log probabilities of the first token of a held request, if it asked for them."""
 
     def __post_init__(self) -> None:
         self.id = self.request.id

@@ -25,10 +25,10 @@ from engine.api.offload_stats import OffloadStats
 from engine.core.block_pool import BlockPool
 
 CLEAN_SHARE = 4
-"""One in so many blocks of the pool is free, or has a copy here and is evicted next. Prompts may need many
-blocks at once."""
+"""Prompts may need many blocks at once. So one in `CLEAN_SHARE` blocks of the pool should be free, or should
+have a copy here and be evicted next."""
 LOOKS = 8
-"""After a change of one in so many of these blocks, the pool is searched again for blocks to copy."""
+"""The pool is searched again for blocks to copy when one in `LOOKS` of these blocks has changed."""
 MEMORY = 0.7
 """Weight of the loads before, against the newest one, in the measured speed."""
 PAUSE = 10.0
@@ -97,7 +97,7 @@ class OffloadTier:
         self._tenant_of = tenant_of
         self._left = left
         self._prompt_tokens_per_s = prompt_tokens_per_s
-        # Not more than half of the places: otherwise this tier would have only what the pool has, too.
+        # At most half of the places: otherwise all blocks of this tier would also be in the pool.
         self._clean = min(pool.num_blocks // CLEAN_SHARE, num_places // 2)
         self._free = list(range(num_places - 1, -1, -1))
         self._there: dict[bytes, _Entry] = {}
@@ -105,7 +105,7 @@ class OffloadTier:
         self._to_save: deque[tuple[int, bytes]] = deque()  # block and name; in the order of their eviction
         self._looked = -pool.num_blocks  # `moves` of the pool when it was looked at
         self._saving: dict[bytes, BlockCopy] = {}
-        self._copies = 0  # that the caller was told to make and that are not ended
+        self._copies = 0  # handed to the caller and not ended
         self._waiting: deque[BlockCopy] = deque()  # copies in
         self._loads = 0  # not ended
         self._tokens = self._seconds = 0.0  # of recent loads

@@ -52,10 +52,14 @@ class Pace:
         expected: float = 0.0,
         may_join: bool = True,
     ) -> None:
-        """Notes that the host spent [began, now) on launching a step. Steps of one kind take about equally
-        long. None: their averages learn nothing from this step, and it should take `expected` seconds.
-        `slow`: without a graph, so the device begins with the first kernel. Not `may_join`: no request of
-        another worker will join the next step, so that one is due at once."""
+        """Notes that the host spent [began, now) on launching a step.
+
+        Args:
+            kind: steps of one kind take about equally long. None: the step should take `expected` seconds,
+                and no average learns from it.
+            slow: no graph has its kernels. So the device begins with the first kernel.
+            may_join: a request of another worker may join the next step. Otherwise that step is due at once.
+        """
         if kind is not None:
             self._host = _averaged(self._host, now - began)
         elif slow:

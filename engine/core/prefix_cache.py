@@ -128,8 +128,8 @@ class PrefixCache:
                 )
 
     def usable(self, names: Sequence[bytes]) -> int:
-        """How many of these blocks, which have KV, a request can begin with to compute the rest: those before
-        the last copy of its states."""
+        """How many of these cached blocks a request can begin with. For a model with states, these are the
+        blocks before the last copy of the states."""
         if self.copies is None:
             return len(names)
         return next((count for count in range(len(names), 0, -1) if names[count - 1] in self.copies), 0)
@@ -141,8 +141,8 @@ class PrefixCache:
     def remnant(
         self, names: PrefixNames, token_ids: Sequence[int], num_blocks: int, limit: int
     ) -> tuple[int, bytes | None]:
-        """The remnant behind so many cached blocks of a prompt: the position up to which it has KV, `limit`
-        at most, and its name. None: there is none."""
+        """The remnant behind the first `num_blocks` cached blocks of a prompt: the position up to which it
+        has KV, at most `limit`, and its name. The name is None if there is no remnant."""
         start = num_blocks * self._block_size
         if not self.known(names.blocks[num_blocks : num_blocks + 1]):  # else a tier has the whole block
             last = min(start + self._block_size - 1, limit) // CHUNK_TOKENS * CHUNK_TOKENS

@@ -73,11 +73,15 @@ class Scheduler:
         offload_places: Mapping[Tier, int] | None = None,
         prompt_tokens_per_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`mixed_rows`: tokens of a step with decodes and prompts that waste nothing, in ascending order.
-        `full_step`: prompt tokens from which on a step gains nothing from further prompts.
-        `content_root`: root of the names in the prefix cache. None: no prefix cache.
-        `states`: of a model with state layers, of which the prefix cache has `copies`. `offload_places` and
-        `prompt_tokens_per_s`: as in `PrefixCache`. None: no tier below the device."""
+        """Makes a scheduler without requests.
+
+        Args:
+            mixed_rows: sizes of steps with decodes and prompts that need no padding, in ascending order.
+            full_step: with so many prompt tokens, a step gains nothing from further prompts.
+            content_root: root of the names in the prefix cache. None: there is no prefix cache.
+            states: the state slots of a model with state layers. The prefix cache has `copies` of states.
+            offload_places, prompt_tokens_per_s: as in `PrefixCache`. None: no tier below the device.
+        """
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
         self.pool = pool
         self.states = states
@@ -439,7 +443,8 @@ class Scheduler:
             self._requeue(live)
 
     def prompts(self) -> Iterator[tuple[int, float]]:
-        """Of each prompt that is not computed, about in order: the tokens that are left, and its due time."""
+        """Yields (tokens left, due time) of each prompt that is not computed, about in the order of the
+        queue."""
         for live in self.running:
             if live.num_left > 1:
                 yield live.num_left, live.due

@@ -19,7 +19,7 @@ from engine.step import Adjustments, Bias, Draws, Penalties, Scored, Step, Token
 NO_TOP_P = np.float32(2)
 """Rounded sums of probabilities may pass 1, so "no limit" must be above it."""
 DRAW_TYPES = np.float32, np.int32, np.int32, np.float32, np.float32
-"""Of the fields of `Draws`."""
+"""Types of the fields of `Draws`."""
 
 
 def build_step(

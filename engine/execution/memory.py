@@ -26,19 +26,19 @@ CPU_POOL_BYTES = 1 * GIB
 """KV pool on a CPU. The system maps its pages only when they are first written."""
 CUDA_BYTES = 1 * GIB
 """For the CUDA context and the code of kernels: half a GiB and more, which torch's allocator does not count.
-A measurement could not tell it from what other processes allocate meanwhile."""
+It is not measured, because other processes may allocate memory during the measurement."""
 COPY_TOKENS = 2048
 """Positions between two copies of the states of a request that the prefix cache keeps."""
 COPY_SHARE = 0.25
-"""Most that copies of states get, of the memory beside the states of requests and `TOKENS_BESIDE_STATES` of
-KV for each."""
+"""Largest share of memory for copies of states: of what is left beside the states of requests, and
+`TOKENS_BESIDE_STATES` tokens of KV for each request."""
 TOKENS_BESIDE_STATES = 2048
-"""There are no more states than requests that find room for so many tokens of KV beside them."""
+"""Each request with states must find room for so many tokens of KV. This bounds the number of state slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLimits:
-    """What of the cache is decided before the weights are loaded."""
+    """The part of the cache's configuration that is known before the weights are loaded."""
 
     dtype: torch.dtype
     """Of the weights and activations."""

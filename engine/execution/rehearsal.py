@@ -35,7 +35,7 @@ class StepMemory:
 
     any: int
     decode: int
-    """The same for a step that only decodes, with as many requests as fit. Captured graphs need as much."""
+    """Peak of a step that only decodes, with as many requests as fit. Captured graphs need as much."""
 
 
 @dataclass(slots=True, eq=False)

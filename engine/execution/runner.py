@@ -102,7 +102,7 @@ class ModelRunner:
         self._attention = attention_caches(cache)
         self._state = state_caches(cache)
         self._index = [sum(type(other) is type(spec) for other in cache[:i]) for i, spec in enumerate(cache)]
-        """Of a layer among those of its kind."""
+        """Index of each layer among the layers of its kind."""
         self._dtype = dtype
         self.chunk_tokens = kernels.chunk_tokens(dtype) if self._state else 0
         """As `Kernels.chunk_tokens`; 0: no layer has states."""

@@ -26,11 +26,11 @@ from engine.kernels.state_update import time_step
 SOLVE_WARPS = 4
 DIMS, WARPS = 32, 4
 FEW, MANY = 3, 2
-"""Stages. With few programs, one has a multiprocessor for itself."""
+"""Stages of the pipeline. If there are few programs, each has a multiprocessor to itself."""
 BLOCK = tl.constexpr(16)
 """Rows of the system that are solved one after another."""
 FACTORS = 4
-"""Of a row and head: of S k, of S q, of w ⊗ k, and of the state before the chunk."""
+"""Factors of each row and head: those of S k, of S q, of w ⊗ k, and of the state before the chunk."""
 
 
 def scan(

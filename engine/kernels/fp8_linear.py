@@ -48,9 +48,9 @@ class Tiling(NamedTuple):
 
 
 AT_ONCE = Tiling(128, BLOCK_N, FP8_GROUP, 1, 4, 6)
-"""For more than MAX_FEW_ROWS, with scales of rows."""
+"""For more than MAX_FEW_ROWS rows of x, with a scale for each row."""
 MANY = Tiling(64, 128, FP8_GROUP, 1, 4, 3)
-"""The same with scales of groups."""
+"""For more than MAX_FEW_ROWS rows of x, with a scale for each group of columns."""
 
 
 def tiling(rows: int, inner: int, size: int, multiprocessors: int, *, grouped: bool) -> Tiling:
@@ -63,7 +63,7 @@ def tiling(rows: int, inner: int, size: int, multiprocessors: int, *, grouped: b
     columns = FP8_GROUP if grouped else NARROW if shared or padded >= 64 else WIDE
     room = SHARED_BYTES // 2 if shared else SHARED_BYTES
     stages = min(MAX_STAGES, room // (columns * (BLOCK_N + padded)))
-    # With so many rows, multiplying bounds the time, which takes all multiprocessors.
+    # With the most rows, multiplying takes longer than reading W. Then more programs are worth their parts.
     spread = tiles if padded < MAX_FEW_ROWS else triton.cdiv(tiles, 2)
     parts = splits(spread, triton.cdiv(inner, columns), multiprocessors)
     return Tiling(padded, BLOCK_N, columns, parts, 4, stages)

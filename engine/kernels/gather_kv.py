@@ -16,10 +16,10 @@ from torch import Tensor
 from engine.kernels import Fp8KV
 
 MOST_POSITIONS = 32768
-"""Of all chunks of a step. The memory is always this large, so that the rehearsal of the largest steps counts
-it. For 8 heads of 128 dimensions it is 128 MiB."""
+"""Most positions of all chunks of a step. The scratch memory always has room for so many, so the rehearsal of
+the largest steps counts it. For 8 heads of 128 dimensions it is 128 MiB."""
 LEAST_TOKENS = 128
-"""Of a chunk, on average. For fewer, converting tiles takes less time (measured on an H200)."""
+"""Least tokens of a chunk, on average. With fewer, converting tiles is faster (measured on an H200)."""
 ROWS = 64  # positions of a program
 
 

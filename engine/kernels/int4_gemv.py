@@ -36,9 +36,9 @@ BLOCK_N, FEWER = 16, 8
 """Rows of W of a program. The fewer ones are for one row of x, if registers for more would be short: with 8
 warps, or with groups of less than a block of columns."""
 WIDE = 8192
-"""Columns of W from which on a program has 8 warps, else 4."""
+"""With at least so many columns of W a program has 8 warps, otherwise 4."""
 COLUMNS = 32
-"""Of a thread, in each row of W."""
+"""Columns that a thread loads of each row of W."""
 LEAST = tl.constexpr(2.0**-100)  # counts as the largest of columns that are zeros
 
 
@@ -209,7 +209,7 @@ def _read(
     packed, scales, zeros, n, used, first, length, inner, stride,
     GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Of rows n of W: BLOCK_K / 8 words, from word `first` on, and their scales and zeros by plane."""
+    """Loads BLOCK_K / 8 words of each of the rows n of W, from word `first` on, with scales and zeros."""
     at = first + tl.arange(0, BLOCK_K // 8)[None, None, :]
     chunks = tl.arange(0, BLOCK_K // 32)[None, None, :]
     of_row = packed + n[None, :, None].to(tl.int64) * length

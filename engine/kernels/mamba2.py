@@ -69,13 +69,14 @@ class Prompt(NamedTuple):
 
     slot: int
     fresh: bool
-    """It begins at position 0."""
+    """Whether the chunk begins at position 0."""
     rows: slice
     copies: Sequence[tuple[int, int]] = ()
     """(tokens, slot): the state after so many tokens of the chunk is copied to the slot. Ascending."""
 
     def pieces(self, tokens: int) -> Iterator[tuple[slice, int | None]]:
-        """Of at most so many tokens, which end where a copy is taken, too. With each the slot of the copy."""
+        """Cuts the chunk into pieces of at most `tokens` tokens. A piece also ends where a copy of the state
+        is taken; the slot of that copy comes with it."""
         length, to = self.rows.stop - self.rows.start, dict(self.copies)
         ends = sorted({*range(tokens, length, tokens), *to, length})
         for start, stop in pairwise([0, *ends]):

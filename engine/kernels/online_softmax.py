@@ -157,13 +157,13 @@ def power_of_two(x):
 
 
 COMPILED = tl.constexpr(isinstance(power_of_two, JITFunction))
-"""Else the interpreter runs the kernels, which has no PTX."""
+"""False: the interpreter runs the kernels. It has no PTX."""
 
 
 @triton.jit
 def normalized(queries, scale, FP8: tl.constexpr):
-    """With FP8, the queries divided by a power of two, and `scale` multiplied by it: exact, and near 1. They
-    become float16, unless they are float32."""
+    """With FP8, divides the queries by a power of two and multiplies `scale` by it. This is exact, and brings
+    the queries near 1. They become float16, unless they are float32."""
     if FP8:
         element: tl.constexpr = tl.float32 if queries.dtype == tl.float32 else tl.float16
         largest = tl.max(tl.max(tl.abs(queries.to(tl.float32)), axis=1), axis=0)

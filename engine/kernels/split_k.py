@@ -17,7 +17,7 @@ INTERPRETED_MULTIPROCESSORS = 4
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, if one has a multiprocessor for itself."""
+    """How many programs run at once, if each has a multiprocessor to itself."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -36,9 +36,10 @@ def counters(tiles: int, device: torch.device) -> Tensor:
 
 
 def splits(tiles: int, steps: int, multiprocessors: int) -> int:
-    """Parts of the columns for so many tiles of the result, of so many steps each. Half of the
-    multiprocessors read memory at its full speed, and adding up more parts costs more than it saves (measured
-    on an H200)."""
+    """Into how many parts to cut the columns, if the result has `tiles` tiles of `steps` steps each.
+
+    Programs on half of the multiprocessors already read memory at its full speed. Adding up more parts costs
+    more than it saves (measured on an H200)."""
     return max(1, min(multiprocessors // (2 * tiles), steps, MAX_SPLITS))
 
 

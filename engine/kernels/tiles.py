@@ -27,14 +27,14 @@ LONG_FROM = 4096  # positions
 
 TILE_FIELDS = 9
 LARGEST_N = 128
-"""Keys are cut at multiples of it, which are tiles of keys in every shape."""
+"""Pieces are cut at multiples of this number of keys, because tiles of every shape divide it."""
 LEAST_KEYS = 4 * LARGEST_N
-"""Of a piece that is not alone: a shorter one saves less than putting pieces together takes."""
+"""Keys of a piece, if a tile has several. Shorter pieces save less time than combining them costs."""
 MOST_WAVES = 3
-"""How often all programs that run at once may get a piece."""
+"""Most pieces for each program that runs at once."""
 PIECE_KEYS = 2048
-"""A program attends to so many keys in the time that a piece takes besides: for its queries, and to put it
-together with others. Measured on an H200, with two programs on each multiprocessor."""
+"""The fixed cost of a piece, in keys: loading queries and combining pieces takes as long as attending to so
+many keys. Measured on an H200, with two programs on each multiprocessor."""
 
 
 def shape_for(prefills: Sequence[tuple[int, int]]) -> Shape:

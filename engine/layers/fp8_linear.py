@@ -27,7 +27,7 @@ LEAST = 2.0**-100
 """Counts as the largest value of a row of zeros, so that its scale is not 0."""
 
 ALIGNED = 16
-"""What the products need of both dimensions of W."""
+"""Both dimensions of W must be multiples of this."""
 
 OUTPUT = "lm_head"
 KEPT_PLAIN = ("gate", "router")

@@ -46,7 +46,7 @@ class Checkpoint(Protocol):
         ...
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """What the file says before anything is read. None: any."""
+        """The shape in the header of the file. None: dummy weights, which have any shape."""
         ...
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:

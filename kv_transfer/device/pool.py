@@ -14,12 +14,13 @@ from kv_transfer.protocol.messages import Export
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
 Rest = int | None
-"""The checksum of a slice less the sums of the words that were read, modulo 2⁶⁴; None: wrong or overwritten.
+"""The checksum of a slice minus the sum of the words that a rank has read, modulo 2⁶⁴. None: wrong or
+overwritten.
 
-The rank that holds the first head of a slice has the checksum. So the slice is right if the rests of the
-ranks that read different heads of it add up to 0."""
+The ranks of a worker may read different heads of a slice. Then only the rank with the first head subtracts
+from the checksum, the others from 0. So the slice is right if their rests add up to 0."""
 Outcome = Callable[[], list[Rest]]
-"""Of each slice that was pulled."""
+"""Returns the rest of each slice that was pulled."""
 
 
 class Staged(Struct, frozen=True):
@@ -82,9 +83,10 @@ class Pool(Protocol):
         ...
 
     def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        """Slots of `memory`, which is open, → pool. When the event has passed the slots may be used again,
-        and the outcome is known. Wrong bytes may be in the pool then. Raises Unreachable if the memory cannot
-        be read any more."""
+        """Copies slots of `memory`, which is open, to the pool.
+
+        When the event has passed, the slots may be used again and the outcome is known. Only the outcome says
+        whether the bytes in the pool are right. Raises Unreachable if the memory cannot be read any more."""
         ...
 
     def close(self) -> None:
@@ -93,7 +95,7 @@ class Pool(Protocol):
 
 
 def of_each_dtype(layout: KVLayout) -> dict[str | None, KVLayout]:
-    """By dtype; None is that of the layout."""
+    """The layout with each dtype of KV, by dtype. None: the layout's own dtype."""
     return {dtype: replace(layout, dtype=dtype) for dtype in ITEM_BYTES} | {None: layout}
 
 

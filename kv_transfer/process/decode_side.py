@@ -238,7 +238,8 @@ class DecodeSide:
             self._complete(transfer)
 
     def _counted(self, header: Header, transfer: Transfer, whole: bool | None) -> bool | None:
-        """All of a frame is there. Whether it completed its transfer; None: it is not part of it."""
+        """Counts a frame that is over. Returns whether it completed its transfer; None: the frame is
+        dropped."""
         if whole is None:
             return None
         self._verified(header, transfer, right=whole)
@@ -253,7 +254,7 @@ class DecodeSide:
             self._apply(self._fetches.damaged(transfer, time.monotonic()))
 
     def _handed_over(self, header: Header, transfer: Transfer) -> bool | None:
-        """The engine gets the frame. Whether that completed its transfer; None: it is not part of it."""
+        """Hands a frame over to the engine. Returns as `_counted` does."""
         try:
             return self._fetches.verified(transfer, header, time.monotonic())
         except FrameRefused as e:
@@ -338,8 +339,8 @@ class DecodeSide:
     def _arrived_at(
         self, transfer: Transfer, slot: int, session: int, there: int, header: Header, m: SliceAt
     ) -> None:
-        """The engine verifies it. Until then it counts as verified here: so the last slice needs no further
-        message to the engine. The engine injects nothing with a slice that was wrong."""
+        """The engine verifies the slice. This side counts it as verified at once, so no further message must
+        follow the last slice. If a slice is wrong, the engine does not inject its transfer."""
         self._channel.post(
             ArrivedAt(
                 transfer.id, slot, m.seq, m.layer, m.state, m.head_start, m.head_count, m.token_start,

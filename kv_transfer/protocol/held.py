@@ -363,7 +363,7 @@ class HeldPrefills:
         transfer_id = held.transfer_id
         assert transfer_id is not None
         del self.open[transfer_id]
-        # Else its receiver may have everything, and say so: in its next session, or not knowing of this end.
+        # After these two ends of a committed transfer its ACK may still come.
         if held.state is not HoldState.COMMITTED or reason not in ("gone", "deadline"):
             held.transfer_id = None
         held.state, held.since = HoldState.READY, now

@@ -1,7 +1,7 @@
 """Copies of blocks of a KV cache below the device, in the memory of the host or on disk (`disk_store`).
 
-A *place* has all layers of one block, as this rank holds them. A block that is saved gets a checksum. A block
-that is loaded is whole only if its bytes have that checksum: else the block has any bytes.
+A *place* has all layers of one block, as this rank holds them. A block gets a checksum when it is saved. When
+it is loaded, the checksum must match. If it does not, the block's bytes are undefined.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class PrefixSource(NamedTuple):
     tier: Tier
 
     def seconds(self, asker: WorkerConnection, tokens: int) -> float:
-        """Time in which the asker fetches so many tokens, as it measured. 0: it did not measure lately."""
+        """Time in which the asker fetches so many tokens, by its recent measurements. 0: it has none."""
         link = asker.prefix_links.get((self.holder.description.incarnation, self.tier))
         return link.wait + tokens / link.tokens_per_s if link is not None else 0.0
 
@@ -182,13 +182,14 @@ class Candidates:
     def prefix_source(
         self, worker: WorkerConnection, chunks: list[int], tokens: int, rng: random.Random
     ) -> PrefixSource | None:
-        """A worker of any pool with more of a prompt cached than `worker`. None: there is none, or fetching
-        takes more than twice as long as computing. The worker decides: it knows better what few tokens of a
-        long prompt cost.
+        """A worker of any pool that has more of a prompt cached than `worker`.
 
-        Only what workers have reported counts: a worker that will compute the prompt has nothing to send yet.
-        It is the best one of a few, drawn among those that have most and those that have less. So many askers
-        do not all go to one worker."""
+        None: there is no such worker, or fetching takes more than twice as long as computing. The bound is
+        loose, because the worker decides in the end: it knows better what a few tokens of a long prompt cost.
+
+        Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
+        workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
+        """
         if worker not in self._rows:
             return None
         index, row = self._loads.index, self._rows[worker]
