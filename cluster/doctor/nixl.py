@@ -67,7 +67,10 @@ def _read(memory: NixlMemory, theirs: bytes) -> tuple[int, float, str]:
     from kv_transfer.process.nixl_memory import SliceToRead
     from kv_transfer.protocol.messages import Export
 
-    incarnation, expected, export = msgspec.msgpack.decode(theirs, type=tuple[int, int, Export])
+    try:
+        incarnation, expected, export = msgspec.msgpack.decode(theirs, type=tuple[int, int, Export])
+    except msgspec.DecodeError as error:  # many network devices need more bytes than workers take
+        return 0, 0.0, f"the memory of the other node: {error}"
     if why := memory.open(0, incarnation, export):
         return 0, 0.0, why
     while not (opened := [why for _, why in memory.opened()]):

@@ -37,7 +37,7 @@ from kv_transfer.arena import MARK, TOKEN, Arena
 from kv_transfer.config import NIXL_WHEELS, PAGE
 from kv_transfer.cuda_memory import CudaError
 from kv_transfer.process.nixl_slots import NixlSlots, make_slots
-from kv_transfer.protocol.messages import Export
+from kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
 
 log = logging.getLogger("baton.kv")
 
@@ -129,7 +129,14 @@ class NixlMemory:
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
         threads = min(_MOST_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
         self._agent = self._nixl.nixlAgent(_name(incarnation).decode(), config)
-        self._backend = [self._agent.createBackend("UCX", {"num_workers": str(threads)})]
+        try:
+            self._backend = [self._agent.createBackend("UCX", {"num_workers": str(threads)})]
+        except self._errors as e:
+            found = [f"{x}={os.environ.get(x, 'not set')}" for x in ("UCX_TLS", "UCX_NET_DEVICES")]
+            raise RuntimeError(
+                f"--kv-connector nixl: UCX does not start ({', '.join(found)}: {e}): name transports and "
+                "devices that this machine has, or use another --kv-connector"
+            ) from None
         try:
             out, here = self._registered(sending, receiving, device)
         except (CudaError, OSError, *self._errors) as e:
@@ -159,6 +166,14 @@ class NixlMemory:
     def slot_bytes(self) -> int:
         """Of the slots that it reads into."""
         return self._here.slot_bytes
+
+    @property
+    def why_not_exported(self) -> str:
+        """Why no peer can be told of the memory; empty: peers can. UCX describes each network device."""
+        size = len(self.export.handle)
+        if size <= MAX_HANDLE_BYTES:
+            return ""
+        return f"NIXL's metadata has {size} of at most {MAX_HANDLE_BYTES} bytes: name few UCX_NET_DEVICES"
 
     # ------------------------------------------------------------ sessions
 
@@ -342,7 +357,7 @@ class NixlMemory:
         if not self._users[peer]:
             del self._users[peer]
             with suppress(*self._errors):  # NIXL has forgotten a peer that is gone
-                self._agent.invalidateRemoteMD(peer.decode())
+                self._agent.invalidateRemoteMD(peer)
 
 
 def _name(incarnation: int) -> bytes:

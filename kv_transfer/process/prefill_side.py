@@ -91,7 +91,7 @@ class PrefillSide:
             self._why_tcp = "the sender's engine has not opened the memory yet"
             channel.post(RingOut(nixl.for_sender))
         elif nixl:
-            self._export = nixl.export
+            self._set_export(nixl.export, "")
         self._transports: dict[int, str] = {}  # session with a FETCH → how the peer gets KV, and why over TCP
         # By number over all ranks: slots with a slice, and the session that reads it.
         self._exported: dict[int, tuple[int, SliceOut]] = {}
@@ -143,10 +143,17 @@ class PrefillSide:
                 if number in self._sessions:
                     self._sessions[number].send(CreditReturned(total, sent))
 
+    def _set_export(self, export: Export | None, why: str) -> None:
+        """`why` there is none."""
+        if self._nixl and export:  # the engine, if any of its devices has the slots, has opened it
+            export, why = self._nixl.export, self._nixl.why_not_exported
+            if why:
+                export = None
+                log.warning("KV goes over TCP: %s", why)
+        self._export, self._why_tcp = export, why
+
     def _exported_now(self, m: Exported) -> None:
-        self._export, self._why_tcp = m.export, m.why
-        if self._nixl and m.export:  # the engine has opened it
-            self._export = self._nixl.export
+        self._set_export(m.export, m.why)
         for number in list(self._transports):
             del self._transports[number]
             self._offer_memory(self._sessions[number])

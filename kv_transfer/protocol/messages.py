@@ -19,6 +19,7 @@ MAX_RANGES = 1024
 MAX_TOP = 1024
 MAX_CHUNKS = 2048
 MAX_SLICES = 1024
+MAX_HANDLE_BYTES = 4096
 
 Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U8 = Annotated[int, Meta(ge=0, lt=1 << 8)]
@@ -187,7 +188,7 @@ class Export(Message):
 
     kind: Text  # "shared_memory" or "cuda_ipc"
     host: Text
-    handle: Annotated[bytes, Meta(max_length=4096)]
+    handle: Annotated[bytes, Meta(max_length=MAX_HANDLE_BYTES)]
     num_slots: Annotated[int, Meta(gt=0, le=1 << 16)]
     slot_bytes: U32
     token: Id  # a reader that finds it has opened this memory and no other

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from typer.testing import CliRunner
@@ -165,6 +166,15 @@ def test_one_node_has_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
         there.sendall((3).to_bytes(4, "little") + b"abc")
         [found] = nixl.measure(here, here.recv, reads=True)
     assert (found.level, found.found) == ("note", "not installed here")
+
+
+def test_metadata_of_nixl_that_workers_do_not_take() -> None:
+    memory: Any = None
+    theirs = msgspec.msgpack.encode((1, 2, ["nixl", "", bytes(5000), 4, 4096, bytes(16)]))
+    size, _, why = nixl._read(memory, theirs)
+    assert (size, why) == (
+        0, "the memory of the other node: Expected `bytes` of length <= 4096 - at `$[2][2]`"
+    )  # fmt: skip
 
 
 def test_both_ends_refuse_a_peer_with_another_secret() -> None:

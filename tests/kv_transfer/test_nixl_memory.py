@@ -18,7 +18,8 @@ from kv_transfer.process.nixl_memory import NixlMemory, SliceToRead, checksum, l
 
 from .conftest import until
 
-OWNER, READER = 5, 6  # incarnations
+OWNER, READER = 0xABCDEF, 6  # incarnations
+OWNER_NAME = b"abcdef"  # of its agent
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,13 @@ def test_arenas_are_registered_where_memory_of_the_gpu_cannot_be(
     assert "no GPU" in caplog.text
 
 
+def test_devices_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx9_0:1")
+    arenas = [kv.Arena.create(4, 4096) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=r"UCX does not start .*UCX_NET_DEVICES=mlx9_0:1"):
+        NixlMemory(OWNER, arenas[0], arenas[1])
+
+
 @pytest.mark.parametrize(
     ("host", "before", "devices"),
     [("127.0.0.1", None, "lo"), ("0.0.0.0", None, None), ("127.0.0.1", "mlx5_0:1", "mlx5_0:1")],
@@ -93,6 +101,8 @@ def test_metadata_that_is_not_of_this_peer(pair: tuple[NixlMemory, kv.Arena, Nix
     for size in (2, 8, 50):
         bad = msgspec.structs.replace(owner.export, handle=owner.export.handle[:size])
         assert reader.open(2, OWNER, bad).startswith("NIXL: ")
+    name = msgspec.structs.replace(owner.export, handle=owner.export.handle.replace(OWNER_NAME, b"\xff" * 6))
+    assert reader.open(2, OWNER, name) == "the metadata is of another worker", "that is no text"
     beyond = msgspec.structs.replace(owner.export, handle=b"\xff" * 8 + owner.export.handle[8:])
     assert reader.open(2, OWNER, beyond) == "4 slots of 4096 bytes do not fit behind their address"
     wrong = msgspec.structs.replace(owner.export, token=bytes(16))

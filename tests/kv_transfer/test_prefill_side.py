@@ -15,6 +15,7 @@ from kv_transfer.channel import Channel
 from kv_transfer.local_messages import CommitOut, Exported, FromSender, Offer, SliceOut, SlicesOut
 from kv_transfer.process import prefill_side
 from kv_transfer.process.connector import ProtocolError
+from kv_transfer.process.nixl_memory import NixlMemory
 from kv_transfer.process.prefill_side import PrefillSide
 from kv_transfer.process.stats import TransferCounters
 from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
@@ -105,6 +106,27 @@ def test_memory_is_offered_with_the_first_fetch() -> None:
             side.control(peers[1], reach, Reach(True, ""))
         side.control(peers[0], reach, Reach(True, ""))
         assert side.transports()["decode 1"] == "shared_memory"
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_metadata_of_nixl_that_no_message_takes_is_not_sent(adopted: bool) -> None:
+    """A host has many network devices, for example. The peer would end each session for such an EXPORT."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        export = Export("nixl", "", bytes(5000), 4, 4096, bytes(16))
+        nixl = object.__new__(NixlMemory)
+        nixl.export, nixl.for_sender = export, export if adopted else None
+        arena: Any = None
+        side = PrefillSide(CONFIG, arena, Channel(ours, FromSender), TransferCounters(), nixl)
+        if adopted:
+            side.engine(Exported(export, ""))
+        peer: Any = Peer(1)
+        side.session_up(peer)
+        fetch = Fetch(b"p" * 16, 0, 1, (), 0, 0, 1)
+        side.control(peer, Header(FrameType.FETCH, b"t" * 16, length=len(encode(fetch))), fetch)
+        assert export not in peer.said
+        why = "NIXL's metadata has 5000 of at most 4096 bytes: name few UCX_NET_DEVICES"
+        assert side.transports() == {"decode 1": f"tcp: {why}"}
 
 
 def test_statistics_of_the_most_sessions_fit_into_one_message() -> None:
