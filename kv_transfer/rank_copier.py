@@ -87,9 +87,10 @@ class RankCopier:
                     self._orders_wait = bool(orders)
                     if self._is_ready(orders):  # the layer was done before `_orders_wait` was set
                         look = 0
-                if self._wake in wait(watched, look):
+                if self._wake in wait(watched, look, [channel.fileno()] if channel.full else []):
                     os.eventfd_read(self._wake)
                 try:
+                    channel.flush()  # reports that had no room, since rank 0 read none for a while
                     orders += self._orders(channel, pool, is_gather=is_gather)
                     while batch := self._ready(orders, most):
                         staged = [_staged(table, order) for order in batch]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -182,6 +183,18 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | Non
     assert not any(pool._rests)
     for end in itertools.chain(*ends):
         end.close()
+
+
+def test_a_rank_reports_all_copies_to_a_rank_0_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reports then have no room in the channel for a while."""
+    monkeypatch.setattr(ranked_pool, "SILENCE", 2.0)
+    with groups(4, (2, 16)) as (group,):
+        group.others[0].channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least that there is
+        table, done = group.gathers.table([3], 10), None
+        [piece] = cut(layout_of(4), 0, (0, 10), (2, 4), SLOT)
+        for slot in range(64):
+            done = group.gathers.gather([Staged(piece, slot, table)])
+        until_passed(group.gathers, done)
 
 
 def test_a_rank_that_hangs_or_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
