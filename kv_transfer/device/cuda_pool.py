@@ -139,7 +139,7 @@ class CudaPool:
         return memory.export
 
     def adopt(self, export: Export) -> None:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._pulls):
             self._exported = self._open_one(export)
 
     def open(self, export: Export, dtype: str) -> PeerMemories[PeerDeviceMemory]:
@@ -166,6 +166,7 @@ class CudaPool:
             raise Unreachable("no memory to convert KV in") from None
 
     def _open_one(self, export: Export) -> PeerDeviceMemory:
+        """With `_pulls` as the current stream: then `cpu` waits for the copy."""
         memory = PeerDeviceMemory(export)
         token = torch.empty(len(export.token), dtype=torch.uint8, device=self._device)
         try:

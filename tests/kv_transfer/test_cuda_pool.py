@@ -6,6 +6,7 @@ import ctypes
 import operator
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 
 from kv_transfer import staging
 from kv_transfer.arena import Arena
-from kv_transfer.cuda_memory import DeviceMemory, Slots
-from kv_transfer.device import copy_kernels
+from kv_transfer.cuda_memory import DeviceMemory, Slots, copy
+from kv_transfer.device import copy_kernels, cuda_pool
 from kv_transfer.device.cuda_pool import CudaPool
 from kv_transfer.device.host_pool import HostPool
 from kv_transfer.device.pool import Pool, Rest, Staged
@@ -133,6 +134,34 @@ def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: str, kept: str) 
     for ours in (moved(partial(CudaPool, exported=False), sent, kept), through_exported):
         for tensor, expected in zip(everything(ours), right, strict=True):
             assert torch.equal(tensor, expected)
+
+
+def test_a_token_is_looked_at_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look waits for the current stream only."""
+    current: list[Any] = []
+    copied_on: list[Any] = []
+
+    @contextmanager
+    def stream(entered: Any) -> Iterator[None]:
+        current.append(entered)
+        yield
+        current.pop()
+
+    def noted(to: int, source: int, size: int, stream: Any) -> None:
+        copied_on.append(stream)
+        assert current, "the stream of the copy is not the current one"
+        assert current[-1].cuda_stream == stream
+        copy(to, source, size, 0)
+
+    kv = cache("bfloat16", 16, 1)
+    pool = CudaPool(kv, Arena.create(SLOTS, SLOT_BYTES), exported=True)
+    monkeypatch.setattr(pool._pulls, "cuda_stream", 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(cuda_pool, "copy", noted)
+    export = DeviceMemory(SLOTS, staging.EXPORTED_SLOT_BYTES, os.urandom(16)).export
+    pool.adopt(export)
+    pool.open(export, "bfloat16")
+    assert copied_on == [7, 7]
 
 
 def test_a_slice_that_is_wrong_or_late_is_found() -> None:
