@@ -40,7 +40,7 @@ class Fault(Exception):
 class _Rank:
     """What came from one sender rank."""
 
-    seen: bytearray = field(default_factory=bytearray)  # bitmap over sequence numbers
+    seen: set[int] = field(default_factory=set)  # sequence numbers
     verified: int = 0
     commit: Commit | None = None
 
@@ -155,7 +155,7 @@ class Incoming:
         rank = self._ranks.get(sender_rank)
         if rank is None or rank.commit is not None:
             raise Fault("commit", f"second COMMIT, or none expected, from rank {sender_rank}")
-        if len(rank.seen) * 8 > commit.frames and any(_bits_from(rank.seen, commit.frames)):
+        if max(rank.seen, default=-1) >= commit.frames:
             raise Fault("sequence", f"COMMIT of {commit.frames} frames after a later one came")
         if not commit.first_token.logprobs_valid:
             raise Fault("commit", f"a logprob of the first token is no logprob: {commit.first_token}")
@@ -197,16 +197,13 @@ class Incoming:
     def _count_missing_frames(self) -> None:
         self._missing_frames = sum(-(-missing // self._slot_bytes) for missing in self._missing.values())
 
-    def _mark(self, seen: bytearray, seq: int) -> None:
-        # Every frame has at least one head of one position, or of one state. This bounds the bitmap.
+    def _mark(self, seen: set[int], seq: int) -> None:
+        # Every frame has at least one head of one position, or of one state.
         if seq >= self._most_frames:
             raise Fault("sequence", f"sequence number {seq} is beyond any possible frame")
-        byte, bit = divmod(seq, 8)
-        if byte >= len(seen):
-            seen.extend(bytes(byte + 1 - len(seen)))
-        if seen[byte] >> bit & 1:
+        if seq in seen:
             raise Fault("sequence", f"sequence number {seq} came twice")
-        seen[byte] |= 1 << bit
+        seen.add(seq)
 
     def _cover(self, part: Part, heads: Range, start: int, stop: int) -> None:
         for (first, last), covered in self._covered[part].items():
@@ -222,8 +219,3 @@ class Incoming:
         if i < len(covered) and covered[i][0] == stop:
             stop = covered.pop(i)[1]
         covered.insert(i, (start, stop))
-
-
-def _bits_from(bitmap: bytearray, index: int) -> list[int]:
-    byte, bit = divmod(index, 8)
-    return [bitmap[byte] >> bit, *bitmap[byte + 1 :]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -272,3 +273,16 @@ def test_states_are_not_fetched_by_content() -> None:
     [kv] = cut(HYBRID, 0, (0, 4), (0, 4), 4096)
     take(it, of_hybrid(kv, 0))
     assert it.commit(0, Commit(FIRST, 1, 1024))
+
+
+def test_a_high_sequence_number_costs_no_memory() -> None:
+    """The peer chooses it. The transfer has 51 million positions of heads in its layers."""
+    it = Incoming(KVLayout(64, 8, 8, "float32"), [(0, 100_000)], (0, 8), slot_bytes=4096)
+    first = Slice(0, 0, 8, 0, 1)
+    tracemalloc.start()
+    take(it, header(first, 51_199_999))
+    with pytest.raises(Fault, match="COMMIT of 1 frames after a later one came"):
+        it.commit(0, Commit(FIRST, 1, 512))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
