@@ -211,12 +211,14 @@ class WorkerConfig:
         return own
 
     def kv_address(self) -> str | None:
-        """Returns `kv_host`, or the IPv4 address of the interface of that name.
+        """Returns `kv_host` as a numeric address, or the IPv4 address of the interface of that name.
 
-        Raises ValueError if the interface has no IPv4 address.
+        Raises ValueError if it is neither, or the interface has no IPv4 address.
         """
-        if self.kv_host is None or self.kv_host not in (name for _, name in socket.if_nameindex()):
-            return self.kv_host
+        if self.kv_host is None:
+            return None
+        if self.kv_host not in (name for _, name in socket.if_nameindex()):
+            return _numeric("--kv-host", self.kv_host)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             request = self.kv_host.encode().ljust(40, b"\0")  # struct ifreq
             try:
@@ -229,8 +231,12 @@ class WorkerConfig:
         return socket.inet_ntoa(answer[20:24])
 
     def reachable_kv_host(self) -> str:
-        """Returns the address that decode workers connect to. Raises ValueError if there is none."""
-        return self.kv_address() or self.reachable_host()
+        """Returns the numeric address that decode workers connect to. Raises ValueError if there is none."""
+        return self.kv_address() or _numeric("--host", self.reachable_host())
+
+    def kv_listen_host(self) -> str:
+        """Returns the address on which KV lanes are accepted: perhaps a name, or a wildcard."""
+        return self.kv_address() or self.host.strip("[]")
 
     def logging(self, incarnation: int, process: str = "") -> dict[str, Any]:
         """Returns the logging configuration of the child `process`, or of the service process if it is ""."""
@@ -245,6 +251,22 @@ class WorkerConfig:
         if self.trace_dir is None:
             return None
         return str(Path(self.trace_dir) / f"{self.role}-{self.index}-{process}.trace")
+
+
+def _numeric(flag: str, host: str) -> str:
+    """The address of `host`, which may be a name. Peers look up no name, as that would block their lanes.
+
+    Raises ValueError if it has no address."""
+    host = host.strip("[]")
+    if ":" in host:  # IPv6
+        return host
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"{flag}: {host!r} is neither an interface of this machine nor a name with an IPv4 address "
+            f"({error}); give an address"
+        ) from error
 
 
 def _check_source(source: str) -> None:

@@ -168,7 +168,7 @@ class Service:
         except OSError as error:
             reason = rpc.cannot_listen("--metrics-port", config.host, config.metrics_port, error)
             raise StartError(reason) from error
-        _try_port(config.kv_address() or config.host, config.kv_port)
+        _try_port(config.kv_listen_host(), config.kv_port)
         return port, metrics_port, host
 
     async def _drain(self) -> None:

@@ -21,6 +21,7 @@ from engine.execution.rank_files import RankFiles
 from kv_transfer import ArenaEnd, Heartbeat, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
 from kv_transfer.spawn import EXIT_ENGINE_GONE
 from kv_transfer.staging import device_bytes
+from rpc import url_host
 from rpc.process_end import describe_exit
 from worker import messages
 from worker.config import WorkerConfig
@@ -193,7 +194,7 @@ class WorkerTree:
         port = await self.transfer_link.ready()
         silence = max(MIN_TRANSFER_SILENCE, config.deadlines.engine)
         self.watch(Watchdog(name, lambda: self.transfer_link.reports, silence).watch())
-        return f"{config.reachable_kv_host()}:{port}"
+        return f"{url_host(config.reachable_kv_host())}:{port}"
 
     def _transfer_config(self, engine: EngineReady) -> TransferConfig:
         config, deadlines = self._config, self._config.deadlines
@@ -205,7 +206,7 @@ class WorkerTree:
             layout=engine.layout,
             num_slots=config.kv_slots,
             slot_bytes=config.kv_slot_bytes,
-            host=config.kv_address() or config.host,
+            host=config.kv_listen_host(),
             port=config.kv_port,
             lanes=config.kv_lanes,
             bind=config.kv_bind,

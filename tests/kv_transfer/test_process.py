@@ -19,6 +19,7 @@ import pytest
 
 import kv_transfer as kv
 from kv_transfer.process.tcp import _connecting
+from rpc import url_host
 from tests.kv_transfer.transfer_process import TransferProcess
 
 
@@ -109,20 +110,22 @@ def test_idle_lanes_close_and_reopen(make_pair: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bind", "sources"),
+    ("host", "bind", "sources"),
     [
-        ((), {"127.0.0.1": 4}),
-        (("127.0.0.2", "127.0.0.3"), {"127.0.0.2": 2, "127.0.0.3": 2}),
-        (("lo", "127.0.0.9", "127.0.0.8"), {"127.0.0.1": 2, "127.0.0.9": 1, "127.0.0.8": 1}),
+        ("127.0.0.1", (), {"127.0.0.1": 4}),
+        ("127.0.0.1", ("127.0.0.2", "127.0.0.3"), {"127.0.0.2": 2, "127.0.0.3": 2}),
+        ("127.0.0.1", ("lo", "127.0.0.9", "127.0.0.8"), {"127.0.0.1": 2, "127.0.0.9": 1, "127.0.0.8": 1}),
+        ("::1", ("lo", "::1"), {"::1": 4}),
     ],
 )
 def test_lanes_take_the_given_ways_in_turn(
-    make_pair: Any, bind: tuple[str, ...], sources: dict[str, int]
+    make_pair: Any, host: str, bind: tuple[str, ...], sources: dict[str, int]
 ) -> None:
-    pair = make_pair(decode={"bind": bind})
+    pair = make_pair(prefill={"host": host}, decode={"bind": bind})
     prefill_id = pair.prefill.hold(60)
     blocks = pair.prefill.held[prefill_id]
-    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 60)
+    address = f"{url_host(host)}:{pair.prefill.port}"
+    decode_id = pair.decode.fetch(pair.prefill, prefill_id, 60, kv_address=address)
     assert isinstance(pair.event(decode_id), kv.Injected)
     pair.assert_same(blocks, decode_id, 0, 60)
     lanes = psutil.Process(pair.prefill.process.pid).net_connections()

@@ -32,6 +32,7 @@ def config(**fields: Any) -> WorkerConfig:
         ),
         ({"kv_bind": ("no-such-nic",)}, "--kv-bind: 'no-such-nic'.*lo"),
         ({"kv_host": "0.0.0.0"}, "--kv-host: '0.0.0.0'"),
+        ({"kv_host": "no such host"}, "--kv-host: 'no such host' is neither"),
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
     ],
 )
@@ -73,6 +74,14 @@ def test_the_representation_hides_the_secret() -> None:
 def test_decode_workers_get_kv_host_or_else_host() -> None:
     assert config(host="10.0.0.7").reachable_kv_host() == "10.0.0.7"
     assert config(host="0.0.0.0", kv_host="10.0.0.8").reachable_kv_host() == "10.0.0.8"
+
+
+@pytest.mark.parametrize("flag", ["host", "kv_host"])
+def test_decode_workers_get_a_numeric_address(flag: str) -> None:
+    """Peers look up no name."""
+    assert config(**{flag: "localhost"}).reachable_kv_host() == "127.0.0.1"
+    in_brackets = config(**{flag: "[::1]"})
+    assert (in_brackets.reachable_kv_host(), in_brackets.kv_listen_host()) == ("::1", "::1")
 
 
 def test_kv_host_may_name_an_interface() -> None:
