@@ -27,26 +27,12 @@ from content import prompt_hints
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 from tests.device import DEVICE, environment
+from tests.forked import FreshPopen
 
 K = TypeVar("K")
 SECRET = b"a secret of the tests, no other"
 DEADLINE_MS = 60_000
 ENGINE: dict[str, Any] = {"dtype": "float32", "device": DEVICE, "num_blocks": 512, "num_threads": 1}
-
-_ENTRY = """
-import json, sys
-from engine import EngineConfig
-from worker import Deadlines, WorkerConfig
-from worker.service import run
-given = json.load(sys.stdin)
-config = WorkerConfig(
-    engine=EngineConfig(**given.pop("engine")),
-    deadlines=Deadlines(**given.pop("deadlines")),
-    secret=given.pop("secret").encode(),
-    **given,
-)
-sys.exit(run(config))
-"""
 
 
 @dataclass
@@ -102,9 +88,11 @@ def start_worker(
     engine: dict[str, Any] | None = None,
     deadlines: dict[str, float] | None = None,
     secret: bytes = SECRET,
+    fresh: bool = False,
     **settings: Any,
 ) -> WorkerProcess:
-    """Starts a worker on free ports of 127.0.0.1; `settings` are fields of WorkerConfig."""
+    """Starts a worker on free ports of 127.0.0.1. None of its processes is a fork if it is `fresh`
+    (`tests.forked`). `settings` are fields of WorkerConfig."""
     directory.mkdir(parents=True, exist_ok=True)
     run_dir = directory / "run"
     run_dir.mkdir(exist_ok=True)
@@ -121,8 +109,8 @@ def start_worker(
     }
     log = directory / f"{role}-{index}.log"
     with log.open("ab") as output:
-        popen = subprocess.Popen(
-            [sys.executable, "-c", _ENTRY],
+        popen = (FreshPopen if fresh else subprocess.Popen)(
+            [sys.executable, "-m", "tests.worker_process"],
             env=os.environ | environment(role),
             stdin=subprocess.PIPE,
             stderr=output,

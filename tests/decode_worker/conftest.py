@@ -17,6 +17,7 @@ from rpc import worker_pb2 as pb
 from tests.bad_network import BadNetwork
 from tests.cluster_helpers import Pair, WorkerProcess, WorkerStream, sampling, started_pair, tiny_model
 from tests.device import DEVICE
+from tests.forked import forking
 
 BLOCKS = 300  # of 16 positions
 TINY: dict[str, Any] = {
@@ -44,6 +45,12 @@ def network_before(worker: WorkerProcess) -> Iterator[BadNetwork]:
     with closing(BadNetwork(int(worker.ready["kv_address"].rpartition(":")[2]))) as network:
         worker.ready["kv_address"] = network.address
         yield network
+
+
+@pytest.fixture(scope="package", autouse=True)
+def forked_roles() -> Iterator[None]:
+    with forking():
+        yield
 
 
 @pytest.fixture(scope="package", params=RANKS)

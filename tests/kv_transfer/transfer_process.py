@@ -12,8 +12,7 @@ import pytest
 
 import kv_transfer as kv
 from kv_transfer import spawn
-
-from .forked import Forked
+from tests.forked import ForkedPopen
 
 SECRET = b"a cluster secret for tests"
 MODEL = "model of the tests"
@@ -22,7 +21,7 @@ MODEL = "model of the tests"
 class TransferProcess:
     """Owns the process, and the ends of the engine: `sending` and `receiving`."""
 
-    popen: Any = Forked
+    popen: Any = ForkedPopen
     """Starts the process: this, or `subprocess.Popen` as in workers."""
 
     def __init__(

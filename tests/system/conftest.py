@@ -16,6 +16,7 @@ from bench.chaos.cluster import LocalCluster, free_port
 from bench.chaos.streams import expected
 from cluster.model import EMBEDDED_NAME
 from engine import Engine, EngineConfig, build_engine
+from tests.forked import forking
 from tests.otlp import Receiver
 
 from .machine import Machine
@@ -23,6 +24,12 @@ from .recovery import FLAGS, LONG, SHORT, Broken
 from .serve import Serve
 
 GOLDENS = Path(__file__).with_name("goldens.json")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def forked_roles() -> Iterator[None]:
+    with forking():
+        yield
 
 
 @pytest.fixture(scope="package")

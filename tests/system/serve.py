@@ -17,7 +17,10 @@ START_S, STOP_S = 120.0, 60.0
 
 
 class Serve:
-    """On its way up until `until_ready` returns. `ignoring`: signals, as for what a shell starts with `&`."""
+    """On its way up until `until_ready` returns. `ignoring`: signals, as for what a shell starts with `&`.
+
+    All of its processes are fresh ones if it ignores signals, and forks otherwise (`tests.forked`).
+    """
 
     def __init__(self, machine: Machine, *flags: str, ignoring: tuple[int, ...] = ()) -> None:
         def ignore() -> None:
@@ -35,7 +38,7 @@ class Serve:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=ignore,
+                preexec_fn=ignore if ignoring else None,
             )
 
     def output(self) -> str:

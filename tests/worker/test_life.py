@@ -49,7 +49,8 @@ async def exit_code(worker: WorkerProcess, within: float = 15.0) -> int:
 @pytest.fixture(scope="module")
 def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     directory = tmp_path_factory.mktemp("one")
-    worker = start_worker("prefill", tiny_model(directory / "model"), directory, index=3, engine=TINY)
+    model = tiny_model(directory / "model")
+    worker = start_worker("prefill", model, directory, index=3, engine=TINY, fresh=True)
     try:
         yield worker.wait_ready()
     finally:

@@ -43,6 +43,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
     settings: dict[str, dict[str, Any]] = {
         name: {"role": "decode", "engine": engine} for name, engine in engines.items()
     }
+    settings["loses a rank"]["fresh"] = True
     for name in ("serves", "one rank"):  # pairs with the other one use TCP
         settings[name]["kv_connector"] = "auto"
     with side_by_side(tmp_path_factory.mktemp("ranks"), settings) as started:

@@ -1,0 +1,203 @@
+"""`subprocess.Popen` for roles that a fork server starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from asyncio.streams import FlowControlMixin
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, AnyStr
+
+import pytest
+
+from rpc.process_end import process_end
+
+KINDS = {
+    "cluster.cli": "roles",
+    "cluster.check_model": "roles",
+    "kv_transfer.process": "transfers",
+    "router.preparation.child": "roles",
+    "tests.worker_process": "roles",
+    "worker.engine_process": "roles",
+    "worker.rank_process": "roles",
+}
+"""The fork server of each module, which is named after `-m`. That of `transfers` has no torch."""
+LAST = "worker.engine_process"
+"""A worker starts no fork after this one."""
+_AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "TRITON_", "SSL_", "HF_")
+"""Variables that begin so change what an interpreter or an import does, but for these:"""
+_HARMLESS = ("PYTHONPATH", "PYTHONSAFEPATH")  # `_imports_from_here` looks at the paths
+_UNUSUAL = ("preexec_fn", "executable", "gid", "gids", "uid", "shell", "creationflags")
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+FreshPopen = subprocess.Popen
+"""Never forks, wherever `forking` holds."""
+_EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # pyrefly: ignore[missing-attribute]
+
+
+class ForkServer:
+    """The handle of a fork server, which is a child of this process."""
+
+    def __init__(self, requests: socket.socket, pid: int) -> None:
+        self.environment = _at_import(os.environ)
+        self._requests = requests
+        self._pid = pid
+
+    @classmethod
+    def fresh(cls, kind: str) -> ForkServer:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "tests.forked.server", kind, str(theirs.fileno())]
+            process = FreshPopen(command, pass_fds=[theirs.fileno()])
+        process.returncode = 0  # it ends with this process, or `close` waits for it
+        return cls(ours, process.pid)
+
+    def start(self, request: Mapping[str, Any], fds: Sequence[int]) -> int | None:
+        """Returns the pid of a new child of this process, or None if the server has ended."""
+        with _adopting(), contextlib.suppress(OSError):
+            socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
+            return int(self._requests.recv(100) or 0) or None
+        return None
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._requests.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+_one_at_a_time = threading.Lock()
+_servers: dict[str, ForkServer] = {}
+"""Of this process, by kind."""
+_may_start = True
+
+
+def _server_of(kind: str) -> ForkServer | None:
+    if kind not in _servers and _may_start:
+        _servers[kind] = ForkServer.fresh(kind)
+    return _servers.get(kind)
+
+
+def use_only(servers: Mapping[str, ForkServer]) -> None:
+    """Gives this process these fork servers. It starts no other."""
+    global _may_start
+    _may_start = False
+    _servers.clear()
+    _servers.update(servers)
+
+
+def close() -> None:
+    """Ends the fork servers of this process."""
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+class ForkedPopen(subprocess.Popen[AnyStr]):
+    """Starts roles by the fork server of this process, and all else as `subprocess.Popen` does."""
+
+    def _execute_child(self, *positional: Any, **named: Any) -> None:
+        given = _EXECUTE.bind(self, *positional, **named).arguments
+        with _one_at_a_time:
+            forked = self._fork(given)
+        if not forked:
+            super()._execute_child(*positional, **named)  # pyrefly: ignore[missing-attribute]
+
+    def _fork(self, given: Mapping[str, Any]) -> bool:
+        """Returns False if the process must be a fresh one."""
+        args = given["args"]
+        command = [args] if isinstance(args, str | bytes | os.PathLike) else [*map(str, args)]
+        env = dict(os.environ if given["env"] is None else given["env"])
+        if command[:2] != [sys.executable, "-m"] or command[2] not in KINDS:
+            return False
+        if any(given[name] for name in _UNUSUAL) or (server := _server_of(KINDS[command[2]])) is None:
+            return False
+        if _at_import(env) != server.environment or not _imports_from_here(env):
+            return False
+        standard = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        fds = [number if fd == -1 else fd for number, fd in enumerate(standard)]
+        pass_fds = sorted(given["pass_fds"])
+        request = {
+            "command": command[2:],
+            "env": env,
+            "cwd": given["cwd"] or os.getcwd(),
+            "session": given["start_new_session"],
+            "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            "numbers": [0, 1, 2, *pass_fds],
+        }
+        if (pid := server.start(request, [*fds, *pass_fds])) is None:
+            return False
+        self.pid: int = pid
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in pipes))  # pyrefly: ignore[missing-attribute]
+        if command[2] == LAST:
+            close()
+        return True
+
+
+def _imports_from_here(env: Mapping[str, str]) -> bool:
+    paths = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    known = {os.path.realpath(path) for path in sys.path}
+    return all(os.path.realpath(path) in known for path in paths)
+
+
+def _at_import(env: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in env.items() if k.startswith(_AT_IMPORT) and k not in _HARMLESS}
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """This process becomes the parent of its descendants that lose theirs."""
+    libc = ctypes.CDLL(None)
+    before = ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+class AsyncProcess:
+    """What a router uses of `asyncio.subprocess.Process`. uvloop starts processes without `subprocess`."""
+
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self.kill = popen.kill
+
+    @classmethod
+    async def start(cls, *command: str, stdin: int, stdout: int, env: Mapping[str, str]) -> AsyncProcess:
+        process = cls(ForkedPopen(command, stdin=stdin, stdout=stdout, env=env))
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), process._popen.stdout)
+        transport, protocol = await loop.connect_write_pipe(FlowControlMixin, process._popen.stdin)
+        process.stdout, process.stdin = reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+        return process
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.poll()
+
+    async def wait(self) -> int:
+        if self._popen.poll() is None:
+            await process_end(self._popen.pid)
+        return self._popen.wait()
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Roles that this process starts are forks, until the end of the context."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", ForkedPopen)
+        yield

@@ -1,0 +1,204 @@
+"""The fork server: imports what its kind of process imports, then forks one for each request.
+
+python -m tests.forked.server KIND SOCKET PARENT_PID
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import setproctitle
+
+from kv_transfer.config import NIXL_WHEELS
+from kv_transfer.parent import die_with_parent
+from tests.forked import popen
+
+_MESSAGE = 1 << 18  # bytes, at most: the arguments and the environment
+_MAX_FDS = 64
+_PRELOADED = {
+    "roles": (
+        "torch",
+        "cluster.cli",
+        "cluster.roles",
+        "cluster.serve",
+        "decode_worker.role",
+        "engine.execution.rank",
+        "kv_transfer.rank_copier",
+        "prefill_worker.role",
+        "prefill_worker.sink",
+        "router.preparation.child",
+        "router.server",
+        "tests.worker_process",
+        "worker.engine_loop",
+        "worker.engine_process",
+        "worker.offload",
+        "worker.paged_kv",
+        "worker.prefix_fetches",
+        "worker.rank_process",
+        "worker.service",
+    ),
+    "transfers": ("kv_transfer.process.__main__",),
+}
+_PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process")
+"""These start other processes that are forked: `baton` commands, and a module."""
+
+
+_set_by_imports: dict[str, str] = {}
+"""Environment variables."""
+
+
+def main() -> None:
+    kind, number = sys.argv[1:]
+    before = dict(os.environ)
+    setproctitle.setproctitle("baton tests: fork server")  # finds the room for the titles of forks
+    gc.disable()  # imports make no garbage
+    for module in _PRELOADED[kind]:
+        importlib.import_module(module)
+    if kind == "transfers":
+        _load_ucx()
+    else:
+        _close_before_the_end_of_serve()
+    _set_by_imports.update(os.environ.items() - before.items())
+    gc.freeze()
+    assert os.listdir("/proc/self/task") == [str(os.getpid())], "a fork has only one of these threads"
+    _serve(socket.socket(fileno=int(number)))
+
+
+def _load_ucx() -> None:
+    """NIXL's library takes 0.4 s when it is loaded. It starts no thread then, so a fork is safe."""
+    for wheel in NIXL_WHEELS:
+        if (found := find_spec(wheel)) is not None and found.origin is not None:
+            for library in Path(found.origin).parents[1].glob(f"{wheel}.libs/libucs-*.so*"):
+                ctypes.CDLL(str(library))
+
+
+def _close_before_the_end_of_serve() -> None:
+    """`baton serve` waits at its end until it has no descendant."""
+    serve = importlib.import_module("cluster.serve")
+    end_descendants = serve.end_descendants
+
+    def end(*arguments: Any) -> Any:
+        popen.close()
+        return end_descendants(*arguments)
+
+    serve.__dict__["end_descendants"] = end
+
+
+def _serve(requests: socket.socket) -> None:
+    """Forks twice for a request: the process between ends, so that the process that asked adopts the role."""
+    while True:
+        packet, fds, _, _ = socket.recv_fds(requests, _MESSAGE, _MAX_FDS)
+        if not packet:
+            return
+        adopted, adopt = os.pipe()
+        pids, pid_of_role = os.pipe()
+        between = os.fork()
+        if between == 0:
+            os.close(adopt)
+            os.close(pids)
+            if (pid := os.fork()) == 0:
+                requests.close()
+                os.close(pid_of_role)
+                os.read(adopted, 1)  # the end of the pipe
+                os.close(adopted)
+                _run(json.loads(packet), fds)
+            os.write(pid_of_role, str(pid).encode())
+            os._exit(0)
+        for fd in (adopted, pid_of_role, *fds):
+            os.close(fd)
+        os.waitpid(between, 0)
+        with open(pids, "rb") as pipe:
+            requests.send(pipe.read())
+        os.close(adopt)
+
+
+def _run(request: dict[str, Any], fds: list[int]) -> None:
+    """Does what a fresh interpreter does."""
+    code = 1
+    try:
+        _become(request, fds)
+        gc.enable()
+        module = request["command"][0]
+        for name in (module, f"{module}.__main__"):
+            sys.modules.pop(name, None)  # as in a fresh interpreter, which runs it as `__main__`
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  as the interpreter does
+        traceback.print_exc()
+    popen.close()
+    threading._shutdown()  # pyrefly: ignore[missing-attribute]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> None:
+    numbers = request["numbers"]
+    free = max(*numbers, *fds) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, free) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(moved, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(0, closefd=False),
+        os.fdopen(1, "w", closefd=False),
+        os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False),
+    )
+    os.environ.clear()
+    os.environ.update(_set_by_imports | request["env"])
+    os.chdir(request["cwd"])
+    if request["session"]:
+        os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    sys.argv = [*request["command"]]
+    tempfile.tempdir = None  # TMPDIR may differ
+    command = [*request["command"], ""]
+    if command[0] in _PARENTS or (command[0] == "cluster.cli" and command[1] in _PARENTS):
+        _start_server()
+
+
+def _start_server() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        die_with_parent(parent)
+        os.setsid()  # the role's signals do not reach it
+        os.closerange(3, theirs.fileno())
+        os.closerange(theirs.fileno() + 1, 1 << 10)
+        _serve(theirs)
+        os._exit(0)
+    theirs.close()
+    popen.use_only({"roles": popen.ForkServer(ours, pid)})
+    setattr(subprocess, "Popen", popen.ForkedPopen)  # noqa: B010  a type checker refuses the assignment
+    setattr(asyncio, "create_subprocess_exec", popen.AsyncProcess.start)  # noqa: B010
+
+
+if __name__ == "__main__":
+    main()
