@@ -23,8 +23,8 @@ from rpc import url_host
 from tests.kv_transfer.transfer_process import TransferProcess
 
 
-@pytest.fixture(autouse=True)
-def _fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As workers start them."""
     monkeypatch.setattr(TransferProcess, "popen", subprocess.Popen)
 
@@ -91,6 +91,7 @@ def test_without_a_descriptor_for_a_connection_it_does_not_spin(make_prefill: An
 # ---------------------------------------------------------------- the process itself
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_the_process_names_itself_and_has_no_torch(make_pair: Any) -> None:
     pair = make_pair()
     for worker, role in ((pair.prefill, b"prefill"), (pair.decode, b"decode")):
