@@ -15,7 +15,7 @@ import itertools
 import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,12 +33,13 @@ TEMPLATE = 7  # tokens that it adds to a prompt of chat
 
 @dataclass
 class Behavior:
-    """Delays are in seconds. `gaps` and `faults` repeat. A stall delays every write within it to its end."""
+    """Delays are in seconds. `gaps` and `faults` repeat. `gate` is awaited before each chunk with tokens. It
+    gets the number of the request, and how many tokens were sent before."""
 
     ttft: float = 0.005
     gaps: Sequence[float] = (0.002,)
     tokens_per_chunk: int = 1
-    stall: tuple[float, float] | None = None  # seconds since the server's start
+    gate: Callable[[int, int], Awaitable[object]] | None = None
     faults: Sequence[Fault] = ("none",)
     tokenize: bool = True
     metrics: bool = True
@@ -68,9 +69,8 @@ class MockServer:
         self.served: list[Served] = []
         self.url = ""
         self._port = port
-        self._numbers = itertools.count()
         self._runner: web.AppRunner | None = None
-        self._started = 0.0
+        self._arrived = asyncio.Event()
 
     async def __aenter__(self) -> MockServer:
         app = web.Application(client_max_size=64 << 20)
@@ -87,12 +87,17 @@ class MockServer:
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"
-        self._started = time.monotonic()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
+
+    async def requests(self, count: int) -> None:
+        """Until so many have arrived."""
+        while len(self.served) < count:
+            self._arrived.clear()
+            await self._arrived.wait()
 
     def _authorized(self, request: web.Request) -> bool:
         key = self.behavior.api_key
@@ -139,9 +144,11 @@ class MockServer:
             arrived, body.get("prompt", body.get("messages")), count_tokens(body), _max_tokens(body),
             request.headers.get("x-session-id", ""),
         )  # fmt: skip
+        number = len(self.served)
         self.served.append(served)
+        self._arrived.set()
         faults = self.behavior.faults
-        fault: Fault = faults[next(self._numbers) % len(faults)]
+        fault: Fault = faults[number % len(faults)]
         match fault:
             case "429":
                 return _error(429, "too many requests", {"retry-after": "1"})
@@ -155,7 +162,7 @@ class MockServer:
                 return web.Response()
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        await self._stream(response, request, body, served, fault)
+        await self._stream(response, request, body, number, fault)
         return response
 
     def _refusal(self, request: web.Request, body: dict[str, Any]) -> web.Response | None:
@@ -176,9 +183,10 @@ class MockServer:
         response: web.StreamResponse,
         request: web.Request,
         body: dict[str, Any],
-        served: Served,
+        number: int,
         fault: Fault,
     ) -> None:
+        served = self.served[number]
         chat = "messages" in body
         if chat:
             await response.write(
@@ -206,6 +214,8 @@ class MockServer:
                 chunk["usage"] = _usage(served, now)
             event = _event(chunk)
             await self._until(due)
+            if self.behavior.gate is not None:
+                await self.behavior.gate(number, sent)
             served.writes.append(time.monotonic())
             await response.write(event)
             due += next(gaps)
@@ -235,9 +245,6 @@ class MockServer:
                 await asyncio.sleep(3600)
 
     async def _until(self, due: float) -> None:
-        stall = self.behavior.stall
-        if stall is not None and self._started + stall[0] <= due < self._started + stall[1]:
-            due = self._started + stall[1]
         # Whole milliseconds, the resolution of the loop's timers: spinning would take a core from the client.
         while (remaining := due - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(max(0.001, remaining))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.load.target.record import Record
@@ -66,17 +66,22 @@ def open_loop(rate: float) -> dict[str, Any]:
     return {"arrivals": Arrivals("constant", rate), "concurrency": 0}
 
 
-async def run_client(config: ClientConfig, stop_after: int | None = None) -> list[Record]:
-    """All records, in the order in which they ended. `stop_after`: stops the client after so many records."""
+async def run_client(
+    config: ClientConfig,
+    stop_when: Callable[[list[Record]], bool] = lambda records: False,
+    start: float | None = None,
+) -> list[Record]:
+    """All records, in the order in which they ended. The client is stopped with the first one after which
+    `stop_when` is true. `start`: time.monotonic() at which their times are 0; soon if not given."""
     records: list[Record] = []
     stop = asyncio.Event()
 
     def emit(record: Record) -> None:
         records.append(record)
-        if len(records) == stop_after:
+        if stop_when(records):
             stop.set()
 
-    await Client(config, emit).run(time.monotonic() + 0.01, stop)
+    await Client(config, emit).run(time.monotonic() + 0.01 if start is None else start, stop)
     return records
 
 

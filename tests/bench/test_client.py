@@ -1,17 +1,22 @@
-"""The client against a real server on a real socket. The sleeps are what these tests are about."""
+"""The client against a real server on a real socket.
+
+A busy machine makes everything late, so no test limits how long something takes. Where waiting is what a test
+is about, the server waits for an event of the test.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import socket
+import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
 
-from bench.load.measurement.slo import Slo
-from bench.load.measurement.summary import summarize
+from bench.load.target.answer import Answer
 from bench.load.target.record import Record
 from bench.load.target.request import Dialect, Target
 from bench.load.traffic.distribution import Distribution
@@ -22,17 +27,26 @@ from tests.bench.support import client_config, one_turn, open_loop, run_client
 SAME = Listed((one_turn(),))
 
 
-async def test_records_match_what_the_server_sent() -> None:
-    behavior = Behavior(ttft=0.05, gaps=(0.02, 0.04))
-    async with MockServer(behavior) as server:
-        (record,) = await run_client(client_config(server.url, Listed((one_turn(5),)), sessions=1))
+async def test_records_match_what_the_server_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server writes a token when the client has read the one before."""
+    read, feed = asyncio.Semaphore(1), Answer.feed
+
+    def fed(answer: Answer, data: bytes, now: float) -> None:
+        feed(answer, data, now)
+        read.release()
+
+    monkeypatch.setattr(Answer, "feed", fed)
+    start = time.monotonic()
+    async with MockServer(Behavior(ttft=0.05, gate=lambda *_: read.acquire())) as server:
+        config = client_config(server.url, Listed((one_turn(5),)), sessions=1)
+        (record,) = await run_client(config, start=start)
         (served,) = server.served
     assert record.ok
     assert (record.output_tokens, record.generated, len(record.arrivals)) == (5, 5, 5)
     assert record.tokens == [1] * 5
-    # Between write and arrival lies only the loopback; the bound is loose because the machine may be busy.
-    written = [b - a for a, b in itertools.pairwise(served.writes)]
-    assert record.gaps == pytest.approx(written, abs=0.05)
+    chunks = zip((at - start for at in served.writes), record.arrivals, strict=True)
+    moments = [record.intended, record.sent, served.arrived - start, *itertools.chain(*chunks), record.ended]
+    assert moments == sorted(moments)
     assert record.ttft >= 0.05
 
 
@@ -84,39 +98,46 @@ async def test_a_trace_is_replayed_at_its_times_scaled_by_its_speed() -> None:
     async with MockServer(Behavior(ttft=0)) as server:
         config = client_config(server.url, Listed(sessions, timed=True), concurrency=0, time_scale=10.0)
         records = await run_client(config)
-        arrived = [s.arrived for s in server.served]
     assert [r.intended for r in records] == pytest.approx([0.0, 0.1, 0.15, 0.4])
-    assert arrived[-1] - arrived[0] == pytest.approx(0.4, abs=0.1)
+    assert all(r.sent >= r.intended for r in records)
 
 
 async def test_waiting_for_a_free_place_counts_as_latency() -> None:
     async with MockServer(Behavior(ttft=0.1, gaps=(0,))) as server:
         config = client_config(server.url, SAME, duration=0.19, **open_loop(20.0) | {"concurrency": 1})
         records = await run_client(config)
-    held = records[-1]
+    *_, before, held = records
     assert held.intended == pytest.approx(0.15)
+    assert held.intended + held.lag < before.ended <= held.sent, "the client itself was in time"
     assert held.sent >= 0.29, "three before it took 0.1 s each"
     assert held.ttft >= 0.24
-    assert held.lag < held.sent - held.intended, "the client itself was in time"
 
 
 async def test_an_open_loop_shows_a_stall_that_a_closed_loop_hides() -> None:
     """Coordinated omission: while the server stalls, a closed loop sends nothing that could be late."""
-    behavior = Behavior(ttft=0.005, gaps=(0.001,), stall=(0.4, 1.2))
+    over, start = asyncio.Event(), time.monotonic()
+
+    async def stall(number: int, _: int) -> None:
+        if number >= 10:
+            await over.wait()
+
+    behavior = Behavior(ttft=0, gaps=(0,), gate=stall)
     async with MockServer(behavior) as one, MockServer(behavior) as other:
-        opened, closed = await asyncio.gather(
-            run_client(client_config(one.url, SAME, duration=1.6, **open_loop(40.0))),
-            run_client(client_config(other.url, SAME, duration=1.6, concurrency=1)),
+        opened = asyncio.create_task(
+            run_client(client_config(one.url, SAME, sessions=40, **open_loop(200.0)), start=start)
         )
-    late = {name: sum(r.ttft > 0.2 for r in rs) / len(rs) for name, rs in (("o", opened), ("c", closed))}
-    assert 0.25 < late["o"] < 0.60, "of 1.6 s of users, those of 0.6 s waited more than 0.2 s"
-    assert late["c"] < 0.1
-    p90 = {
-        name: summarize(records, Slo(), warm_up=0.0).latencies["ttft"]["p90"].value
-        for name, records in (("open", opened), ("closed", closed))
+        closed = asyncio.create_task(run_client(client_config(other.url, SAME, sessions=40), start=start))
+        await asyncio.gather(one.requests(30), other.requests(11))
+        stalled_until = time.monotonic() - start
+        over.set()
+        await asyncio.gather(opened, closed)
+    assert all(r.ok for r in opened.result() + closed.result())
+    waited = {
+        name: sum(r.intended < stalled_until < r.arrivals[0] for r in run.result())
+        for name, run in (("open", opened), ("closed", closed))
     }
-    assert p90["open"] > 400
-    assert p90["closed"] < 200
+    assert waited["open"] >= 20
+    assert waited["closed"] == 1
 
 
 async def test_sessions_keep_their_id_history_and_think_time() -> None:
@@ -140,7 +161,7 @@ async def test_sessions_keep_their_id_history_and_think_time() -> None:
     assert mine[2].prompt[1]["content"] == " t0 t1", "what the server had said"
     assert mine[2].prompt[4]["content"] == "question 2"
     first, second, _ = [r for r in records if r.index == 0]
-    assert second.intended - first.ended == pytest.approx(0.1, abs=0.05)
+    assert second.sent >= second.intended >= first.ended + 0.1
 
 
 async def test_the_history_of_completions_is_one_text() -> None:
@@ -172,7 +193,6 @@ FAULTS: dict[Fault, str] = {
     "error_event": "stream_error",
     "abort": "stream_error",
     "empty": "empty",
-    "hang": "timeout",
 }
 
 
@@ -184,27 +204,40 @@ async def test_every_failure_is_named_and_counted(api: str) -> None:
             SAME,
             sessions=2 * len(FAULTS),
             concurrency=4,
-            timeout=1.0,
             target=Target((server.url,), api, "mock", Dialect()),  # type: ignore[arg-type]
         )
         records = await run_client(config)
+        server.behavior.faults = ("hang",)
+        late = await run_client(msgspec.structs.replace(config, sessions=1, timeout=0.2))
+    assert [r.error_class for r in late] == ["timeout"]
     assert len(records) == 2 * len(FAULTS), "one record for each request, whatever came"
     assert Counter(r.error_class for r in records) == Counter([*FAULTS.values()] * 2)
-    assert all(r.ok or r.detail for r in records)
+    assert all(r.ok or r.detail for r in records + late)
     busy = next(r for r in records if r.error_class == "http_429")
     assert "too many requests" in busy.detail
 
 
-async def test_users_back_off_from_a_server_that_does_not_answer() -> None:
+async def test_users_back_off_from_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The open loop keeps its schedule: its load does not depend on the server."""
-    config = client_config("http://127.0.0.1:1", SAME, concurrency=2, duration=1.0)
-    records = await run_client(config)
-    assert {r.error_class for r in records} == {"refused"}
-    assert len(records) <= 2 * 4, "after 0, 0.1, 0.3 and 0.7 seconds"
-    async with MockServer(Behavior(ttft=0, faults=["500", "none"])) as server:
-        records = await run_client(client_config(server.url, SAME, sessions=8))
-    assert len(records) == 8
-    assert records[-1].ended < 1.0, "an answer ends the pause"
+    slept: list[float] = []
+
+    async def sleep(seconds: float, do: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        slept.append(seconds)
+        await do(0)
+
+    def pauses() -> list[float]:
+        found = [seconds for seconds in slept if seconds >= 0.1]
+        slept.clear()
+        return found
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    records = await run_client(client_config("http://127.0.0.1:1", SAME, sessions=6))
+    assert [r.error_class for r in records] == ["refused"] * 6
+    assert pauses() == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    async with MockServer(Behavior(ttft=0, faults=["500", "500", "none"])) as server:
+        records = await run_client(client_config(server.url, SAME, sessions=6))
+    assert len(records) == 6
+    assert pauses() == [0.1, 0.2, 0.1, 0.2], "an answer ends the pause"
 
 
 async def test_a_port_without_a_listener_is_refused() -> None:
@@ -221,16 +254,28 @@ async def test_an_unknown_host_is_unreachable() -> None:
 
 
 async def test_a_server_that_ends_in_the_middle_of_a_stream() -> None:
-    async with MockServer(Behavior(ttft=0.01, gaps=(0.02,))) as server:
-        config = client_config(server.url, Listed((one_turn(20),)), duration=1.5, **open_loop(20.0))
-        running = asyncio.create_task(run_client(config))
-        await asyncio.sleep(0.7)
-    records = await running
-    classes = Counter(r.error_class for r in records)
-    assert len(records) == 30
-    assert classes[""] >= 1
-    assert classes["refused"] >= 5
-    assert set(classes) <= {"", "refused", "half_streamed", "disconnected"}
+    """The first answer is whole. Then the server ends while another one streams."""
+    whole, half = asyncio.Event(), asyncio.Event()
+
+    async def gate(number: int, sent: int) -> None:
+        if number and sent == 2:
+            await whole.wait()
+            half.set()
+            await asyncio.Event().wait()
+
+    def enough(records: list[Record]) -> bool:
+        whole.set()
+        classes = Counter(r.error_class for r in records)
+        return classes["half_streamed"] > 0 and classes["refused"] >= 5
+
+    async with MockServer(Behavior(ttft=0, gaps=(0,), gate=gate)) as server:
+        running = asyncio.create_task(
+            run_client(client_config(server.url, SAME, **open_loop(100.0)), stop_when=enough)
+        )
+        await half.wait()
+    classes = Counter(r.error_class for r in await running)
+    assert classes[""] == 1
+    assert set(classes) <= {"", "refused", "half_streamed", "disconnected", "interrupted"}
 
 
 async def test_an_answer_after_the_drain_time_has_failed() -> None:
@@ -250,7 +295,8 @@ async def test_hanging_users_of_a_closed_loop_end_with_the_drain_time() -> None:
 async def test_a_stop_keeps_what_was_measured(shape: dict) -> None:
     async with MockServer(Behavior(ttft=0.01, faults=("none", "hang"))) as server:
         # Every second request hangs. So when two have ended, the one between them is under way.
-        records = await run_client(client_config(server.url, SAME, duration=30.0, **shape), stop_after=2)
+        config = client_config(server.url, SAME, duration=30.0, **shape)
+        records = await run_client(config, stop_when=lambda found: len(found) == 2)
     classes = Counter(r.error_class for r in records)
     assert classes[""] >= 2
     assert classes["interrupted"] >= 1

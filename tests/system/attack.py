@@ -3,8 +3,8 @@
     python -m tests.system.attack [BLOW ...] < pipe
 
 The first line of its input is a `Target`, as JSON. It strikes all blows, or those that are named, until its
-input ends. Then it prints two counts: how often it struck each blow, and how many calls a worker served
-although it must refuse them.
+input ends. It prints an empty line whenever each blow was struck once more. In the end it prints two counts:
+how often it struck each blow, and how many calls a worker served although it must refuse them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ class Attack:
     target: Target
     http: aiohttp.ClientSession
     rng: random.Random
-    struck: Counter[str] = field(default_factory=Counter)
+    struck: Counter[str]
+    """All blows that it may strike."""
+    rounds: int = 0
+    """How often each of them was struck at least."""
     believed: Counter[str] = field(default_factory=Counter)
     held: dict[str, list[Callable[[], object]]] = field(default_factory=dict)
 
@@ -286,6 +289,9 @@ class Attack:
             with contextlib.suppress(*REFUSED):
                 await getattr(self, name)()
             self.struck[name] += 1
+            if min(self.struck.values()) > self.rounds:
+                self.rounds += 1
+                print(flush=True)
             await asyncio.sleep(BLOWS[name])
 
 
@@ -294,11 +300,10 @@ async def main() -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     target = msgspec.json.decode(await reader.readline(), type=Target)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-        attack = Attack(target, http, random.Random(target.seed))
+        blows = sys.argv[1:] or list(BLOWS)
+        attack = Attack(target, http, random.Random(target.seed), Counter(dict.fromkeys(blows, 0)))
         striking = [
-            asyncio.create_task(attack.strike(name))
-            for name in sys.argv[1:] or BLOWS
-            for _ in range(AT_ONCE.get(name, 1))
+            asyncio.create_task(attack.strike(name)) for name in blows for _ in range(AT_ONCE.get(name, 1))
         ]
         ended = asyncio.create_task(reader.read())
         await asyncio.wait([ended, *striking], return_when=asyncio.FIRST_COMPLETED)
