@@ -28,6 +28,9 @@ from engine.api.request import MixedStep
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""
+OUTLIER = 4.0
+"""A step that only decodes counts as at most this many average ones. One that takes longer was a pause of the
+process or its host. Beside prompts, few steps only decode, so it would raise the average for a minute."""
 SHORT = 1.5
 """A short step may take this many times the fastest step that only decodes."""
 SHORT_NOW = 1.1
@@ -105,6 +108,10 @@ class ChunkLimit:
             self._added_seconds = DECAY * self._added_seconds + max(0.0, seconds - self.step_seconds)
         else:
             self._fastest = min(self._fastest or seconds, seconds)
+            if OUTLIER * seconds < self.step_seconds:  # the first step was the pause
+                self._steps = self._step_seconds = 0.0
+            elif self._steps:
+                seconds = min(seconds, OUTLIER * self.step_seconds)
             self._steps = DECAY * self._steps + 1
             self._step_seconds = DECAY * self._step_seconds + seconds
 

@@ -133,6 +133,24 @@ def test_the_limit_adapts_to_changed_costs() -> None:
     assert fed(limit, 99, step=0.020, token=0.0004).tokens(LATE, 0.0) == pytest.approx(25, rel=0.1)
 
 
+def test_a_pause_of_the_process_makes_no_longer_steps() -> None:
+    """It falls into a step that only decodes. Meanwhile prompts are late."""
+    limit, queue = fed(ChunkLimit(None, 2048)), [(5000, 0.0)]
+    before = limit.tokens(queue, 2.0)
+    limit.record(True, 0, 1.0)
+    for _ in range(40):
+        tokens = limit.tokens(queue, 2.0)
+        assert tokens <= before
+        limit.record(True, tokens, STEP + tokens * TOKEN)
+    for _ in range(40):
+        limit.record(True, 0, 10 * STEP)
+    assert limit.step_seconds == pytest.approx(10 * STEP, rel=0.1), "no pause: decoding costs more now"
+    first = ChunkLimit(None, 2048)
+    first.record(True, 0, 1.0)
+    first.record(True, 0, STEP)
+    assert first.step_seconds == STEP
+
+
 def test_if_decodes_alone_exceed_the_target_prefills_get_the_least_chunk() -> None:
     limit = fed(ChunkLimit(0.009, 2048))
     assert limit.mixed_step(limit.long_seconds).tokens == 0
