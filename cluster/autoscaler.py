@@ -106,9 +106,10 @@ class Autoscaler:
             self._supervisor.resize(pool, wanted[pool])
 
     async def _flip(self, source: Pool, target: Pool, samples: Mapping[str, Sample]) -> None:
-        """Moves the worker of `source` that has the least work. If that fails, a later poll decides again."""
+        """Moves the worker of `source` that has the least work, unless no other is ready there: the size of a
+        pool includes workers that start or crash. If that fails, a later poll decides again."""
         ready = {str(state.ready["address"]) for state in self._supervisor.pool(source) if state.ready}
-        if not ready & samples.keys():
+        if len(ready & samples.keys()) < 2:
             return
         address = min(ready & samples.keys(), key=lambda each: _work(samples[each].status))
         try:
@@ -131,7 +132,8 @@ class Autoscaler:
             status = await answer
         except rpc.RpcError:
             return None  # health checks and /status report what is wrong with the worker
-        before = self._last.get(address, pb.WorkerStatus())
+        # What a worker did before its first answer came earlier than the load that is measured.
+        before = self._last.get(address, status)
         self._last[address] = status
         return Sample(
             status,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -18,7 +19,7 @@ from cluster.autoscaler import Autoscaler
 from cluster.balancer import Sample, decode_load, prefill_load
 from cluster.held import tokens_held
 from cluster.options import PoolOptions, PoolSize
-from cluster.plan import RoleSpec
+from cluster.plan import Pool, RoleSpec
 from cluster.role_process import RoleState
 from cluster.supervisor import Supervisor
 from rpc import worker_pb2 as pb
@@ -167,6 +168,51 @@ async def test_a_worker_moves_to_the_other_pool_rather_than_one_starting(
     await eventually(lambda: pools.supervisor.pools["prefill"]["ready"] == 2)
     assert pools.names() == ["decode 0", "decode 1", "prefill 0"], "the one with less work moved"
     assert len(pools.supervisor.pool("decode")) == 1
+
+
+async def test_the_last_ready_worker_of_a_pool_does_not_move(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pool has another member, which does not start."""
+    monkeypatch.setattr(cluster.balancer, "FLIP_EVERY", 0.1)
+    starts = asyncio.Event()
+
+    async def start(self: Handle) -> RoleState:
+        await starts.wait()
+        await self.worker.start()
+        return await self.changed("")
+
+    await eventually(lambda: bool(pools.supervisor.pools))
+    monkeypatch.setattr(Handle, "start", start)
+    asked = pools.autoscaler._balancer.decide
+    flips: list[int] = []
+
+    def decide(*given: Any) -> dict[Pool, int]:
+        flips.append(len(pools.supervisor.pool("decode")))
+        return {"prefill": 2, "decode": 1} if flips[-1] == 2 else asked(*given)
+
+    monkeypatch.setattr(pools.autoscaler._balancer, "decide", decide)
+    pools.load("decode", blocks_free=10)
+    await eventually(lambda: flips.count(2) > 2)
+    assert pools.handles["decode 0"].worker.status.pool == pb.POOL_DECODE
+    starts.set()
+    await eventually(lambda: len(pools.supervisor.pool("prefill")) == 2)
+
+
+async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools) -> None:
+    """As after a restart of the supervisor, when a worker with long work behind it answers late."""
+    await eventually(lambda: bool(pools.supervisor.pools))
+    worker = pools.handles["prefill 0"].worker
+    address = worker.address
+    worker.status.prompt_tokens, worker.status.no_room = 10_000_000, 1000
+    await pools.autoscaler._forget_all_but(set())
+    sample = await pools.autoscaler._ask(address)
+    assert sample is not None
+    assert (sample.done, sample.refused) == (0, 0)
+    worker.status.prompt_tokens, worker.status.no_room = 10_000_500, 1001
+    sample = await pools.autoscaler._ask(address)
+    assert sample is not None
+    assert (sample.done, sample.refused) == (500, 1)
 
 
 async def test_prefill_grows_with_the_queue_in_the_routers(pools: Pools) -> None:
