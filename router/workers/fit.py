@@ -31,6 +31,8 @@ def check_fit(
         raise Refused(f"its first pool ({described.first_pool}) is unknown")
     if not described.block_size or not described.num_blocks or not described.max_model_len:
         raise Refused("its description has no block size, number of blocks or context length")
+    if not described.max_num_seqs or not described.max_num_batched_tokens:
+        raise Refused("its description has no seats for requests, or no tokens of a step")
     if described.first_pool == pb.POOL_PREFILL and not described.kv_address:
         raise Refused("its description has no KV address, from which other workers fetch")
     if len(described.content_root) > 64:

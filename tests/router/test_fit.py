@@ -14,6 +14,7 @@ MODEL = RouterModel("ours", vocab_size=1000, vocabulary_fingerprint="v1")
 def described(**changes: Any) -> pb.WorkerDescription:
     fields: dict[str, Any] = {
         "first_pool": pb.POOL_DECODE, "block_size": 16, "num_blocks": 8, "max_model_len": 64,
+        "max_num_seqs": 4, "max_num_batched_tokens": 64,
         "model": "theirs", "model_fingerprint": "m1", "layout_fingerprint": "l1", "vocab_size": 1024,
         "vocabulary_fingerprint": "v1",
     }  # fmt: skip
@@ -38,6 +39,8 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
     [
         ({"first_pool": 7}, "is unknown", "log"),
         ({"block_size": 0}, "no block size", "log"),
+        ({"max_num_seqs": 0}, "no seats", "log"),
+        ({"max_num_batched_tokens": 0}, "or no tokens of a step", "log"),
         ({"first_pool": pb.POOL_PREFILL}, "no KV address", "log"),
         ({"content_root": bytes(65)}, "65 bytes, more than 64", "log"),
         (
