@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from cluster import options
 from cluster.parameters import takes_options, unknown_variables
@@ -50,13 +51,31 @@ def baton(
 CLUSTER, ROLES, CLIENTS = "A whole cluster", "One role alone", "Talk to a cluster"
 
 
+class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = _with_value(error)
+            raise
+
+
+def _with_value(error: typer.BadParameter) -> str:
+    """The message, with the value that was given. typer's messages about numbers leave it out."""
+    text = error.message.removeprefix("Value error, ")
+    found = getattr(error.__cause__, "errors", None)
+    value = str(found()[0]["input"]) if found is not None else ""
+    return text if value in text else f"{text.partition(', unable to parse')[0]}, not {value!r}"
+
+
 def command(panel: str, *examples: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a command whose parameters are option groups. `panel` is its section in `baton --help`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         run = takes_options(function, refuse=panel != CLIENTS)
         epilog = "[dim]Examples[/dim]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
-        app.command(function.__name__, rich_help_panel=panel, epilog=epilog)(_with_clear_errors(run))
+        registered = app.command(function.__name__, cls=_Command, rich_help_panel=panel, epilog=epilog)
+        registered(_with_clear_errors(run))
         return function
 
     return register
@@ -284,7 +303,10 @@ app.add_typer(
 
 
 def main() -> None:
-    sys.exit(app())
+    try:
+        sys.exit(app())
+    except KeyboardInterrupt:  # typer handles it only while the command runs, not while it parses
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ import typer.main
 from typer.testing import CliRunner, Result
 
 import bench.load.cli
+import cluster.cli
 import cluster.roles
+import cluster.script
 import cluster.serve
 from cluster import options
 from cluster.cli import app
@@ -231,7 +234,9 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--trust-remote-code"], {}, ["--trust-remote-code", "never runs code"]),
         (["--config", "/nowhere.toml"], {}, ["--config", "/nowhere.toml"]),
         (["--chat-template", "/nowhere.jinja"], {}, ["--chat-template", "/nowhere.jinja"]),
-        ([], {"BATON_PORT": "many"}, ["--port", "integer"]),
+        ([], {"BATON_PORT": "many"}, ["--port", "integer, not 'many'"]),
+        (["--ttft-target", "soon"], {}, ["--ttft-target", "number, not 'soon'"]),
+        (["--dtype", "int9"], {}, ["'--dtype': 'int9' is not one of"]),
     ],
 )
 def test_errors_name_the_flag(
@@ -250,7 +255,7 @@ def test_errors_name_the_flag(
         ("port = ", ["TOML"]),
         ("prot = 8000", ["prot", "did you mean 'port'"]),
         ("[serve]\ndevise = 'cpu'", ["[serve] 'devise'", "device"]),
-        ("port = 'many'", ["--port", "integer"]),
+        ("port = 'many'", ["--port", "integer, not 'many'"]),
         ("speculative_config = 'eagle'", ["--speculative-config"]),
     ],
 )
@@ -273,6 +278,26 @@ def test_a_value_error_is_shown_without_a_traceback(monkeypatch: pytest.MonkeyPa
     result = baton("serve")
     assert result.exit_code == 2
     assert result.output.strip() == "Error: --max-model-len 9: too short"
+
+
+def test_ctrl_c_before_the_command_runs_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        raise KeyboardInterrupt
+
+    handlers = []
+    found = signal.signal
+
+    def noted(number: int, handler: Any) -> Any:
+        handlers.append(handler)
+        return found(number, handler)
+
+    monkeypatch.setattr(cluster.cli, "app", interrupted)
+    monkeypatch.setattr(signal, "signal", noted)
+    with pytest.raises(SystemExit) as ended:
+        cluster.script.main()
+    assert ended.value.code == 130
+    assert handlers == [signal.SIG_DFL, signal.default_int_handler], "while it imports"
 
 
 def test_roles_accept_the_arguments_that_serve_passes(
