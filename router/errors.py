@@ -1,5 +1,6 @@
 """The errors of requests, with the status and the body that OpenAI's API gives them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -60,6 +61,12 @@ class NotFound(ApiError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+    @classmethod
+    def of(cls, name: object, served: Sequence[str]) -> "ModelNotFound":
+        """Returns the error for a name that is none of those `served`."""
+        known = " or ".join(map(repr, served))
+        return cls(f"there is no model {name!r} here: give {known}, or no model", param="model")
 
 
 class MethodNotAllowed(ApiError):

@@ -37,7 +37,7 @@ def _explained(error: ValidationError) -> InvalidRequest:
     if not first["loc"] and "param" not in context:
         return InvalidRequest("the body must be a JSON object")
     param = context.get("param") or _path(first["loc"])
-    reason = first["msg"][:1].lower() + first["msg"][1:]
+    reason = first["msg"][:1].lower() + first["msg"][1:].partition(" after validation")[0]
     if first["type"] == "unsupported":
         message = reason if "param" in context else f"{param}: {reason}"
         return Unsupported(message, param=param)

@@ -134,7 +134,7 @@ class HttpEndpoints:
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         if name not in self._config.model_names:
-            raise errors.ModelNotFound(f"there is no model {name!r} here", param="model")
+            raise errors.ModelNotFound.of(name, self._config.model_names)
         return _json(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:

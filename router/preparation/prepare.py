@@ -94,7 +94,7 @@ def prepare(
         kind = kind_of(raw)
     body = parse_message(bytes(raw)) if kind == "grpc" else parse(_BODIES[kind], raw)
     if body.model not in (None, *served.model_names):
-        raise ModelNotFound(f"there is no model {body.model!r} here", param="model")
+        raise ModelNotFound.of(body.model, served.model_names)
     with named_as_in(kind):
         match body:
             case ChatBody():

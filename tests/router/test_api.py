@@ -107,7 +107,7 @@ def test_an_invalid_field_of_a_completion_is_named(field, value, reason):
     ("body", "param", "reason"),
     [
         ({}, "messages", "required"),
-        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": []}, "messages", "at least 1 item, not []"),
         ({"messages": "hello"}, "messages", "array"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role", "wizard"),

@@ -78,6 +78,6 @@ async def test_a_model_has_several_names(tokenizer: ModelTokenizer, tmp_path: Pa
             for name in ("fake", "gpt-4o"):
                 completion = await api.completions.create(model=name, prompt="Hello", max_tokens=2)
                 assert completion.model == "fake", "responses have the first name"
-            with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+            with pytest.raises(openai.NotFoundError, match="no model 'other' here: give 'fake' or 'gpt-4o'"):
                 await api.completions.create(model="other", prompt="Hello")
         await cluster.idle()
