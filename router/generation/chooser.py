@@ -42,10 +42,13 @@ class Chooser:
         return self._pool.choose_prefill(job.session_key, job.chunks, pair.length, self._avoid(pair.decode))
 
     def decode(self, tokens: int) -> WorkerConnection | None:
-        """Returns a worker with capacity for `tokens` KV positions."""
+        """Returns a worker with capacity for `tokens` KV positions, or the prefill worker that has them."""
         prefill = self._pair.prefill
         promised = prefill is not None and prefill.queued
-        return self._pool.choose_decode(self._job.chunks, tokens, self._avoid(prefill), promised=promised)
+        found = self._pool.choose_decode(self._job.chunks, tokens, self._avoid(prefill), promised=promised)
+        if found is None and prefill is not None and self._pool.decodes_instead(prefill.worker):
+            return prefill.worker
+        return found
 
     def place(self, worker: WorkerConnection, target: PrefillTarget | None) -> Place | None:
         """Returns where the request goes: `worker` decodes if there is a handover from `target`."""

@@ -138,7 +138,7 @@ class Generation:
         return self._prefill_and_decode(worker)
 
     def _prefill_on_prefill_worker(self, place: Place) -> TurnResult:
-        """No decode worker has room, so a prefill worker also decodes."""
+        """No decode worker has room, or there is none, so a prefill worker also decodes."""
         if not self._waits.may_prefill():
             return TurnResult.PARKED
         self._prefill_and_decode_on(place)
@@ -189,7 +189,8 @@ class Generation:
         self._pair.end_prefill()
         self._pair.end_decode(cancel=True)
         work = PrefillWork(self._pair.length, self._job.chunks)
-        self._prefill_and_decode_on(Place(worker, work, 0.0, Placement("decode", reason="no_prefill")))
+        reason = "no_prefill" if self._pool.has_decode else "no_decode"
+        self._prefill_and_decode_on(Place(worker, work, 0.0, Placement("decode", reason=reason)))
 
     def _plan_prefill(self, target: PrefillTarget | None, *, handover: bool = True) -> bool:
         """Returns False if there is no worker. The generation then waits for one."""

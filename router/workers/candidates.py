@@ -66,17 +66,20 @@ class Candidates:
     So a worker that moves to the other pool keeps its prefix cache, its load and its open work in the tables.
 
     Attributes:
-        decodes: the workers of the decode pool that take new work.
+        decodes: the decode loads of workers of the decode pool that take new work.
+        prefills: likewise, of the prefill pool.
     """
 
     def __init__(self, policy: PrefillPolicy) -> None:
         self.decodes: list[DecodeLoad] = []
+        self.prefills: list[DecodeLoad] = []
         self._policy = policy
         self._loads = PrefillLoads()
         self._decode_caches = DecodeCaches(self._loads.index)
         self._rows: dict[WorkerConnection, int] = {}
         self._workers: dict[int, WorkerConnection] = {}
-        self._decode_loads: dict[int, DecodeLoad] = {}
+        self._decode_loads: dict[int, DecodeLoad] = {}  # of `decodes`, by row
+        self._prefill_loads: dict[int, DecodeLoad] = {}  # of `prefills`, by row
         self._all = 0  # a set of rows
         self._choices = 0
         self._dropping = False  # `_drop_part` will run again
@@ -92,7 +95,11 @@ class Candidates:
             row = self._join(connection)
         pool = connection.pool if serves and connection.attached else pb.POOL_UNSPECIFIED
         self._loads.serve(row, pool == pb.POOL_PREFILL)
-        self._serve_decode(row, pool == pb.POOL_DECODE)
+        self._decode_caches.serve(row, pool == pb.POOL_DECODE)
+        if self._list(row, self._prefill_loads, pool == pb.POOL_PREFILL):
+            self.prefills = list(self._prefill_loads.values())
+        if self._list(row, self._decode_loads, pool == pb.POOL_DECODE):
+            self.decodes = list(self._decode_loads.values())
         if not connection.attached:
             self._loads.leave(row)
             self._decode_caches.leave(row)
@@ -121,14 +128,15 @@ class Candidates:
         self.prefill_reported(connection)
         return row
 
-    def _serve_decode(self, row: int, serves: bool) -> None:
-        self._decode_caches.serve(row, serves)
-        if serves is not (row in self._decode_loads):
-            if serves:
-                self._decode_loads[row] = self._decode_caches.loads[row]
-            else:
-                del self._decode_loads[row]
-            self.decodes = list(self._decode_loads.values())
+    def _list(self, row: int, loads: dict[int, DecodeLoad], serves: bool) -> bool:
+        """Adds a worker to `loads`, or removes it. Returns whether this changes anything."""
+        if serves is (row in loads):
+            return False
+        if serves:
+            loads[row] = self._decode_caches.loads[row]
+        else:
+            del loads[row]
+        return True
 
     def prefill_reported(self, connection: WorkerConnection) -> None:
         alone = connection.pool == pb.POOL_PREFILL

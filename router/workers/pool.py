@@ -6,10 +6,11 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from content import CHUNK_TOKENS, prompt_hints
 from router.policy import (
+    DecodeLoad,
     FreeCapacity,
     Placement,
     PrefillPolicy,
@@ -73,6 +74,7 @@ class WorkerPool:
         self.on_capacity: Callable[[], None] = lambda: None
         self.on_ready: Callable[[], None] = lambda: None
         self._budgets: list[int] = []  # prompt tokens of a step of each prefill worker
+        self._had_decode = False  # the decode pool had a worker once
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
@@ -129,6 +131,21 @@ class WorkerPool:
         return bool(self._candidates.decodes)
 
     @property
+    def _lost_decode(self) -> bool:
+        """Whether prefill workers decode what they compute, because the decode pool has lost its last worker.
+        A pool that never had one is only starting."""
+        return self._may_overflow and self._had_decode and not self.has_decode
+
+    @property
+    def _decoders(self) -> list[DecodeLoad]:
+        """The workers that decode new requests."""
+        return self._candidates.prefills if self._lost_decode else self._candidates.decodes
+
+    def decodes_instead(self, worker: WorkerConnection) -> bool:
+        """Whether this prefill worker decodes what it computes, because the decode pool is empty."""
+        return self._lost_decode and worker.ready_in(pb.POOL_PREFILL)
+
+    @property
     def pools(self) -> dict[pb.Pool, str]:
         """The pools that the cluster has, with their names."""
         return {p: name for p, name in POOL_NAMES.items() if p == pb.POOL_DECODE or not self._decode_only}
@@ -149,17 +166,15 @@ class WorkerPool:
         return self._content_root
 
     def can_ever_hold(self, tokens: int) -> bool:
-        """Whether an idle decode worker has blocks for so many positions."""
-        return any(load.blocks_total * load.block_size >= tokens for load in self._candidates.decodes)
+        """Whether an idle worker that decodes has blocks for so many positions."""
+        return any(load.blocks_total * load.block_size >= tokens for load in self._decoders)
 
     def free_capacity(self) -> FreeCapacity:
-        """Free capacity of all decode workers. Infinite without decode workers.
+        """Free capacity of all workers that decode. Infinite without such workers.
 
         Requests then leave the admission queue and wait for a worker instead, for a bounded time.
         """
-        if not self.has_decode:
-            return FreeCapacity(math.inf, math.inf)
-        return free_capacity(self._candidates.decodes)
+        return free_capacity(self._decoders) if self._decoders else FreeCapacity(math.inf, math.inf)
 
     def prefill_window(self, prompt: int) -> float:
         """Prompt tokens that keep all workers busy, if the next prompt has `prompt` tokens. More would only
@@ -167,7 +182,7 @@ class WorkerPool:
 
         Infinite if no worker can prefill or none can decode, as for `free_capacity`.
         """
-        if not self.has_decode or not (self._budgets or self._may_overflow):
+        if not self._decoders or not (self._budgets or self._may_overflow):
             return math.inf
         now = time.monotonic()
         if now > self._window_until:
@@ -268,12 +283,15 @@ class WorkerPool:
         return Place(worker, None, within, found)
 
     def place_without_room(self, prefill: PrefillTarget | None) -> Place | None:
-        """Chooses where a request is computed while no decode worker has room for it. None: it waits."""
-        if prefill is None or not self._may_overflow or not self.has_decode:
+        """Chooses where a request is computed while no decode worker has room for it, or while there is none.
+        None: it waits."""
+        if prefill is None or not self._may_overflow or not (self.has_decode or self._lost_decode):
             return None
         found = place_without_room(prefill.offer)
         if found is None:
             return None
+        if self._lost_decode:
+            found = replace(found, reason="no_decode")
         return Place(prefill.worker, prefill.work, patience(prefill.alone), found)
 
     # ------------------------------------------------------------ reports of the connections
@@ -284,6 +302,7 @@ class WorkerPool:
 
     def availability_changed(self, connection: WorkerConnection) -> None:
         self._serve(connection, connection.ready)
+        self._had_decode |= self.has_decode
         described = [c.description for c in self._connections.values() if c.state is not WorkerState.REFUSED]
         sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
         self._max_positions = min(sizes, default=None)

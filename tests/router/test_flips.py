@@ -190,24 +190,27 @@ async def test_a_worker_with_an_open_breaker_serves_when_the_others_leave_its_po
 
 
 @pytest.mark.parametrize("change", ["drains", "leaves the pool"])
-async def test_a_status_that_takes_a_worker_away_starts_nothing_there(cluster: Cluster, change: str) -> None:
+async def test_a_status_that_takes_a_worker_away_starts_nothing_there(
+    tokenizer: ModelTokenizer, tmp_path: Path, change: str
+) -> None:
     """The same status reports free blocks, for which a request waits in the queue."""
-    [decode], admission = cluster.decodes, cluster.router.services.admission
-    await cluster.full()
-    request = asyncio.create_task(answered_whole(cluster))
-    await cluster.until(lambda: admission.waiting_for_decode == 1)
-    decode.status.blocks_free = 512
-    if change == "drains":
-        decode.status.health = pb.WorkerStatus.HEALTH_DRAINING
-    else:
-        decode.status.pool = PREFILL
-    decode.report()
-    await cluster.until(lambda: len(admission.parked.without_worker) == 1)
-    assert not decode.submitted
-    decode.status.health, decode.status.pool = pb.WorkerStatus.HEALTH_SERVING, DECODE
-    decode.report()
-    await request
-    assert decode.described == 1, "the stream was never closed"
+    async with make_cluster(tokenizer, tmp_path, overflow=False) as cluster:
+        [decode], admission = cluster.decodes, cluster.router.services.admission
+        await cluster.full()
+        request = asyncio.create_task(answered_whole(cluster))
+        await cluster.until(lambda: admission.waiting_for_decode == 1)
+        decode.status.blocks_free = 512
+        if change == "drains":
+            decode.status.health = pb.WorkerStatus.HEALTH_DRAINING
+        else:
+            decode.status.pool = PREFILL
+        decode.report()
+        await cluster.until(lambda: len(admission.parked.without_worker) == 1)
+        assert not decode.submitted
+        decode.status.health, decode.status.pool = pb.WorkerStatus.HEALTH_SERVING, DECODE
+        decode.report()
+        await request
+        assert decode.described == 1, "the stream was never closed"
 
 
 # ---------------------------------------------------------------- one worker for both

@@ -1,13 +1,23 @@
 """A request survives lost workers, up to a limit."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.generation import failure_count
+from router.text.tokenizer import ModelTokenizer
 
-from .conftest import Cluster
+from .conftest import Cluster, make_cluster
+
+
+@pytest.fixture
+async def cluster(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """With overflow, the prefill worker would decode while the decode worker is away."""
+    async with make_cluster(tokenizer, tmp_path, overflow=False) as made:
+        yield made
 
 
 async def lose_decode(cluster: Cluster, times: int) -> None:

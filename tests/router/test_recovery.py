@@ -311,17 +311,46 @@ async def test_a_request_that_workers_reject_as_invalid_is_the_clients_error(clu
 # ---------------------------------------------------------------- no worker
 
 
-async def test_without_a_worker_requests_wait_for_one(cluster: Cluster):
-    decode = cluster.decodes[0]
-    port = int(decode.address.rpartition(":")[2])
+async def test_without_a_worker_requests_wait_for_one(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, overflow=False) as cluster:
+        decode = cluster.decodes[0]
+        port = int(decode.address.rpartition(":")[2])
+        await decode.kill()
+        await cluster.until(lambda: not cluster.router.services.pool.complete)
+        async with cluster.http.get(cluster.url + "/ready") as response:
+            assert response.status == 503
+        request = asyncio.create_task(answered_whole(cluster))
+        await cluster.until(lambda: len(cluster.router.services.admission.parked.without_worker) == 1)
+        await decode.start(port)
+        await request
+
+
+@pytest.mark.parametrize("tokens", [None, 0, 1, 7], ids=["before", "reserved", "joined", "decoding"])
+async def test_without_decode_workers_prefill_workers_decode(cluster: Cluster, tokens: int | None):
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+    request = None
+    if tokens is not None:
+        decode.steps = asyncio.Semaphore(tokens)
+        request = asyncio.create_task(answered_whole(cluster))
+        await cluster.until(lambda: bool(decodes(decode)) and decode.steps is not None and decode.steps.locked())
+        await cluster.heard(prefills(prefill)[0].prefill_id)
     await decode.kill()
-    await cluster.until(lambda: not cluster.router.services.pool.complete)
-    async with cluster.http.get(cluster.url + "/ready") as response:
-        assert response.status == 503
+    await (answered_whole(cluster) if request is None else request)
+    [submit] = decodes(prefill)
+    assert submit.HasField("source") is (tokens == 0), "it goes on with the KV that it holds"
+    await cluster.idle()
+
+
+async def test_without_decode_workers_requests_wait_for_a_seat_of_a_prefill_worker(cluster: Cluster):
+    [prefill], [decode] = cluster.prefills, cluster.decodes
+    await cluster.full(prefill)
+    await decode.kill()
+    await cluster.until(lambda: not cluster.router.services.pool.has_decode)
     request = asyncio.create_task(answered_whole(cluster))
-    await cluster.until(lambda: len(cluster.router.services.admission.parked.without_worker) == 1)
-    await decode.start(port)
+    await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
+    await cluster.rooms({prefill: 512})
     await request
+    assert len(decodes(prefill)) == 1
 
 
 async def test_without_any_worker_a_request_gets_503(tokenizer: ModelTokenizer, tmp_path: Path):
