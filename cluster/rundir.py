@@ -30,7 +30,8 @@ class RunDir:
         """Makes a run directory (mode 0700) in `parent`, by default in the system's temporary directory.
 
         $XDG_RUNTIME_DIR is no default: it disappears when the user logs out, and a cluster under nohup would
-        lose its sockets. Raises ValueError if the path of `parent` is too long for sockets in it.
+        lose its sockets. Raises ValueError if the path of `parent` is too long for sockets in it, or if no
+        directory can be made there.
         """
         if parent is None:
             parent = Path(tempfile.gettempdir())
@@ -41,10 +42,14 @@ class RunDir:
             raise ValueError(
                 f"--run-dir {parent}: too long for the sockets in it; use at most {MAX_PARENT} characters"
             )
-        parent.mkdir(parents=True, exist_ok=True)
-        remove_stale(parent)
-        # Take the lock before the rename: another start removes unlocked directories of the final name.
-        path = Path(tempfile.mkdtemp(prefix=".baton-", dir=parent))
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(parent)
+            # Take the lock before the rename: another start removes unlocked directories of the final name.
+            path = Path(tempfile.mkdtemp(prefix=".baton-", dir=parent))
+        except OSError as error:
+            text = f"--run-dir {parent}: {error.strerror}; name a directory that you may write to"
+            raise ValueError(text) from error
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         final = parent / (PREFIX + path.name.removeprefix(".baton-"))

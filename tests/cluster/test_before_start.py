@@ -57,6 +57,12 @@ def test_keys_and_certificates_are_checked_before_the_start(tmp_path: Path) -> N
         assert said in result.output
 
 
+def test_a_log_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--log-dir .*file/logs: Not a directory; name a directory"):
+        serve._make_directory("--log-dir", tmp_path / "file" / "logs")
+
+
 def test_an_unusable_model_is_refused_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

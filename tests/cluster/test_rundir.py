@@ -39,6 +39,12 @@ def test_it_is_private_and_goes_away(parent: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
+def test_a_place_where_no_directory_can_be_made_is_named(parent: Path) -> None:
+    (parent / "file").touch()
+    with pytest.raises(ValueError, match=r"--run-dir .*file: File exists; name a directory"):
+        RunDir.create(parent / "file")
+
+
 def test_a_workers_socket_fits(parent: Path) -> None:
     longest = Path("/tmp") / ("x" * (rundir.MAX_PARENT - len("/tmp/")))
     assert len(os.fsencode(longest / rundir._LONGEST)) == 107
