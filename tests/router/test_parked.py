@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from router.admission import parked as parked_module
 from router.admission.parked import Parked
 from router.admission.retry_budget import FLOOR, WINDOW_S, RetryBudget
 
@@ -81,6 +84,25 @@ def test_each_ready_worker_wakes_all_that_wait_for_one_once() -> None:
     assert (satisfied.woken, waits.woken, gone.woken) == (1, 2, 0)
     parked.remove(waits)
     assert not parked.without_worker
+
+
+async def test_thousands_that_wait_for_a_worker_are_woken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parked_module, "WOKEN_AT_ONCE", 2)
+    parked = Parked(RetryBudget())
+    waits, gone, *others = (Workerless(parked, times) for times in (5, 0, 0, 0, 0))
+    for generation in (waits, *others, gone):
+        parked.for_worker(generation)
+    parked.worker_ready()
+    assert [generation.woken for generation in (waits, *others)] == [1, 1, 0, 0]
+    parked.worker_ready()  # another worker, before all were woken
+    parked.worker_found(gone)
+    while others[-1].woken == 0:
+        await asyncio.sleep(0)
+    assert [generation.woken for generation in (*others, gone)] == [1, 1, 1, 0]
+    assert list(parked.without_worker) == [waits]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert waits.woken == 2, "once for each worker"
 
 
 class Scripted(RetryBudget):
