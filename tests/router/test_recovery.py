@@ -330,9 +330,9 @@ async def test_without_decode_workers_prefill_workers_decode(cluster: Cluster, t
     [prefill], [decode] = cluster.prefills, cluster.decodes
     request = None
     if tokens is not None:
-        decode.steps = asyncio.Semaphore(tokens)
+        decode.steps = steps = asyncio.Semaphore(tokens)
         request = asyncio.create_task(answered_whole(cluster))
-        await cluster.until(lambda: bool(decodes(decode)) and decode.steps is not None and decode.steps.locked())
+        await cluster.until(lambda: bool(decodes(decode)) and steps.locked())
         await cluster.heard(prefills(prefill)[0].prefill_id)
     await decode.kill()
     await (answered_whole(cluster) if request is None else request)
