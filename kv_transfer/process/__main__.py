@@ -17,6 +17,7 @@ import importlib
 import logging
 import logging.config
 import os
+import resource
 import select
 import signal
 import socket
@@ -53,6 +54,7 @@ log = logging.getLogger("baton.kv")
 _TICK = 0.25  # seconds between looks at the clock while anything is open
 _IDLE_TICK = 1.0
 _LOOK = 0.00005  # between looks at reads with NIXL
+_DESCRIPTORS = 32_768  # lanes of `max_sessions` peers, and more
 
 
 class TransferProcess:
@@ -289,6 +291,14 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _raise_descriptor_limit() -> None:
+    """Most systems let a process have 1,024 at first, and the lanes of 200 peers need as many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     for name in ("--sending-fds", "--receiving-fds"):
@@ -297,6 +307,7 @@ def main() -> int:
         parser.add_argument(name, type=int, required=True)
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
+    _raise_descriptor_limit()
     config = msgspec.json.decode(sys.stdin.readline(), type=TransferConfig)
     secret = bytes.fromhex(sys.stdin.readline())
     setproctitle.setproctitle(f"{config.title}: {config.name} transfer")

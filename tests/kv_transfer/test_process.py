@@ -148,7 +148,8 @@ def test_a_lane_is_bound_to_its_interface() -> None:
 def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
     """A parent that is killed cannot tell its children; the kernel does. SIGTERM goes to the child itself."""
     code = (
-        "import kv_transfer as kv, sys, time\n"
+        "import kv_transfer as kv, resource, sys, time\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (500, 2000))\n"
         "(a, b), (e, f) = kv.ArenaEnd.pair(4, 4096), kv.ArenaEnd.pair(4, 4096)\n"
         "c, d = kv.channel_pair()\n"
         "layout = kv.KVLayout(1, 1, 8, 'float32')\n"
@@ -164,6 +165,7 @@ def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     watch = os.pidfd_open(child)
+    assert resource.prlimit(child, resource.RLIMIT_NOFILE) == (2000, 2000), "many peers have many lanes"
     os.kill(child if how is signal.SIGTERM else parent.pid, how)
     assert select.select([watch], [], [], 10)[0], "the transfer process lives on"
     os.close(watch)
