@@ -28,10 +28,18 @@ from .second_wire import (
     ACK,
     COMMIT,
     CREDIT,
+    EXPORT,
     FETCH,
+    FETCH_CONTENT,
+    HAVE,
     HELLO,
     KV,
     PING,
+    REACH,
+    SLICE,
+    SLICES,
+    STATE_SLICE,
+    TAKEN,
     FakePrefill,
     Lane,
     connect,
@@ -39,7 +47,10 @@ from .second_wire import (
     pack,
 )  # fmt: skip
 
-CONTROL = (FETCH, CREDIT, COMMIT, ACK, ABORT, ABORTED, PING, HELLO)
+OF_SESSION = (HELLO, CREDIT, PING, EXPORT, REACH, TAKEN)  # their headers have no transfer id
+CONTROL = (
+    *OF_SESSION, FETCH, COMMIT, ACK, ABORT, ABORTED, FETCH_CONTENT, HAVE, SLICE, STATE_SLICE, SLICES,
+)  # fmt: skip
 POSITIONS = 96  # of a prompt that a decode worker fetches
 ROUND = 250  # frames between two looks at the state of things
 GROWTH = 8 << 20  # bytes by which a process may grow once it is warm: tables are bounded, allocators round up
@@ -63,7 +74,7 @@ class Noise:
 
     def id_for(self, kind: int) -> bytes:
         """The transfer id in a header of this type: zeros where it means none."""
-        return bytes(16) if kind in (HELLO, CREDIT, PING) else self.some_id()
+        return bytes(16) if kind in OF_SESSION else self.some_id()
 
     def number(self) -> int:
         few = (0, 1, 2, 3, 10, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
@@ -91,8 +102,17 @@ class Noise:
             if rng.random() < 0.5
             else [[0, rng.randrange(1, 50)]]
         )
+        where = [n() for _ in range(9)]
         return {
-            FETCH: lambda: [self.some_id(), ranges, rng.randrange(2), rng.randrange(3), rng.randrange(4)],
+            FETCH: lambda: [self.some_id(), n(), rng.randrange(3), ranges, 0, rng.randrange(3), n()],
+            FETCH_CONTENT: lambda: [[self.some_id()], n(), 1, 0, 0, n()],
+            HAVE: lambda: [n()],
+            EXPORT: lambda: ["shared_memory", "a host", rng.randbytes(8), n(), n(), rng.randbytes(16)],
+            REACH: lambda: [rng.random() < 0.5, "why"],
+            SLICE: lambda: where,
+            STATE_SLICE: lambda: [*where, n()],
+            SLICES: lambda: [[where, [*where, n()]]],
+            TAKEN: lambda: [[n(), rng.randrange(16)]],
             CREDIT: lambda: [rng.choice([n(), rng.randrange(20)]), rng.choice([True, False, n()])],
             COMMIT: lambda: [[n(), rng.choice([None, -0.5]), [1], [-0.5]], rng.randrange(5), n()],
             ACK: list,
@@ -151,9 +171,11 @@ def hostile_frames(noise: Noise) -> Iterator[bytes]:
     while True:
         kind = rng.random()
         if kind < 0.80:  # understood, and about things that are or are not there
-            which = rng.choice([FETCH, FETCH, CREDIT, ABORT, ACK])
+            which = rng.choice([FETCH, FETCH, FETCH_CONTENT, CREDIT, ABORT, ACK, REACH])
             body = {
-                FETCH: lambda: [noise.some_id(), [[0, rng.randrange(1, 60)]], 0, rng.randrange(2), 1],
+                FETCH: lambda: [noise.some_id(), 0, 1, [[0, rng.randrange(1, 60)]], 0, rng.randrange(2), 1],
+                FETCH_CONTENT: lambda: [[noise.some_id()], 0, 1, 0, 0, 2],
+                REACH: lambda: [rng.random() < 0.8, ""],
                 CREDIT: lambda: [rng.randrange(64), False],
                 ABORT: lambda: ["cancelled"],
                 ACK: list,
@@ -170,18 +192,20 @@ def hostile_frames(noise: Noise) -> Iterator[bytes]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [3_000, MANY])
 def test_a_sender_among_noise(make_pair: Any, count: int) -> None:
-    pair = make_pair({"deadlines": DEADLINES, "blocks": 256}, {"deadlines": DEADLINES, "blocks": 256})
+    settings = {"deadlines": DEADLINES, "blocks": 256, "exports": True}
+    pair = make_pair(settings, settings)
+    cached = pair.prefill.cache(1)
     noise = Noise(random.Random(count), [])
     frames = hostile_frames(noise)
     flat = Flat(pair.prefill.process.pid, pair.decode.process.pid)
     sent = 0
     while sent < count:
         noise.ids = [pair.prefill.hold(random.Random(sent).randrange(1, 60)) for _ in range(4)]
-        noise.ids += [os.urandom(16) for _ in range(4)]
+        noise.ids += [*cached, *(os.urandom(16) for _ in range(4))]
         lane: Lane | None = None
         for _ in range(ROUND):
             if lane is None:
-                lane = connect(pair.prefill.port)
+                lane = connect(pair.prefill.port, newest=5)
             try:
                 lane.sock.sendall(next(frames))
                 sent += 1
