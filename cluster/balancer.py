@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cluster.options import PoolOptions, PoolSize
 from cluster.plan import Pool
-from cluster.scaling import DecodeDemand, DecodeLoad, Needed, PrefillDemand, PrefillLoad, Scaler
+from cluster.scaling import DecodeDemand, DecodePoolLoad, Needed, PrefillDemand, PrefillPoolLoad, Scaler
 from rpc import worker_pb2 as pb
 
 FLIP_EVERY = 5.0  # seconds between two flips: the loads must first show what the last one did
@@ -88,10 +88,10 @@ class Balancer:
         return new
 
 
-def prefill_load(statuses: Sequence[pb.WorkerStatus], done: int, held: int) -> PrefillLoad:
+def prefill_load(statuses: Sequence[pb.WorkerStatus], done: int, held: int) -> PrefillPoolLoad:
     """The load of a prefill pool. `done`: tokens computed since the start; `held`: tokens in the routers."""
     speeds = [status.prefill_tokens_per_s for status in statuses if status.prefill_tokens_per_s]
-    return PrefillLoad(
+    return PrefillPoolLoad(
         done=done,
         waiting=held + sum(status.tokens_waiting for status in statuses),
         queued=held
@@ -106,13 +106,13 @@ def prefill_load(statuses: Sequence[pb.WorkerStatus], done: int, held: int) -> P
     )
 
 
-def decode_load(samples: Sequence[Sample]) -> DecodeLoad:
+def decode_load(samples: Sequence[Sample]) -> DecodePoolLoad:
     """The load of a decode pool.
 
     A worker that refused a reservation counts as full, even if it has free blocks: they do not suffice.
     """
     statuses = [sample.status for sample in samples]
-    return DecodeLoad(
+    return DecodePoolLoad(
         kv_used=tuple(
             1.0 if sample.refused else 1 - sample.status.blocks_free / sample.status.blocks_total
             for sample in samples

@@ -35,7 +35,7 @@ SHRINK_EVERY = 10.0  # seconds between two removals
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillLoad:
+class PrefillPoolLoad:
     """A prefill pool at one moment.
 
     Attributes:
@@ -52,7 +52,7 @@ class PrefillLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeLoad:
+class DecodePoolLoad:
     """A decode pool at one moment.
 
     Attributes:
@@ -77,9 +77,9 @@ class PrefillDemand:
 
     def __init__(self, ttft_target: float) -> None:
         self._clear_within = QUEUE_SHARE * ttft_target
-        self._seen: deque[tuple[float, PrefillLoad]] = deque()
+        self._seen: deque[tuple[float, PrefillPoolLoad]] = deque()
 
-    def needed(self, now: float, load: PrefillLoad) -> Needed | None:
+    def needed(self, now: float, load: PrefillPoolLoad) -> Needed | None:
         """The number of workers needed; None if there is load and no measured speed."""
         self._seen.append((now, load))
         while now - self._seen[0][0] > ARRIVAL_WINDOW:
@@ -108,7 +108,7 @@ class DecodeDemand:
         self._target = TTIT_SHARE * ttit_target
         self._shortest = math.inf
 
-    def needed(self, load: DecodeLoad) -> Needed:
+    def needed(self, load: DecodePoolLoad) -> Needed:
         kv = sum(load.kv_used) / KV_FULL
         self._shortest = min((self._shortest, *load.steps))
         room = self._target - self._shortest  # seconds that load may add to a step

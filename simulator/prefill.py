@@ -63,7 +63,7 @@ class Outcome:
     deciding: float = 0.0
 
 
-class Router:
+class PrefillRouter:
     """Keeps the loads of the workers and chooses a worker for each turn, as a real router does."""
 
     def __init__(self, policy: PrefillPolicy) -> None:
@@ -99,7 +99,7 @@ class Simulation:
         self._setting = setting
         self._rng = random.Random(setting.seed)
         self._clock = Clock()
-        self._routers = [Router(policy) for _ in range(setting.routers)]
+        self._routers = [PrefillRouter(policy) for _ in range(setting.routers)]
         self._workers: list[SimWorker] = []
         self._names = itertools.count()
         self._left = trace.requests

@@ -70,13 +70,13 @@ class FakeKubernetes:
             await self._runner.cleanup()
             self._runner = None
 
-    def kubeconfig(self, path: Path, token: str = TOKEN) -> Path:
+    def kubeconfig(self, path: Path) -> Path:
         """Writes a kubeconfig for this server. Returns its path."""
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
-            "users": [{"name": "u", "user": {"token": token}}],
+            "users": [{"name": "u", "user": {"token": TOKEN}}],
             "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}],
             "current-context": "x",
         }
@@ -89,8 +89,6 @@ class FakeKubernetes:
         service: str,
         endpoints: Sequence[Object] | None,
         port: int = 7001,
-        family: str = "IPv4",
-        port_name: str = "grpc",
         *,
         silently: bool = False,
     ) -> None:
@@ -100,9 +98,9 @@ class FakeKubernetes:
             "kind": "EndpointSlice",
             "apiVersion": "discovery.k8s.io/v1",
             "metadata": {"name": name, "labels": {"kubernetes.io/service-name": service}},
-            "addressType": family,
+            "addressType": "IPv4",
             "endpoints": endpoints,
-            "ports": [{"name": "metrics", "port": 9}, {"name": port_name, "port": port, "protocol": "TCP"}],
+            "ports": [{"name": "metrics", "port": 9}, {"name": "grpc", "port": port, "protocol": "TCP"}],
         }
         self._happened(kind, self._objects[name], silently)
 

@@ -56,9 +56,9 @@ class Receiver(stubs.TraceServiceServicer):
             self._news.notify_all()
         return service.ExportTraceServiceResponse()
 
-    def trace(self, trace_id: str, spans: int, within: float = 30.0) -> list[Span]:
+    def trace(self, trace_id: str, spans: int) -> list[Span]:
         """Waits until this trace has so many spans; they leave their processes in batches."""
-        deadline = time.monotonic() + within
+        deadline = time.monotonic() + 30.0
         with self._news:
             while len(found := self._traces.get(trace_id, [])) < spans:
                 assert self._news.wait(deadline - time.monotonic()), f"{len(found)} of {spans}: {found}"

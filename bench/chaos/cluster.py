@@ -101,10 +101,10 @@ class Worker:
     def release(self) -> None:
         self._may_start.set()
 
-    def wait_life(self, count: int, within: float = START_S) -> None:
+    def wait_life(self, count: int) -> None:
         """Waits until `count` processes have been ready, and the last one serves."""
         self._cluster.wait_for(
-            lambda: len(self.lives) >= count and self.ready, within, f"{self.name}, for the {count}th time"
+            lambda: len(self.lives) >= count and self.ready, START_S, f"{self.name}, for the {count}th time"
         )
 
     def wait_first_life(self) -> None:
@@ -114,9 +114,9 @@ class Worker:
             end = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
             raise RuntimeError(f"{self.name} ended with {self.exits[0]} before it was ready:\n{end}")
 
-    def wait_exit(self, count: int, within: float = STOP_S) -> int:
+    def wait_exit(self, count: int) -> int:
         """Waits until `count` processes have ended. Returns the exit code of the last of them."""
-        self._cluster.wait_for(lambda: len(self.exits) >= count, within, f"the end of {self.name}")
+        self._cluster.wait_for(lambda: len(self.exits) >= count, STOP_S, f"the end of {self.name}")
         return self.exits[count - 1]
 
     def metric(self, name: str) -> float:
@@ -259,21 +259,21 @@ class LocalCluster:
         except (OSError, http.client.HTTPException):
             return {}
 
-    def wait_serving(self, workers: int, within: float = START_S) -> None:
+    def wait_serving(self, workers: int) -> None:
         """Waits until the router has attached to that many workers."""
 
         def attached() -> bool:
             return list(self._states().values()).count("ready") >= workers
 
-        self.wait_for(attached, within, f"{workers} workers at the router")
+        self.wait_for(attached, START_S, f"{workers} workers at the router")
 
-    def wait_attached(self, worker: Worker, within: float = START_S) -> None:
+    def wait_attached(self, worker: Worker) -> None:
         """Waits until the router has attached to the current process of a worker."""
 
         def attached() -> bool:
             return worker.ready and self._states().get(worker.lives[-1]["address"]) == "ready"
 
-        self.wait_for(attached, within, f"{worker.name} at the router")
+        self.wait_for(attached, START_S, f"{worker.name} at the router")
 
     def router_metric(self, name: str) -> float:
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as page:
@@ -324,9 +324,9 @@ def leaks(url: str, key: str = "") -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def leaks_when_idle(url: str, key: str = "", within: float = WHOLE_S) -> dict[str, int]:
-    """As `leaks`, but waits up to `within` seconds, since releases follow the last token."""
-    deadline = time.monotonic() + within
+def leaks_when_idle(url: str, key: str = "") -> dict[str, int]:
+    """As `leaks`, but waits up to `WHOLE_S` seconds, since releases follow the last token."""
+    deadline = time.monotonic() + WHOLE_S
     while (found := leaks(url, key)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

@@ -19,6 +19,7 @@ from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 SECRET = b"a secret of the cluster"
+EOS = 2
 PROMPT_PIECE = 4
 """Tokens in a `PromptLogprobs` message."""
 
@@ -73,7 +74,6 @@ class FakeWorker(WorkerServicer):
         output_ids: list[int],
         *,
         index: int = 0,
-        eos: int = 2,
         secret: bytes = SECRET,
         tls: TlsFiles | None = None,
     ) -> None:
@@ -81,7 +81,6 @@ class FakeWorker(WorkerServicer):
         self.lanes = lanes
         self.output_ids = output_ids
         self.index = index
-        self.eos = eos
         self.secret = secret
         self.tls = tls
         self.steps: asyncio.Semaphore | None = None
@@ -317,7 +316,7 @@ class FakeWorker(WorkerServicer):
         token_id = self.output_ids[index % len(self.output_ids)]
         finish = pb.FINISH_REASON_NONE
         sampling = request.sampling
-        if (token_id == self.eos and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
+        if (token_id == EOS and not sampling.ignore_eos) or token_id in sampling.stop_token_ids:
             finish = pb.FINISH_REASON_STOP
         elif index + 1 >= sampling.max_tokens:
             finish = pb.FINISH_REASON_LENGTH

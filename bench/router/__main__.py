@@ -41,7 +41,7 @@ from bench.router.ends import (
     PROMPT_TOKENS,
     Direct,
     FakeWorkers,
-    Load,
+    OpenStreams,
     cpu_seconds,
     first_event,
     prompt_of,
@@ -96,7 +96,7 @@ class Saturated:
 
 def saturated(router: dict, args: argparse.Namespace) -> Saturated:
     found = Saturated([], [])
-    with Load(router["url"], 4 * args.streams) as load:
+    with OpenStreams(router["url"], 4 * args.streams) as load:
         for _ in range(PERIODS):
             began, tokens, cpu = time.perf_counter(), load.tokens.value, cpu_seconds(router["pid"])
             time.sleep(args.seconds / PERIODS)
@@ -183,7 +183,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         p99 = contract.percentile([ms for series in stalls.values() for ms in series], 0.99)
         report.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50, better="lower"))
         workers.step.value = LOADED_STEP_S
-        with Load(url, args.streams):
+        with OpenStreams(url, args.streams):
             add_rows(report, f"router.added.streams{args.streams}", added(), bound=False)
         workers.step.value = SATURATED_STEP_S
         found = saturated(router, args)

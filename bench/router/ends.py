@@ -80,14 +80,14 @@ def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) ->
         runner.run(serve())
 
 
-class Load:
+class OpenStreams:
     """Keeps `streams` completions open through the router, from a child process."""
 
     def __init__(self, url: str, streams: int) -> None:
         self.tokens = CONTEXT.Value("L", 0)
         self._process = CONTEXT.Process(target=_load, args=(url, streams, self.tokens), daemon=True)
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> OpenStreams:
         self._process.start()
         while not self.tokens.value:
             time.sleep(0.05)

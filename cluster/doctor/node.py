@@ -36,14 +36,18 @@ REMEDIES = {
 """By the kind of a `check_model.Fault`."""
 
 
-def node(options: DoctorOptions, root: Path = Path("/")) -> Iterator[Finding]:
-    """All checks of this machine. `root` is the directory that contains /proc and /sys."""
+ROOT = Path("/")
+"""The directory that contains /proc and /sys."""
+
+
+def node(options: DoctorOptions) -> Iterator[Finding]:
+    """All checks of this machine."""
     yield from versions()
     yield from gpus()
     yield from groups(options)
-    yield from memory(root)
-    yield from cards(root)
-    yield from limits(root)
+    yield from memory(ROOT)
+    yield from cards(ROOT)
+    yield from limits(ROOT)
     yield from ports(options)
     yield from secret(options)
     yield from the_model(options)

@@ -13,7 +13,7 @@ WAITED = 0.01
 
 
 @dataclass(frozen=True)
-class Load:
+class PlannedLoad:
     """The load and its latency targets.
 
     Attributes:
@@ -52,7 +52,7 @@ class Answer:
     why: tuple[str, str]
 
 
-def answer(of_prefill: Speeds, of_decode: Speeds, load: Load) -> Answer:
+def answer(of_prefill: Speeds, of_decode: Speeds, load: PlannedLoad) -> Answer:
     """Sizes both pools, from the speeds of their workers.
 
     Raises ValueError if no number of workers can meet the targets.
@@ -97,7 +97,7 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: Load) -> Answer:
     )
 
 
-def _prefill_pool(speeds: Speeds, load: Load, alone: float) -> tuple[int, Latency, str]:
+def _prefill_pool(speeds: Speeds, load: PlannedLoad, alone: float) -> tuple[int, Latency, str]:
     least = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
     workers = least
     before: Latency | None = None
@@ -114,7 +114,9 @@ def _prefill_pool(speeds: Speeds, load: Load, alone: float) -> tuple[int, Latenc
     return workers, found, why
 
 
-def _decode_pool(speeds: Speeds, load: Load, slots: int, in_memory: int) -> tuple[int, Decoded | None, str]:
+def _decode_pool(
+    speeds: Speeds, load: PlannedLoad, slots: int, in_memory: int
+) -> tuple[int, Decoded | None, str]:
     if load.output == 1:
         return 0, None, "prefill workers alone answer requests of one token"
 

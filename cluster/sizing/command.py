@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.options import SizingOptions
-from cluster.sizing.answer import Answer, Load, answer
+from cluster.sizing.answer import Answer, PlannedLoad, answer
 from cluster.sizing.speeds import GPUS, Speeds, measured, shape
 from engine.api.config import EngineConfig
 from engine.kernels import FP8
@@ -25,7 +25,7 @@ def run(sizing: SizingOptions) -> int:
         gpu = measured(gpu, sizing.measured)
     if sizing.gpu_memory is not None:
         gpu = replace(gpu, memory=int(sizing.gpu_memory * (1 << 30)))
-    load = Load(
+    load = PlannedLoad(
         sizing.rate,
         sizing.input,
         sizing.output,

@@ -16,7 +16,7 @@ from bench.load.traffic.workload import Session, Turn, Workload
 
 # Words that the mock server counts as one token each.
 SHORT_WORDS = tuple(w for w in WORDS if len(w) <= 5)
-EXACT = Tokenization("text", SHORT_WORDS, 1.0, 1, True, "exact")
+EXACT = Tokenization("text", SHORT_WORDS, 1.0, 1, "exact")
 
 
 def record(
@@ -85,5 +85,5 @@ async def run_client(
     return records
 
 
-def one_turn(output_tokens: int = 4, text: str = "hello there") -> Session:
-    return Session((Turn(output_tokens, text=text),))
+def one_turn(output_tokens: int = 4) -> Session:
+    return Session((Turn(output_tokens, text="hello there"),))

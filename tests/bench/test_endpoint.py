@@ -35,7 +35,7 @@ async def test_prompt_lengths_are_exact_with_tokenize(api: Api, overhead: int) -
     async with MockServer(Behavior(ttft=0)) as server:
         plan = await _plan(server, api=api)
         assert (plan.tokenization.kind, plan.tokenization.overhead) == ("text", overhead)
-        assert plan.tokenization.exact
+        assert plan.tokenization.statement.startswith("exact")
         assert all(len(w) <= 5 for w in plan.tokenization.words)
         assert plan.notes == ()
         assert await _prompt_lengths(plan) == {77}
@@ -53,7 +53,7 @@ async def test_prompt_lengths_are_exact_with_token_ids() -> None:
 async def test_approximate_prompt_lengths_are_reported_as_such(api: Api) -> None:
     async with MockServer(Behavior(ttft=0, tokenize=False, token_ids=False)) as server:
         plan = await _plan(server, api=api)
-        assert not plan.tokenization.exact
+        assert not plan.tokenization.statement.startswith("exact")
         assert "approximate" in plan.tokenization.statement
         assert plan.tokenization.tokens_per_word > 1
         lengths = await _prompt_lengths(plan)

@@ -12,8 +12,8 @@ def _summary(records: list[Record], slo: str = "", **more: object) -> Summary:
     return summarize(records, Slo.parse(slo), **{"warm_up": 0.0} | more)  # type: ignore[arg-type]
 
 
-def _every(count: int, spacing: float = 0.1, **more: object) -> list[Record]:
-    return [record(i * spacing, index=i, **more) for i in range(count)]  # type: ignore[arg-type]
+def _every(count: int, **more: object) -> list[Record]:
+    return [record(i * 0.1, index=i, **more) for i in range(count)]  # type: ignore[arg-type]
 
 
 def test_latencies_are_exact() -> None:

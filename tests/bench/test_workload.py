@@ -30,14 +30,14 @@ def test_a_prompt_has_exactly_its_length(length: int) -> None:
 
 @pytest.mark.parametrize("lengths", [(512, 512, 1), (5, 1, 1), (1, 1, 1, 9), (2, 3), (700, 6)])
 def test_the_end_of_a_prompt_gets_shorter_by_the_overhead(lengths: tuple[int, ...]) -> None:
-    composer = Composer(Tokenization("text", EXACT.words, 1.0, 3, True, ""))
+    composer = Composer(Tokenization("text", EXACT.words, 1.0, 3, ""))
     prompt = composer.compose([Segment((i,), n) for i, n in enumerate(lengths)])
     assert isinstance(prompt, str)
     assert len(prompt.split()) == sum(lengths) - 3
 
 
 def test_a_prompt_of_token_ids_has_exactly_its_length() -> None:
-    composer = Composer(Tokenization("ids", (), 1.0, 0, True, ""))
+    composer = Composer(Tokenization("ids", (), 1.0, 0, ""))
     prompt = composer.compose([Segment((1,), 300), Segment((2,), 5)])
     assert isinstance(prompt, list)
     assert len(prompt) == 305
@@ -46,10 +46,10 @@ def test_a_prompt_of_token_ids_has_exactly_its_length() -> None:
 
 
 def test_a_shorter_segment_is_the_start_of_the_longer_one() -> None:
-    composer = Composer(Tokenization("text", EXACT.words, 1.0, 0, True, ""))
+    composer = Composer(Tokenization("text", EXACT.words, 1.0, 0, ""))
     whole, again, cut, other = (
         composer.compose([Segment((1, 2), 50)]),
-        Composer(Tokenization("text", EXACT.words, 1.0, 0, True, "")).compose([Segment((1, 2), 50)]),
+        Composer(Tokenization("text", EXACT.words, 1.0, 0, "")).compose([Segment((1, 2), 50)]),
         composer.compose([Segment((1, 2), 20)]),
         composer.compose([Segment((1, 3), 50)]),
     )

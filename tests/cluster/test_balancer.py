@@ -22,8 +22,8 @@ ANSWERS = Load(200, 500, 28)  # needs 1 or 2 prefill workers
 PHASE = 20.0
 
 
-def balancer(least: int = 1, most: int = 3) -> Balancer:
-    size = PoolSize(least, most)
+def balancer(least: int = 1) -> Balancer:
+    size = PoolSize(least, 3)
     return Balancer(PoolOptions(size, size, ttft_target=1e3 * TTFT, ttit_target=1e3 * GAP))
 
 

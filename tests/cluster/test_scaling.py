@@ -15,9 +15,9 @@ from cluster.scaling import (
     GROW_BEYOND,
     SHRINK_BELOW,
     DecodeDemand,
-    DecodeLoad,
+    DecodePoolLoad,
     PrefillDemand,
-    PrefillLoad,
+    PrefillPoolLoad,
     Scaler,
 )
 
@@ -80,7 +80,7 @@ def prefill_pool(trace: Trace, seconds: int, *, seed: int = 1) -> Run:
         if step % int(1 / tick) == 0:
             waiting = sum(left for queue in workers for _, left in queue)
             queued = waiting - sum(queue[0][1] for queue in workers if queue)
-            needed = demand.needed(now, PrefillLoad(done, waiting, queued, SPEED if done else 0.0))
+            needed = demand.needed(now, PrefillPoolLoad(done, waiting, queued, SPEED if done else 0.0))
             size = len(workers) + len(coming)
             wanted = None if needed is None else needed.workers
             new = scaler.decide(now, wanted, size, starting=bool(coming))
@@ -175,8 +175,8 @@ def test_a_worker_that_finds_no_place_is_given_up_when_it_is_not_needed() -> Non
 
 def test_without_a_measured_speed_nothing_is_known() -> None:
     demand = PrefillDemand(TTFT)
-    assert demand.needed(0, PrefillLoad(0, 5000, 3000, 0.0)) is None
-    idle = PrefillDemand(TTFT).needed(0, PrefillLoad(0, 0, 0, 0.0))
+    assert demand.needed(0, PrefillPoolLoad(0, 5000, 3000, 0.0)) is None
+    idle = PrefillDemand(TTFT).needed(0, PrefillPoolLoad(0, 0, 0, 0.0))
     assert idle is not None
     assert idle.workers == 0
 
@@ -189,15 +189,15 @@ def test_a_queue_that_has_drained_needs_no_worker() -> None:
         waits = second % 20 < 2
         done += 0 if waits else 1.0
         needed = demand.needed(
-            second, PrefillLoad(done, 250.0 if waits else 0.0, 125.0 if waits else 0.0, 120.0)
+            second, PrefillPoolLoad(done, 250.0 if waits else 0.0, 125.0 if waits else 0.0, 120.0)
         )
         assert scaler.decide(second, needed.workers if needed else None, 1, starting=False) == 1
 
 
 def test_a_dead_worker_does_not_make_arrivals_negative() -> None:
     demand = PrefillDemand(TTFT)
-    demand.needed(0, PrefillLoad(0, 50_000, 40_000, SPEED))
-    after = demand.needed(5, PrefillLoad(10_000, 0, 0, SPEED))
+    demand.needed(0, PrefillPoolLoad(0, 50_000, 40_000, SPEED))
+    after = demand.needed(5, PrefillPoolLoad(10_000, 0, 0, SPEED))
     assert after is not None
     assert after.workers >= 0
 
@@ -217,7 +217,7 @@ def decode_pool(running: Callable[[float], float], seconds: int, ttit: float = T
             ready += 1
         each = min(running(now) / ready, room)
         steps = (BASE + PER_REQUEST * each,) * ready if each >= 1 else ()
-        needed = demand.needed(DecodeLoad((each / room,) * ready, steps)).workers
+        needed = demand.needed(DecodePoolLoad((each / room,) * ready, steps)).workers
         new = scaler.decide(now, needed, ready + len(coming), starting=bool(coming))
         if new < ready + len(coming):
             ready -= 1

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from bench.shapes import BAMBA, write_shape
 from cluster.cli import app
-from cluster.sizing.answer import Answer, Load, answer
+from cluster.sizing.answer import Answer, PlannedLoad, answer
 from cluster.sizing.models import MODELS
 from cluster.sizing.simulated import decode, prefill
 from cluster.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
 
 H200 = GPUS["h200"]
 SPEEDS = Speeds(H200, REFERENCE)
-LOAD = Load(
+LOAD = PlannedLoad(
     rate=20, input=2000, output=150, ttft=0.5, ttit=0.0065, max_num_seqs=256, gpu_memory_utilization=0.9
 )
 
@@ -133,7 +133,7 @@ def test_impossible_targets_are_refused(changes: dict[str, Any], said: str) -> N
 
 
 def test_kv_memory_or_max_num_seqs_can_limit_the_pool() -> None:
-    def why(load: Load, memory: int) -> Answer:
+    def why(load: PlannedLoad, memory: int) -> Answer:
         speeds = Speeds(replace(H200, memory=memory), REFERENCE)
         return answer(speeds, speeds, load)
 

@@ -37,9 +37,9 @@ CACHE = cache_spec(LLAMA, torch.bfloat16)
 LIMITS = CacheLimits(torch.bfloat16, 128, 131072, CACHE)
 
 
-def use(free: float = 60, *, total: float = 80, weights: float = 15, activations: float = 2) -> MemoryUse:
-    """All arguments are in GiB."""
-    return MemoryUse(*(int(size * GIB) for size in (total, free, weights, activations, 0.5)))
+def use(free: float = 60, *, weights: float = 15) -> MemoryUse:
+    """Of a GPU of 80 GiB. The arguments are in GiB."""
+    return MemoryUse(*(int(size * GIB) for size in (80, free, weights, 2, 0.5)))
 
 
 def pool(memory: MemoryUse | None, limits: CacheLimits = LIMITS, **config: Any) -> PoolSize:

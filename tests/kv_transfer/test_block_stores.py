@@ -26,13 +26,13 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, BLOCK = 12, 16
 
 
-def paged(dtype: str, device: str, layers: int = 3) -> PagedKV:
+def paged(dtype: str, device: str) -> PagedKV:
     """Bits of any kind: they are moved, not computed with."""
-    layout = KVLayout(layers, 2, 8, dtype)
+    layout = KVLayout(3, 2, 8, dtype)
     element = getattr(torch, dtype)
     shape = (2, BLOCKS, BLOCK, 2, 8 * element.itemsize)
-    values = [torch.randint(0, 255, shape, dtype=torch.uint8).view(element).to(device) for _ in range(layers)]
-    scales = [torch.rand(2, BLOCKS, 2, BLOCK, device=device) for _ in range(layers)] if dtype == FP8 else []
+    values = [torch.randint(0, 255, shape, dtype=torch.uint8).view(element).to(device) for _ in range(3)]
+    scales = [torch.rand(2, BLOCKS, 2, BLOCK, device=device) for _ in range(3)] if dtype == FP8 else []
     return PagedKV(values, BLOCK, layout, device, scales=scales)
 
 

@@ -68,10 +68,10 @@ def test_a_refusal_after_the_proof_is_encrypted(make_prefill: Any, make_decode: 
     assert pair.prefill.stats().refused.keys() == {"message"}
 
 
-def sealed(count: int = 4, key: bytes = KEY) -> list[bytes]:
-    """Frames as they leave a lane."""
+def sealed(key: bytes = KEY) -> list[bytes]:
+    """Four frames as they leave a lane."""
     direction = Direction(key)
-    return [direction.seal(frame(KV, bytes([seq]) * 300, seq=seq)) for seq in range(count)]
+    return [direction.seal(frame(KV, bytes([seq]) * 300, seq=seq)) for seq in range(4)]
 
 
 def read(data: bytes) -> tuple[list[int], str]:

@@ -122,9 +122,9 @@ class Noise:
             HELLO: lambda: ["proof", rng.randbytes(32)],
         }[kind]()
 
-    def forged(self, kinds: tuple[int, ...] = CONTROL) -> bytes:
+    def forged(self) -> bytes:
         """A well-made frame around nonsense."""
-        kind = self.rng.choice(kinds)
+        kind = self.rng.choice(CONTROL)
         return frame(kind, pack(self.message(kind)), self.id_for(kind))
 
     def damaged(self, data: bytes, first: int = 0) -> bytes:

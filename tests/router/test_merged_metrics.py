@@ -6,14 +6,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.processes.merged_metrics import MergedMetrics
 
 
-def page(requests: int, waiting: int, workers: int, *seconds: float, started: float = 1.0) -> bytes:
+def page(requests: int, waiting: int, workers: int, *seconds: float) -> bytes:
     registry = CollectorRegistry()
     counter = Counter("vllm:request_success", "Ends.", ["reason"], registry=registry)
     counter.labels("stop").inc(requests)
     Gauge("vllm:num_requests_waiting", "Waiting.", registry=registry).set(waiting)
     Gauge("baton:workers", "Workers.", ["role"], registry=registry).labels("decode").set(workers)
     Gauge("process_open_fds", "Files.", registry=registry).set(7)
-    Counter("process_cpu_seconds", "CPU.", registry=registry).inc(started)
+    Counter("process_cpu_seconds", "CPU.", registry=registry).inc(1.0)
     histogram = Histogram("vllm:ttft_seconds", "First token.", registry=registry, buckets=(0.1, 1))
     for observed in seconds:
         histogram.observe(observed)

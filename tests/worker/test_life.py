@@ -42,8 +42,8 @@ def assert_nothing_left(worker: WorkerProcess, tree: list[psutil.Process]) -> No
     assert list(worker.run_dir.iterdir()) == []
 
 
-async def exit_code(worker: WorkerProcess, within: float = 15.0) -> int:
-    return await asyncio.to_thread(worker.popen.wait, within)
+async def exit_code(worker: WorkerProcess) -> int:
+    return await asyncio.to_thread(worker.popen.wait, 15.0)
 
 
 @pytest.fixture(scope="module")

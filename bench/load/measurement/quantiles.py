@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
+CURVE_POINTS = 120
 _Z = 1.96  # 95 %
 
 
@@ -59,16 +60,13 @@ class Series:
         }
         return found | {"max": Estimate(float(order[-1]))}
 
-    def curve(self, points: int = 120) -> list[tuple[float, float]]:
-        """Points (share of samples, value):
-
-        evenly spaced up to the median, then denser towards the maximum.
-        """
+    def curve(self) -> list[tuple[float, float]]:
+        """Points (share of samples, value): evenly spaced up to the median, then denser to the maximum."""
         if not len(self):
             return []
         order = np.sort(self.values)
-        tail = 1 - np.logspace(np.log10(0.5), np.log10(1 / max(2, len(order))), points // 2)
-        shares = np.unique(np.concatenate((np.linspace(0, 0.5, points // 2), tail, [1.0])))
+        tail = 1 - np.logspace(np.log10(0.5), np.log10(1 / max(2, len(order))), CURVE_POINTS // 2)
+        shares = np.unique(np.concatenate((np.linspace(0, 0.5, CURVE_POINTS // 2), tail, [1.0])))
         return [(float(q), _rank(order, q)) for q in shares]
 
     def _estimate(self, order: np.ndarray, q: float) -> Estimate:

@@ -171,7 +171,7 @@ async def _by_tokenize(http: aiohttp.ClientSession, target: Target) -> Tokenizat
     words = tuple(w for w, a, b in counts if a == total and b == total + 1)
     if len(words) < 16:
         return None
-    found = Tokenization("text", words, 1.0, total - 2, True, "exact, by the server's /tokenize")
+    found = Tokenization("text", words, 1.0, total - 2, "exact, by the server's /tokenize")
     composer = Composer(found)
     for i, length in enumerate((64, 333, 1000)):
         text = composer.compose([Segment((i,), length + found.overhead)])
@@ -199,7 +199,7 @@ async def _count(http: aiohttp.ClientSession, target: Target, text: str) -> int 
 
 
 async def _by_ids(http: aiohttp.ClientSession, target: Target) -> Tokenization | None:
-    found = Tokenization("ids", (), 1.0, 0, True, "exact, by prompts of token ids")
+    found = Tokenization("ids", (), 1.0, 0, "exact, by prompts of token ids")
     for length in (48, 200):
         ids = Composer(found).compose([Segment((length,), length)])
         record = await probe(http, target, ids)
@@ -209,7 +209,7 @@ async def _by_ids(http: aiohttp.ClientSession, target: Target) -> Tokenization |
 
 
 async def _by_usage(http: aiohttp.ClientSession, target: Target) -> Tokenization:
-    plain = Tokenization("text", WORDS, 1.0, 0, False, "")
+    plain = Tokenization("text", WORDS, 1.0, 0, "")
     composer = Composer(plain)
 
     async def count(words: int) -> int:

@@ -46,14 +46,13 @@ class Tokenization(msgspec.Struct, frozen=True):
 
     Attributes:
         overhead: tokens that the server adds to every prompt (BOS, the chat template).
-        statement: how exact the lengths are, for the report.
+        statement: whether the lengths are exact, for the report.
     """
 
     kind: Literal["text", "ids"]
     words: tuple[str, ...]
     tokens_per_word: float
     overhead: int
-    exact: bool
     statement: str
 
 
