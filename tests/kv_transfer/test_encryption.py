@@ -65,7 +65,7 @@ def test_a_refusal_after_the_proof_is_encrypted(make_prefill: Any, make_decode: 
     assert pair.event(decode_id) == kv.FetchFailed(decode_id, "incarnation")
     pair.until(lambda: (stats := pair.prefill.stats()).refused or stats.checksum_failures, "the refusal")
     assert pair.prefill.stats().checksum_failures == {}
-    assert pair.prefill.stats().refused.keys() == {"message"}
+    assert pair.prefill.stats().refused.keys() == {"by_peer"}
 
 
 def sealed(key: bytes = KEY) -> list[bytes]:
