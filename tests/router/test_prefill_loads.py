@@ -1,5 +1,7 @@
 """The estimated load of prefill workers, in any order of reports, submissions and ends."""
 
+import random
+from sys import getsizeof
 from typing import ClassVar
 
 import pytest
@@ -182,6 +184,28 @@ def test_a_large_worker_is_cleared_in_parts_and_is_found_no_more():
     while index.has_stale:
         index.drop_stale(7)
     assert not len(index)
+
+
+def test_no_report_copies_a_large_part_of_the_index():
+    """A table that is full is copied into a larger one, while the event loop waits."""
+    index, rng = ChunkIndex(), random.Random(1)
+    index.grow(1)
+
+    def tables() -> dict[int, tuple[int, int]]:
+        """Their sizes in bytes and the numbers of their entries, by identity."""
+        at_places = (index._holders, index._reported[0], index._offloaded[0])
+        return {id(table): (getsizeof(table), len(table)) for each in at_places for table in each}
+
+    copied, after = 0, tables()
+    for _ in range(100):
+        chunks, before = [rng.getrandbits(64) for _ in range(512)], after
+        index.add(0, chunks)
+        index.place(0, chunks, Tier.HOST)
+        after = tables()
+        grown = [before[table][1] for table in after if after[table][0] > before[table][0]]
+        copied = max(copied, sum(grown))
+    assert 0 < copied < len(index) / 4
+    assert index.reported(0) == len(index) == 100 * 512
 
 
 ROWS, CHUNKS = 20, 6
