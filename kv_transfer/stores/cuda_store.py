@@ -92,7 +92,10 @@ class CudaStore:
         size = self._lines.block_bytes
         self._stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self.batch = max(1, min(STAGING_BYTES // self._stride, MOST_LINES // kv.layout.num_layers))
-        self._map = mmap.mmap(-1, num_places * self._stride)
+        try:
+            self._map = mmap.mmap(-1, num_places * self._stride)
+        except OSError as error:
+            raise MemoryError(str(error)) from error
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
         # No copy goes beyond what one call pins.
         self._pinned = self._memory.split(max(1, PINNED_BYTES // self._stride) * self._stride)

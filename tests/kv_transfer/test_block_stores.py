@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from kv_transfer.arena import channel_pair
 from kv_transfer.layout import FP8, KVLayout
 from kv_transfer.stores import disk_store, ranked_store
 from kv_transfer.stores.block_store import BlockStore, CpuStore, block_bytes, open_host_store
+from kv_transfer.stores.cuda_store import CudaStore
 from kv_transfer.stores.disk_store import DiskStore
 from kv_transfer.stores.ranked_store import RankedStore, StoreServer
 from kv_transfer.transport import PagedKV
@@ -231,3 +233,10 @@ def test_another_rank_hangs_if_its_copies_are_due_and_not_if_those_here_are(
         with pytest.raises(RuntimeError, match=r"rank 1 .* 10 s") if other is Stalled else nullcontext():
             assert ranked.ended() == []
         ranked.close()
+
+
+@pytest.mark.parametrize("store", [CpuStore, partial(CudaStore, tick=lambda: None)])
+def test_more_memory_than_a_host_can_have(store: Callable[[PagedKV, int], BlockStore]) -> None:
+    """The worker names its flag for this error."""
+    with pytest.raises(MemoryError):
+        store(paged("float32", "cpu"), 1 << 40)
