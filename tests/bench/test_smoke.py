@@ -303,7 +303,7 @@ def test_runs_router(
     few = partial(router.decisions, 100, 2)
     monkeypatch.setattr(router, "decisions", lambda workers, count, busy: few(busy=busy))
     with ends.OpenStreams(routed[2]["url"], 1) as load:  # one load for all, since each is a process
-        monkeypatch.setattr(router, "Load", lambda url, streams: contextlib.nullcontext(load))
+        monkeypatch.setattr(router, "OpenStreams", lambda url, streams: contextlib.nullcontext(load))
         rows = run("router", "--pairs", "100", "--streams", "1", "--seconds", "0.1")
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
     assert rows["router.stall.large_request"] > 0
