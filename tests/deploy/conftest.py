@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ def kustomize() -> Path:
 
 def build(directory: Path) -> list[Object]:
     command = [str(kustomize()), "build", str(directory)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    # Its garbage collector takes a fifth of its time.
+    environment = os.environ | {"GOGC": "off"}
+    built = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert built.returncode == 0, built.stderr
     assert not built.stderr, built.stderr
     return list(yaml.load_all(built.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
