@@ -66,10 +66,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SCOPES = ("system", "engine", "deploy", "decode_worker")
-"""One process runs all tests of such a package, and they start first, in this order. Tests of `system` and
-`decode_worker` share clusters or workers, those of `engine` classes of transformers, which take seconds to
-import, and those of `deploy` what kustomize builds."""
+SCOPES = ("system", "engine", "deploy", "forks")
+"""One process runs all tests of such a package, and they start first, in this order. Tests of `system` share
+clusters, those of `engine` classes of transformers, which take seconds to import, and those of `deploy` what
+kustomize builds."""
+FORKS = ("tests/bench/test_smoke.py", "tests/decode_worker", "tests/worker")
+"""Tests of the scope `forks`. They share workers and a fork server (`tests.forked`), which takes seconds to
+start."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -93,6 +96,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _scope(nodeid: str) -> str:
     module = nodeid.partition("::")[0]
+    if module.startswith(FORKS):
+        return "forks"
     package = Path(module).parts[1]
     return package if package in SCOPES else module
 

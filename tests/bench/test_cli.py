@@ -6,9 +6,11 @@ import asyncio
 import json
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from asyncio.subprocess import PIPE
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,17 @@ from bench.load.traffic import datasets
 from bench.load.traffic.fleet import REFUSALS, Refusals
 from tests.bench.mock_server import Behavior, Fault, MockServer
 from tests.bench.test_page import outcome
+from tests.forked import FreshPopen, forking
 from tests.pages import ROOT, blocks
 
 MEASURED = (0, 3)  # 3: on a busy machine the client may not keep up
 QUICK = ("--input-len", "20", "--output-len", "4", "--processes", "1", "--warmup", "0", "--quiet")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_processes() -> Iterator[None]:
+    with forking():
+        yield
 
 
 async def _start(*args: str | Path) -> asyncio.subprocess.Process:
@@ -76,7 +85,9 @@ async def test_run_writes_every_file_that_its_options_name(tmp_path: Path) -> No
     assert "<svg" in files[2].read_text()
 
 
-async def test_the_command_of_the_quick_start_works(tmp_path: Path) -> None:
+async def test_the_command_of_the_quick_start_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are fresh ones, as a user's are."""
+    monkeypatch.setattr(subprocess, "Popen", FreshPopen)
     [command] = [
         block.text for block in blocks(ROOT / "docs/quickstart.md") if block.text.startswith("baton bench ")
     ]

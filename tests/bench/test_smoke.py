@@ -36,6 +36,7 @@ from bench.router import ends
 from bench.shapes import SHAPES, write_shape
 from kv_transfer import TraceWriter
 from rpc import worker_pb2 as pb
+from tests.forked import forking
 
 ROOT = Path(__file__).parents[2]
 TINY = "one-small-layer"
@@ -47,6 +48,12 @@ ELSEWHERE = {
     "chaos": "tests/system/test_chaos.py",
 }
 RESULTS = {name: float(i) for i, name in enumerate(results.RESULTS, 1)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_roles() -> Iterator[None]:
+    with forking():
+        yield
 
 
 def benches() -> set[str]:

@@ -22,6 +22,8 @@ import pytest
 from rpc.process_end import process_end
 
 KINDS = {
+    "bench.load": "loads",
+    "bench.load.traffic.client_process": "loads",
     "cluster.cli": "roles",
     "cluster.check_model": "roles",
     "kv_transfer.process": "transfers",
@@ -30,7 +32,7 @@ KINDS = {
     "worker.engine_process": "roles",
     "worker.rank_process": "roles",
 }
-"""The fork server of each module, which is named after `-m`. That of `transfers` has no torch."""
+"""The fork server of each module, which is named after `-m`. That of `roles` has torch."""
 LAST = "worker.engine_process"
 """A worker starts no fork after this one."""
 _AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "TRITON_", "SSL_", "HF_")
@@ -127,7 +129,7 @@ class ForkedPopen(subprocess.Popen[AnyStr]):
         request = {
             "command": command[2:],
             "env": env,
-            "cwd": given["cwd"] or os.getcwd(),
+            "cwd": os.fspath(given["cwd"] or os.getcwd()),
             "session": given["start_new_session"],
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
             "numbers": [0, 1, 2, *pass_fds],

@@ -56,9 +56,10 @@ _PRELOADED = {
         "worker.service",
     ),
     "transfers": ("kv_transfer.process.__main__",),
+    "loads": ("bench.load.cli", "bench.load.commands", "bench.load.traffic.client_process"),
 }
-_PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process")
-"""These start other processes that are forked: `baton` commands, and a module."""
+_PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process", "bench.load")
+"""These start other processes that are forked: `baton` commands, and modules."""
 
 
 _set_by_imports: dict[str, str] = {}
@@ -74,7 +75,7 @@ def main() -> None:
         importlib.import_module(module)
     if kind == "transfers":
         _load_ucx()
-    else:
+    elif kind == "roles":
         _close_before_the_end_of_serve()
     _set_by_imports.update(os.environ.items() - before.items())
     gc.freeze()
@@ -137,8 +138,9 @@ def _run(request: dict[str, Any], fds: list[int]) -> None:
         _become(request, fds)
         gc.enable()
         module = request["command"][0]
-        for name in (module, f"{module}.__main__"):
-            sys.modules.pop(name, None)  # as in a fresh interpreter, which runs it as `__main__`
+        # As in a fresh interpreter, which runs it as `__main__`.
+        is_package = hasattr(sys.modules[module], "__path__")
+        sys.modules.pop(f"{module}.__main__" if is_package else module, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
@@ -147,12 +149,15 @@ def _run(request: dict[str, Any], fds: list[int]) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001  as the interpreter does
         traceback.print_exc()
-    popen.close()
-    threading._shutdown()  # pyrefly: ignore[missing-attribute]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    try:
+        popen.close()
+        threading._shutdown()  # pyrefly: ignore[missing-attribute]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if not stream.closed:
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 def _become(request: dict[str, Any], fds: list[int]) -> None:
@@ -179,10 +184,12 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     tempfile.tempdir = None  # TMPDIR may differ
     command = [*request["command"], ""]
     if command[0] in _PARENTS or (command[0] == "cluster.cli" and command[1] in _PARENTS):
-        _start_server()
+        _start_server(popen.KINDS[command[0]])
+        if command[1] == "router":  # uvloop
+            setattr(asyncio, "create_subprocess_exec", popen.AsyncProcess.start)  # noqa: B010
 
 
-def _start_server() -> None:
+def _start_server(kind: str) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     pid = os.fork()
@@ -195,9 +202,8 @@ def _start_server() -> None:
         _serve(theirs)
         os._exit(0)
     theirs.close()
-    popen.use_only({"roles": popen.ForkServer(ours, pid)})
+    popen.use_only({kind: popen.ForkServer(ours, pid)})
     setattr(subprocess, "Popen", popen.ForkedPopen)  # noqa: B010  a type checker refuses the assignment
-    setattr(asyncio, "create_subprocess_exec", popen.AsyncProcess.start)  # noqa: B010
 
 
 if __name__ == "__main__":
