@@ -54,7 +54,13 @@ class CudaPool:
         self._landings: deque[_Landing] = deque()  # the one that is free first, first
         self._arena = torch.frombuffer(arena.memory, dtype=torch.uint8)
         # Pinned in place: it is shared with the transfer process, so it cannot be torch's to allocate.
-        pin(self._arena)
+        try:
+            pin(self._arena)
+        except RuntimeError as error:
+            raise ValueError(
+                f"--kv-slots, --kv-slot-bytes: {arena.num_slots} slots of {arena.slot_bytes} bytes: {error}; "
+                "give the worker more memory of the host, or use fewer slots"
+            ) from error
         # Of high priority: few short programs, which would else wait for the end of a large matrix product.
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._pulls = torch.cuda.Stream(self._device, priority=-1)

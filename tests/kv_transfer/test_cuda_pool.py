@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,12 @@ def test_a_token_is_looked_at_after_its_copy(monkeypatch: pytest.MonkeyPatch) ->
     pool.adopt(export)
     pool.open(export, "bfloat16")
     assert copied_on == [7, 7]
+
+
+def test_an_arena_that_cannot_be_pinned_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    with pytest.raises(ValueError, match=r"--kv-slots.* 16 slots of 4096 bytes: cannot pin 65536 bytes"):
+        CudaPool(cache("bfloat16", 16, 1), Arena.create(SLOTS, SLOT_BYTES), exported=False)
 
 
 def test_a_slice_that_is_wrong_or_late_is_found() -> None:
