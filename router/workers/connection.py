@@ -343,17 +343,18 @@ class WorkerConnection:
     def _detach(self) -> None:
         """Ends the session. All open attempts are lost."""
         was_attached = self._send_queue is not None
+        failed = was_attached and self.state is WorkerState.READY and not self.retired
         if self._send_queue is not None:
             self._send_queue.close()
         self._send_queue = self._stub = None
         self.accepted = False
-        if was_attached and self.state is WorkerState.READY and not self.retired:
-            self.attempt_failed()
         if self.state is not WorkerState.REFUSED:
             self.state = WorkerState.CONNECTING
         lost = self.attempts.lose_all()
         if was_attached:
             self._observer.availability_changed(self)
+        if failed:  # not earlier: an open breaker makes the router choose again, and this worker has gone
+            self.attempt_failed()
         for attempt_id, attempt in lost.items():
             try:
                 attempt.owner.on_lost(attempt_id)

@@ -58,6 +58,20 @@ async def test_if_all_breakers_are_open_all_workers_get_requests(
     assert connection.breaker.open_for(0.0) > 0
 
 
+async def test_a_lost_stream_that_opens_the_breaker_starts_nothing_there(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "FAILURES", 1)
+    pool, [lost, _] = pair.router.services.pool, pair.decodes
+    [connection] = [c for c in pool.connections if c.address == lost.address]
+    dispatched: list[bool] = []
+    monkeypatch.setattr(pool, "on_capacity", lambda: dispatched.append(connection.ready))
+    await lost.kill()
+    await pair.until(lambda: not connection.attached and bool(dispatched))
+    assert connection.breaker.open_for(0.0) > 0
+    assert not any(dispatched)
+
+
 async def test_retries_wait_for_the_budget(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry_budget, "FLOOR", 1)
     monkeypatch.setattr(retry_budget, "WINDOW_S", 0.5)
