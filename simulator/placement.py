@@ -40,7 +40,7 @@ from router.policy import (
 )
 from rpc import worker_pb2 as pb
 from simulator.arrivals import Arrival, Load, arrivals
-from simulator.clock import STATUS_INTERVAL, Clock
+from simulator.clock import STATUS_INTERVAL, Clock, report_interval
 from simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
 
 SEATS = 256
@@ -313,7 +313,8 @@ class _Cluster:
         for router in self._routers:
             router.reported(row, status)
         if self._arrived < len(self._arrivals) or not all(worker.idle for worker in self._workers):
-            self._clock.after(STATUS_INTERVAL, partial(self._report, row))
+            interval = report_interval(len(self._workers), len(self._routers))
+            self._clock.after(interval, partial(self._report, row))
 
     # ------------------------------------------------------------ pools
 

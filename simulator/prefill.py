@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from content import CHUNK_TOKENS
 from router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
-from simulator.clock import STATUS_INTERVAL, Clock
+from simulator.clock import STATUS_INTERVAL, Clock, report_interval
 from simulator.trace import Session, Trace, Turn, hit_tokens
 from simulator.worker import Queued, SimWorker, Speed
 
@@ -147,7 +147,8 @@ class Simulation:
         for router in self._routers:
             row = router.rows[worker]
             router.loads.reported(row, tokens_waiting=waiting, tokens_per_s=speed, now=self._clock.now)
-        self._clock.after(STATUS_INTERVAL, lambda: self._report(worker))
+        interval = report_interval(len(self._workers), len(self._routers))
+        self._clock.after(interval, lambda: self._report(worker))
 
     # ------------------------------------------------------------ requests
 

@@ -183,6 +183,7 @@ class Worker:
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by number of the last step
         self._joining: list[Request] = []  # for the next step
         self._arrived: list[Request] = []  # from other workers, for the step that is planned next
+        self._under_way = 0  # prompt tokens of the step
         self._planned: Chunks | None = None
         self._context = 0  # positions of all decodes
         self._positions = 0  # that the requests which decode here need in the end
@@ -230,7 +231,7 @@ class Worker:
             requests_running=decoding + started,
             requests_decoding=decoding,
             reservations=self.reserved,
-            tokens_waiting=sum(request.left for request in self._prompts),
+            tokens_waiting=self._tokens_waiting,
             blocks_free=BLOCKS - self._positions // BLOCK,
             blocks_total=BLOCKS,
             requests_waiting=len(self._prompts) - started,
@@ -243,6 +244,12 @@ class Worker:
             long_chunk_seconds=long.seconds,
             decode_seconds=limit.step_seconds,
         )
+
+    @property
+    def _tokens_waiting(self) -> int:
+        """Prompt tokens that are not computed, with those of the step under way and of the next."""
+        planned = sum(count for _, count in self._planned or ())
+        return sum(request.left for request in self._prompts) + planned + self._under_way
 
     # ------------------------------------------------------------ steps
 
@@ -270,7 +277,7 @@ class Worker:
         self._stepping = bool(self._decodes or chunks)
         if not self._stepping:
             return
-        tokens = sum(count for _, count in chunks)
+        self._under_way = tokens = sum(count for _, count in chunks)
         if self._decodes:
             self._mixed_steps = self._mixed_steps + 1 if tokens else 0
         starts = [(count, request.computed) for request, count in chunks]
@@ -327,6 +334,7 @@ class Worker:
 
     def _end_step(self, seconds: float, tokens: int, computed: list[Request], joined: list[Request]) -> None:
         now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
+        self._under_way = 0
         self._limit.record(decodes > 0, tokens, seconds)
         self._meters.record(decodes > 0, tokens, seconds)
         self._computed += tokens

@@ -22,7 +22,7 @@ from rpc.worker_pb2_grpc import WorkerServicer
 from worker import messages, streams, validation
 from worker.messages import Code, ToEngine
 from worker.streams import RouterStream
-from worker.validation import Limits, ProtocolError, Refused
+from worker.validation import LONGEST_REPORT, Limits, ProtocolError, Refused
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +78,11 @@ class AttachService(WorkerServicer):
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: grpc.aio.ServicerContext
     ) -> None:
         try:
-            router = await _hello(request_iterator)
+            router, report_seconds = await _hello(request_iterator)
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         self._opened += 1
-        stream = RouterStream(self._opened)
+        stream = RouterStream(self._opened, report_seconds)
         self._streams[stream.number] = stream
         stream.put_snapshot(self._backend.cache_snapshot)
         log.info("router %s attached", router)
@@ -144,6 +144,14 @@ class AttachService(WorkerServicer):
     def broadcast_cache_events(self, message: pb.WorkerMessage) -> None:
         for stream in self._streams.values():
             stream.put_cache_events(message)
+
+    @property
+    def report_seconds(self) -> float:
+        """Time between two reports of the status. One router knows what it sent, so it needs few reports.
+        Several routers learn of each other's requests from them."""
+        if len(self._streams) < 2:
+            return LONGEST_REPORT
+        return max(stream.report_seconds for stream in self._streams.values())
 
     @property
     def attached(self) -> bool:
@@ -245,15 +253,17 @@ class AttachService(WorkerServicer):
         task.add_done_callback(self._cancels.discard)
 
 
-async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> str:
-    """Reads the RouterHello that every stream begins with. Returns the router's name for logs."""
+async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str, float]:
+    """Reads the RouterHello that every stream begins with. Returns the router's name for logs, and the least
+    seconds between two reports to it."""
     try:
         first = await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT)
     except (TimeoutError, StopAsyncIteration) as error:
         raise ProtocolError("a stream begins with a RouterHello") from error
     if first.WhichOneof("kind") != "hello":
         raise ProtocolError("a stream begins with a RouterHello")
-    return validation.attempt_id(first.hello.router_id, "router_id").hex()[:8]
+    name = validation.attempt_id(first.hello.router_id, "router_id").hex()[:8]
+    return name, validation.report_seconds(first.hello.report_seconds)
 
 
 def _refused(attempt_id: bytes, refusal: Refused) -> pb.WorkerMessage:

@@ -25,12 +25,11 @@ from worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngin
 from worker.metrics import Metrics
 from worker.ready import ReadyPipe
 from worker.tree import WorkerTree
-from worker.validation import Limits
+from worker.validation import LONGEST_REPORT, Limits
 
 log = logging.getLogger(__name__)
 
-STATUS_INTERVAL = 1.0  # seconds, as the two below
-DRAIN_CHECK = 0.05
+DRAIN_CHECK = 0.05  # seconds, as the next
 SERVER_STOP = 1.0
 POOLS: dict[Role, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 NAMES = {pool: name for name, pool in POOLS.items()}
@@ -311,10 +310,14 @@ class Service:
             del self._status_answers[question]
 
     async def _report(self) -> None:
-        """Sends the status to every router about once a second."""
+        """Sends the status to every router: if it has changed, and once a second in any case."""
+        sent, due = pb.WorkerStatus(), 0.0
         while True:
-            await asyncio.sleep(STATUS_INTERVAL)
-            self._routers.broadcast(pb.WorkerMessage(status=await self.status()))
+            await asyncio.sleep(self._routers.report_seconds)
+            status, now = await self.status(), time.monotonic()
+            if status != sent or now >= due:
+                self._routers.broadcast(pb.WorkerMessage(status=status))
+                sent, due = status, now + LONGEST_REPORT
 
     # ------------------------------------------------------------ from the engine
 

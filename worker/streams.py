@@ -9,6 +9,7 @@ import grpc.aio
 from engine import Output, PromptLogprobs
 from rpc import worker_pb2 as pb
 from worker import messages
+from worker.validation import LONGEST_REPORT
 
 MAX_UNREAD_BYTES = 8 << 20
 MAX_UNREAD_CACHE_BYTES = 1 << 20
@@ -24,8 +25,10 @@ _FINISH = {
 class RouterStream:
     """The output queue of one Attach call. `put` never waits, so a slow router cannot delay the engine."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, report_seconds: float = LONGEST_REPORT) -> None:
+        """`report_seconds`: the least time between two reports of the status that the router can take."""
         self.number = number
+        self.report_seconds = report_seconds
         self.unread_bytes = 0
         self._queue: deque[pb.WorkerMessage] = deque()
         self._snapshot: Iterator[pb.WorkerMessage] | None = None  # the parts to come

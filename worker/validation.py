@@ -24,6 +24,8 @@ MAX_LISTED = 1024
 """The most entries of logit_bias, stop_token_ids, allowed_token_ids and bad_words."""
 MAX_ADDRESS = 256
 MAX_LABEL_BYTES = 64
+SHORTEST_REPORT, LONGEST_REPORT = 0.05, 1.0
+"""Seconds between two reports of the status."""
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")  # printable, so that it cannot forge a line of the log
 _ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # printable for the same reason
 
@@ -53,6 +55,13 @@ def attempt_id(value: bytes, name: str) -> bytes:
     if len(value) != ID_BYTES:
         raise ProtocolError(f"{name} must have {ID_BYTES} bytes, not {len(value)}")
     return value
+
+
+def report_seconds(value: float) -> float:
+    """Returns the least seconds between two reports to a router that asks for `value`. 0: it does not ask."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ProtocolError(f"report_seconds must be a number of seconds, not {value}")
+    return min(LONGEST_REPORT, max(SHORTEST_REPORT, value)) if value else LONGEST_REPORT
 
 
 def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool = True) -> messages.Work:

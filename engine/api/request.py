@@ -179,8 +179,8 @@ class EngineStats:
     """The part of `running` whose prompts are computed."""
     waiting: int
     tokens_waiting: int
-    """Prompt tokens of waiting and running requests that must still be computed: the prefix cache does not
-    have them now."""
+    """Prompt tokens of waiting and running requests that no step has computed yet, and that the prefix cache
+    does not have now."""
     blocks_free: int
     """Blocks that a request can get now: free ones, and cached ones that no request holds."""
     blocks_total: int

@@ -74,13 +74,14 @@ class Meters:
         return self._seconds / self._steps if self._steps else 0.0
 
     def stats(
-        self, scheduler: Scheduler, chunk_limit: ChunkLimit, experts: ExpertStats | None
+        self, scheduler: Scheduler, chunk_limit: ChunkLimit, experts: ExpertStats | None, under_way: int
     ) -> EngineStats:
+        """`under_way`: prompt tokens of the steps that are launched and not over."""
         return EngineStats(
             running=len(scheduler.running),
             decoding=scheduler.decoding,
             waiting=len(scheduler.waiting) + len(scheduler.loading),
-            tokens_waiting=scheduler.tokens_waiting,
+            tokens_waiting=scheduler.tokens_waiting + under_way,
             blocks_free=scheduler.pool.free,
             blocks_total=scheduler.pool.num_blocks,
             blocks_cached=scheduler.pool.cached,

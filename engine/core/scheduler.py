@@ -453,7 +453,7 @@ class Scheduler:
 
     @property
     def tokens_waiting(self) -> int:
-        """Prompt tokens still to be computed, without those that the prefix cache has now."""
+        """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
         prefilling = sum(live.num_left for live in self.running if live.num_left > 1)
         cached = sum(self.memory.known(live) for live in (*self.waiting, *self.loading)) * self.block_size
         return prefilling + sum(live.num_left for live in (*self.waiting, *self.loading)) - cached

@@ -33,6 +33,7 @@ from router.policy.reports import (
     pace,
     prefill_offer,
     prefill_window,
+    report_seconds,
 )
 from router.policy.ring import Ring
 from router.policy.round_robin import round_robin
@@ -67,6 +68,7 @@ __all__ = [
     "place_without_room",
     "prefill_offer",
     "prefill_window",
+    "report_seconds",
     "round_robin",
     "sticky",
     "two_choices",

@@ -1,7 +1,8 @@
 """The prefill loads of the workers: waiting tokens, speed and cached chunks of each.
 
-Workers report once a second. Between reports the queue of a worker is estimated: the reported tokens, plus
-what this router sent since, less what the worker computes in that time at its reported speed. It is at most
+Workers report once a second to one router, and more often to several (`report_seconds`). Between reports the
+queue of a worker is estimated: the reported tokens, plus what this router sent since, less what the worker
+computes in that time at its reported speed. It is at most
 this router's own waiting tokens and what other routers had in the last report. It is at least this router's
 own waiting tokens, less what the worker should have computed of the first prompt.
 Work that other routers sent since is unknown. So a policy must not simply send everything to the worker that
@@ -147,12 +148,12 @@ class PrefillLoads:
     ) -> None:
         """Applies a report of the worker.
 
-        `tokens_per_s` is 0 if unknown. `computed`: prompt tokens since the worker's start. Not `alone`: the
-        speed is that beside decodes, which says nothing about other workers. `load_speeds`: tokens/s of
-        copies to the device from each tier below, 0 if unknown.
+        `tokens_waiting`: prompt tokens of all routers, those of a step until it is over. `tokens_per_s` is 0
+        if unknown. `computed`: prompt tokens since the worker's start. Not `alone`: the speed is that beside
+        decodes, which says nothing about other workers. `load_speeds`: tokens/s of copies to the device from
+        each tier below, 0 if unknown.
         """
         self._load_speeds[row] = load_speeds or {}
-        self._tokens[row], self._at[row] = tokens_waiting, now
         self._others[row] = max(0, tokens_waiting - self._own[row])
         if tokens_per_s > 0 and not alone:
             self._speed[row] = tokens_per_s
@@ -164,6 +165,7 @@ class PrefillLoads:
                 for other in np.flatnonzero(~self._measured).tolist():
                     if self._tokens[other] or self._own[other]:
                         self._changed(other)
+        self._tokens[row], self._at[row] = max(0.0, tokens_waiting - self._computed_of_first(row, now)), now
         self._changed(row)
         passed = now - self._reported_at[row]
         if passed > 0:
@@ -203,8 +205,13 @@ class PrefillLoads:
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
         speed = float(self._speed[row])
-        first = speed * min(self._first_seconds[row], max(0.0, now - self._first_at[row]))
-        return max(self._own[row] - first, self._tokens[row] - speed * (now - self._at[row]))
+        own = self._own[row] - self._computed_of_first(row, now)
+        return max(own, self._tokens[row] - speed * (now - self._at[row]))
+
+    def _computed_of_first(self, row: int, now: float) -> float:
+        """Tokens of this router's first prompt that should be computed."""
+        first = self._sent[row][0].tokens if self._sent[row] else 0
+        return min(FIRST_SHARE * first, float(self._speed[row]) * max(0.0, now - self._first_at[row]))
 
     # ------------------------------------------------------------ the current state
 

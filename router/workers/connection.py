@@ -55,6 +55,11 @@ class WorkerState(StrEnum):
 class Observer(Protocol):
     """The worker pool. The connection's task calls it."""
 
+    @property
+    def report_seconds(self) -> float:
+        """The least time between two reports of a worker."""
+        ...
+
     def check(self, connection: "WorkerConnection") -> None:
         """Raises Refused if the worker does not fit the other workers."""
 
@@ -327,7 +332,8 @@ class WorkerConnection:
             self.attempts.load = _decode_load(self.address, self.description)
             self._report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
             self._send_queue, self._cache = SendQueue(), CacheSequence()
-            self._send_queue.put(pb.RouterMessage(hello=pb.RouterHello(router_id=self._router_id)))
+            hello = pb.RouterHello(router_id=self._router_id, report_seconds=self._observer.report_seconds)
+            self._send_queue.put(pb.RouterMessage(hello=hello))
             self._call = stub.Attach(self._send_queue.messages())
             self._stub, self.reason, self.remedy = stub, "", ""
             log.info("%s is %s", self, self.state)

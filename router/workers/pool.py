@@ -22,6 +22,7 @@ from router.policy import (
     place,
     place_without_room,
     prefill_window,
+    report_seconds,
     two_choices,
 )
 from router.workers.candidates import Candidates, PrefillTarget, PrefixSource
@@ -295,6 +296,10 @@ class WorkerPool:
         return Place(prefill.worker, prefill.work, patience(prefill.alone), found)
 
     # ------------------------------------------------------------ reports of the connections
+
+    @property
+    def report_seconds(self) -> float:
+        return report_seconds(len(self._connections))
 
     def check(self, connection: WorkerConnection) -> None:
         others = [c for c in self._connections.values() if c.accepted and c is not connection]

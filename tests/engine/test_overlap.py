@@ -182,6 +182,20 @@ class ToldMoment:
         return 1.0
 
 
+def test_prompt_tokens_wait_until_their_step_is_over(
+    late_engine: Callable[..., Engine], request_of: Any
+) -> None:
+    """Routers learn of each other's prompts from this number."""
+    engine = late_engine()
+    engine.add(request_of(1, PROMPT, ignore_eos=True))
+    assert engine.stats().tokens_waiting == len(PROMPT)
+    engine.step()
+    assert (len(engine._steps.flights), engine.stats().tokens_waiting) == (1, len(PROMPT))
+    land_one(engine)
+    assert engine.stats().tokens_waiting == 0
+    engine.cancel(bytes([1]) * 16)
+
+
 def test_a_landing_makes_its_file_descriptor_readable(
     tiny_engine: Callable[..., Engine], request_of: Any
 ) -> None:

@@ -61,7 +61,7 @@ def test_first_tokens_show_what_is_left():
     loads.sent(row, first, 0)
     loads.reported(row, tokens_waiting=5000, tokens_per_s=100, now=1)
     loads.sent(row, second, 1)
-    assert loads.tokens_waiting(row, 2) == 5400
+    assert loads.tokens_waiting(row, 2) == 5300, "100 tokens of the first were computed before the report"
     loads.ended(row, first, computed=True, now=2)
     assert loads.tokens_waiting(row, 2) == 4000 + 500, "of other routers, and of this one"
     loads.reported(row, tokens_waiting=400, tokens_per_s=100, now=3)
@@ -281,3 +281,16 @@ def test_a_speed_beside_decodes_is_that_of_this_worker_alone() -> None:
     assert loads.tokens_per_s() == 0
     loads.reported(other, tokens_waiting=0, tokens_per_s=2000.0, now=0.0)
     assert loads.tokens_per_s() == 2000
+
+
+def test_a_report_shows_the_prompt_that_another_router_sent() -> None:
+    """Workers count the tokens of a step until it is over, so this router waits for all of both prompts but
+    what is computed of its own."""
+    loads, row = one()
+    loads.reported(row, tokens_waiting=0, tokens_per_s=1000, now=0)
+    own = PrefillWork(1000)
+    loads.sent(row, own, 0)
+    loads.reported(row, tokens_waiting=1000 + 2000, tokens_per_s=1000, now=0.5)
+    assert look(loads, 0.5).wait[row] == pytest.approx(2.5)
+    loads.ended(row, own, computed=True, now=1)
+    assert look(loads, 1).wait[row] == pytest.approx(2)

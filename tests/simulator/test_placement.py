@@ -118,6 +118,15 @@ def test_prefill_workers_decode_while_decode_workers_have_no_room():
     assert goodput("policy") > 0.9
 
 
+def test_routers_that_hear_of_each_other_in_reports_do_about_as_well_as_one():
+    """When reports came once a second, and lacked the prompts under way, the median was 1.6 times that of one
+    router."""
+    load = Load(8000, 200, 4)
+    one, four = (simulate(load, "policy", requests=300, workers=16, routers=n).quantiles() for n in (1, 4))
+    assert four.ttft < 1.05 * one.ttft
+    assert four.ttft_p99 < 1.5 * one.ttft_p99
+
+
 def test_routers_that_hear_of_each_other_in_reports_leave_nothing_behind():
     found = simulate(Load(2000, 150, 12), "policy", requests=200, workers=4, routers=3)
     assert len(found.ttft) == 180

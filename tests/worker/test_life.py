@@ -214,6 +214,10 @@ async def test_a_router_with_another_secret_gets_only_health_checks(prefill: Wor
     [
         (pb.RouterMessage(cancel=pb.Cancel(attempt_id=b"x" * 16)), "a stream begins with a RouterHello"),
         (pb.RouterMessage(hello=pb.RouterHello(router_id=b"short")), "router_id must have 16 bytes"),
+        (
+            pb.RouterMessage(hello=pb.RouterHello(router_id=b"x" * 16, report_seconds=-1)),
+            "report_seconds must be a number of seconds, not -1",
+        ),
         (pb.RouterMessage(), "a stream begins with a RouterHello"),
     ],
 )

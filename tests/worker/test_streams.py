@@ -122,6 +122,40 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
     attached.cancel()
 
 
+async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
+    async def send(message: messages.ToEngine) -> None: ...
+
+    backend: Any = SimpleNamespace(cache_snapshot=CacheFeed().snapshot, send=send, draining=False)
+    limits: Any = None
+    service, ended = AttachService(backend, limits, pb.WorkerDescription()), []
+
+    async def attach(report_seconds: float) -> float:
+        end, reading = asyncio.Event(), asyncio.Event()
+        ended.append(end)
+
+        async def sent() -> AsyncIterator[pb.RouterMessage]:
+            yield pb.RouterMessage(hello=pb.RouterHello(router_id=b"r" * 16, report_seconds=report_seconds))
+            reading.set()
+            await end.wait()
+
+        context, as_context = slow()
+        context.gate.release()  # for the only message, a snapshot
+        attached.append(asyncio.create_task(service.Attach(sent(), as_context)))
+        await reading.wait()
+        return service.report_seconds
+
+    attached: list[asyncio.Task[None]] = []
+    assert service.report_seconds == 1
+    assert await attach(0.01) == 1, "it knows its own requests"
+    assert await attach(0.01) == 0.05
+    assert await attach(0.2) == 0.2
+    assert await attach(0) == 1, "an older router does not say"
+    for end, expected in zip(reversed(ended), (0.2, 0.05, 1, 1), strict=True):
+        end.set()
+        await attached.pop()
+        assert service.report_seconds == expected
+
+
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [("", pb.FINISH_REASON_NONE), ("stop", pb.FINISH_REASON_STOP), ("length", pb.FINISH_REASON_LENGTH)],
