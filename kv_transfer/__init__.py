@@ -19,8 +19,8 @@ then travel as frames of the same transfer.
 Chunks of a prefix cache travel in the same way, named by their content: FETCH_CONTENT, `ContentWanted`,
 `Sender.serve`, HAVE, frames, COMMIT, ACK.
 
-Roles use the interfaces of `transport`. Behind them, engine processes touch KV and torch (`sender`,
-`receiver`, `device/`); transfer processes touch sockets (`process/`) and never torch. Between them are an
+Roles use the interfaces of `transport`. Behind them, engine processes touch KV and torch (`endpoint/`,
+`device/`); transfer processes touch sockets (`process/`) and never torch. Between them are an
 `Arena` and a socketpair. What both sides agree on is in `protocol/`, as pure state machines; the wire is in
 `docs/protocol.md`.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.arena import ArenaEnd
-from kv_transfer.receiver import ArenaReceiver
-from kv_transfer.sender import ArenaSender
+from kv_transfer.endpoint.receiver import ArenaReceiver
+from kv_transfer.endpoint.sender import ArenaSender
 from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import PagedKV
 

@@ -69,7 +69,7 @@ def main() -> int:
     gc.disable()  # as in the engine process
     # These import torch.
     from engine.execution.rank import Follower
-    from kv_transfer.rank_copier import RankCopier
+    from kv_transfer.endpoint.rank_copier import RankCopier
     from worker.offload import serve_offload
     from worker.paged_kv import paged_kv
 

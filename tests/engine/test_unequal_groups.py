@@ -26,8 +26,8 @@ from engine.core import state_copies
 from engine.execution.rank import Follower
 from engine.execution.rank_files import RankFiles
 from engine.kernels import KV, Fp8KV, parts
+from kv_transfer.endpoint.rank_copier import RankCopier
 from kv_transfer.layout import heads_of
-from kv_transfer.rank_copier import RankCopier
 from prefill_worker.sink import SenderSink
 from tests.device import DEVICE
 from tests.engine.test_models import scores

@@ -41,7 +41,7 @@ _PRELOADED = {
         "cluster.serve",
         "decode_worker.role",
         "engine.execution.rank",
-        "kv_transfer.rank_copier",
+        "kv_transfer.endpoint.rank_copier",
         "prefill_worker.role",
         "prefill_worker.sink",
         "router.preparation.child",

@@ -16,8 +16,8 @@ import torch
 import kv_transfer as kv
 from kv_transfer import channel as ch
 from kv_transfer import local_messages as lm
-from kv_transfer import ranked_pool
 from kv_transfer.device.host_pool import HostPool
+from kv_transfer.endpoint import ranked_pool
 
 LAYOUT = kv.KVLayout(2, 1, 8, "float32")  # 64 B a position and layer
 NO_TRACE = kv.TraceWriter(None, "")

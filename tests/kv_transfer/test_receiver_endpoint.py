@@ -13,7 +13,7 @@ import torch
 
 import kv_transfer as kv
 from kv_transfer import local_messages as lm
-from kv_transfer.receiver import ArenaReceiver, _LayerPace
+from kv_transfer.endpoint.receiver import ArenaReceiver, _LayerPace
 
 from .late_pool import Bench, LatePool, late_pools
 

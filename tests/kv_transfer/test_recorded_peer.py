@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import kv_transfer as kv
-from kv_transfer import receiver
+from kv_transfer.endpoint import receiver
 from kv_transfer.protocol import hello
 from kv_transfer.protocol import messages as m
 from kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack, parse

@@ -13,7 +13,7 @@ import torch
 
 import kv_transfer as kv
 from kv_transfer import local_messages as lm
-from kv_transfer.sender import ArenaSender
+from kv_transfer.endpoint.sender import ArenaSender
 
 from .late_pool import Bench, LatePool, late_pools
 
@@ -143,7 +143,7 @@ def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch
         end_of_sleep.wait()
         return []
 
-    monkeypatch.setattr("kv_transfer.sender.wait", sleep)
+    monkeypatch.setattr("kv_transfer.endpoint.sender.wait", sleep)
     sender.expect(b"q")  # ends the wait that is under way
     assert sleeps.wait(20)
     sender.commit(b"p", kv.FirstToken(1))

@@ -23,6 +23,7 @@ import msgspec
 from content import CHUNK_TOKENS
 from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import Channel
+from kv_transfer.endpoint.pulls import Pulls
 from kv_transfer.layout import Slice
 from kv_transfer.local_messages import (
     Arrived,
@@ -38,7 +39,6 @@ from kv_transfer.local_messages import (
     SlotsFree,
     ToReceiver,
 )
-from kv_transfer.pulls import Pulls
 from kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
 from kv_transfer.staging import scattered_at_once
 from kv_transfer.trace import TraceWriter
@@ -100,7 +100,7 @@ class ArenaReceiver:
         pulls: bool = False,
     ) -> None:
         """`pulls`: slots that peers on this host export are read."""
-        from kv_transfer.ranked_pool import open_ranks  # torch: in engine processes only
+        from kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end, exported=pulls)
         self._layout = kv.layout

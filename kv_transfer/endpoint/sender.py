@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 from content import CHUNK_TOKENS
 from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import Channel, ChannelClosed
+from kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
+from kv_transfer.endpoint.pulls import adopted, exported
+from kv_transfer.endpoint.turns import Turns
 from kv_transfer.layout import slice_bytes
 from kv_transfer.local_messages import (
     CloseOut,
@@ -42,14 +45,11 @@ from kv_transfer.local_messages import (
     StopOut,
     ToSender,
 )
-from kv_transfer.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
 from kv_transfer.protocol.credits import SenderSlots
 from kv_transfer.protocol.messages import FirstToken, Reason
-from kv_transfer.pulls import adopted, exported
 from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
 from kv_transfer.trace import TraceWriter
 from kv_transfer.transport import ContentWanted, PagedKV, Released
-from kv_transfer.turns import Turns
 from kv_transfer.wait import wait
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ArenaSender:
         adopts: bool = False,
     ) -> None:
         """`exports` and `adopts` as in `ArenaTransport`."""
-        from kv_transfer.ranked_pool import open_ranks  # torch: in engine processes only
+        from kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end, exported=exports)
         self._layout = kv.layout

@@ -14,10 +14,10 @@ from kv_transfer.arena import ArenaEnd
 from kv_transfer.channel import Channel, ChannelClosed
 from kv_transfer.device.open_pool import open_pool
 from kv_transfer.device.pool import Event, Outcome, Pool, Staged
+from kv_transfer.endpoint.pulls import exported as export_of
 from kv_transfer.layout import Slice
 from kv_transfer.local_messages import Copied, Copy, ExportGone, ExportIn, Opened
 from kv_transfer.peer_memory import PeerMemory, Unreachable
-from kv_transfer.pulls import exported as export_of
 from kv_transfer.receiver_pacing import EVENT_POLL
 from kv_transfer.sender_pacing import LOOK_LAUNCHED, LOOK_OF_RANK
 from kv_transfer.staging import scattered_at_once
