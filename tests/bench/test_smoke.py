@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from bench.kv.pair import Pair
 from bench.kv.raw_sockets import MIB
 from bench.roles import Roles
 from bench.router import __main__ as router
-from bench.router import ends
+from bench.router import ends, stall
 from bench.shapes import SHAPES, write_shape
 from kv_transfer import TraceWriter
 from rpc import worker_pb2 as pb
@@ -51,8 +52,14 @@ RESULTS = {name: float(i) for i, name in enumerate(results.RESULTS, 1)}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forked_roles() -> Iterator[None]:
-    with forking():
+def forked_processes() -> Iterator[None]:
+    """Roles, and the processes of `multiprocessing`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "bench.kv.pair", "bench.kv.exported", "bench.router.stall"])
+    with forking(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda method: context)
+        for module in (ends, stall):
+            patch.setattr(module, "CONTEXT", context)
         yield
 
 
