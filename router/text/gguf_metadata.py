@@ -48,7 +48,24 @@ class _Metadata:
         if kind != _ARRAY:
             return self._unpack(_SCALARS[kind])[0]
         (kind,), (count,) = self._unpack(_UINT32), self._unpack(_UINT64)
+        if kind in _SCALARS:
+            return list(self._unpack(struct.Struct(f"<{count}{_SCALARS[kind].format[-1]}")))
+        if kind == _STRING:
+            return self._strings(count)
         return [self._value(kind) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """Returns as many strings. A loop of its own, since a vocabulary has a hundred thousand."""
+        data, at, found = self._data, self._at, []
+        for _ in range(count):
+            (length,) = _UINT64.unpack_from(data, at)
+            at += _UINT64.size
+            found.append(data[at : at + length].decode())
+            at += length
+        if at > len(data):
+            raise ValueError("cut short in a list of strings")
+        self._at = at
+        return found
 
     def _string(self) -> str:
         (length,) = self._unpack(_UINT64)
