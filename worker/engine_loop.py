@@ -31,12 +31,13 @@ from engine import (
 )
 from engine.loader.tokenizer_json import vocabulary
 from kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
+from kv_transfer.channel import ChannelClosed
 from kv_transfer.wait import spins, wait
 from rpc import vocabulary_fingerprint
 from worker import messages
 from worker.attempts import Attempts
 from worker.cached_chunks import CachedChunks
-from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
+from worker.engine_start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
 from worker.ipc import ServiceLink
 from worker.messages import Code, RequestCounts, ToEngine
 from worker.offload import POLL, OffloadPump, offload_pumps
@@ -163,7 +164,10 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     gc.enable()
     gc.freeze()  # these objects live as long as the process; scanning them would delay a step
     link.send(ready)
-    loop(engine, Roles(engine, roles, parts), parts, pumps)
+    try:
+        loop(engine, Roles(engine, roles, parts), parts, pumps)
+    except ChannelClosed:
+        return EXIT_TRANSFER_GONE
     for pump in pumps:
         pump.close()
     engine.close()

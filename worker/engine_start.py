@@ -18,6 +18,8 @@ from worker.child import begin
 
 EXIT_START_FAILED = 2
 """Exit code of an engine process that has sent a StartFailed with the reason."""
+EXIT_TRANSFER_GONE = 4
+"""The same if its transfer process ended before it."""
 
 
 class EngineProcessConfig(msgspec.Struct, frozen=True):

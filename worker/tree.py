@@ -25,7 +25,7 @@ from rpc import url_host
 from rpc.process_end import describe_exit
 from worker import messages
 from worker.config import WorkerConfig
-from worker.engine_start import EXIT_START_FAILED, EngineProcessConfig
+from worker.engine_start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
 from worker.failure import EngineError, StartError, TreeError
 from worker.ipc import EngineLink
 from worker.messages import EngineReady, FromEngine
@@ -273,10 +273,14 @@ class WorkerTree:
             return  # the receiver of messages will raise StartError for its StartFailed
         if self._ranks and not self._started:
             await asyncio.sleep(CAUSE_SOON)  # if another rank could not start, its reason is reported first
-        if child is self._transfer and code == EXIT_ENGINE_GONE and self._engine is not None:
-            # The engine's end is the cause. If it is seen in time, its own watcher reports it first.
+        causes = {
+            (self._transfer, EXIT_ENGINE_GONE): self._engine,
+            (self._engine, EXIT_TRANSFER_GONE): self._transfer,
+        }
+        if cause := causes.get((child, code)):
+            # If the end of the other process is seen in time, its own watcher reports it first.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._engine.wait(), CAUSE_SOON)
+                await asyncio.wait_for(cause.wait(), CAUSE_SOON)
                 await asyncio.sleep(0)
         error = TreeError if child is self._transfer else EngineError
         raise error(f"{child.name} (pid {child.pid}) {describe_exit(code)}")
