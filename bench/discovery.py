@@ -23,7 +23,7 @@ from pathlib import Path
 import bench.contract as contract
 from bench.contract import Report, Row, percentile
 from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from cluster.runner import write_atomically
+from cluster.supervision.runner import write_atomically
 from router.policy import PREFILL_POLICIES
 from router.workers.discovery import FileDiscovery
 from router.workers.fit import RouterModel

@@ -38,7 +38,7 @@ from bench.chaos.streams import Case, expected
 from bench.contract import Report, Row, percentile
 from bench.overlap.trace import events
 from bench.shapes import write_shape
-from cluster.workers import set_pool
+from cluster.supervision.workers import set_pool
 from rpc import worker_pb2 as pb
 from rpc.worker_pb2_grpc import WorkerStub
 

@@ -14,8 +14,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from cluster import options
-from cluster.parameters import takes_options, unknown_variables
-from cluster.plan import Plan
+from cluster.options.parameters import takes_options, unknown_variables
+from cluster.supervision.plan import Plan
 
 app = typer.Typer(
     name="baton",
@@ -123,7 +123,7 @@ def serve(given: options.ServedModel, plan: Plan) -> int:
 @command(CLUSTER, "baton stop --ray-address 10.0.0.1:6379")
 def stop(ray: options.RayOptions, what: options.StopOptions) -> int:
     """Stop a cluster that was started with --ray-address. (A local one stops with Ctrl-C.)"""
-    from cluster.joined import stop as stop_cluster
+    from cluster.on_ray.joined import stop as stop_cluster
 
     if ray.ray_address is None:
         raise ValueError(
@@ -140,7 +140,7 @@ def restart(ray: options.RayOptions) -> int:
     Each worker drains first. The next worker follows when the restarted one serves again. To restart the
     workers of a local cluster, send SIGUSR1 to its `baton serve`.
     """
-    from cluster.joined import restart as restart_workers
+    from cluster.on_ray.joined import restart as restart_workers
 
     if ray.ray_address is None:
         raise ValueError(
@@ -196,7 +196,7 @@ def picker(picker: options.PickerRole) -> int:
 @command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")
 def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> int:
     """Show the workers of a cluster: pool, state, load, KV use."""
-    from cluster.status import run
+    from cluster.tools.status import run
 
     return run(endpoint, output)
 
@@ -214,7 +214,7 @@ def flip(flip: options.FlipOptions, endpoint: options.EndpointOptions, secret: o
 
     Needs the secret of the cluster. `baton serve` makes its own unless BATON_CLUSTER_SECRET is set.
     """
-    from cluster.flip import run
+    from cluster.tools.flip import run
 
     return run(flip, endpoint, secret)
 
@@ -226,7 +226,7 @@ def top(endpoint: options.EndpointOptions, top: options.TopOptions) -> int:
     Rates and latencies cover the time between two samples. A dash means that the value is unknown, for
     example because the metrics port of the worker cannot be reached from here.
     """
-    from cluster.top.command import run
+    from cluster.tools.top.command import run
 
     return run(endpoint, top)
 
@@ -245,7 +245,7 @@ def doctor(
 
     The exit code is 1 when a check fails. Warnings do not change the exit code.
     """
-    from cluster.doctor.command import run
+    from cluster.tools.doctor.command import run
 
     return run(doctor, endpoint, output)
 
@@ -257,7 +257,7 @@ def doctor(
 )
 def plan(sizing: options.SizingOptions) -> int:
     """Compute how many prefill and decode workers a load needs, from measured speeds and a simulation."""
-    from cluster.sizing.command import run
+    from cluster.tools.sizing.command import run
 
     return run(sizing)
 
@@ -268,7 +268,7 @@ def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
 
     Ctrl-C interrupts an answer. Ctrl-D ends the chat.
     """
-    from cluster.chat import run
+    from cluster.tools.chat import run
 
     return run(endpoint, chat)
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster import lifeline, model, options
-from cluster.parameters import to_argv
+from cluster import model, options
+from cluster.options.parameters import to_argv
+from cluster.supervision import lifeline
 
 if TYPE_CHECKING:
     from router.config import RouterConfig
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
     def start() -> int:
         from cluster.gpus import default_device, gpu_gib
-        from cluster.optimize import choose
         from cluster.options.declare import size_in_bytes
+        from cluster.options.optimize import choose
         from engine import EngineConfig
         from rpc.auth import load_secret
         from worker.config import Deadlines, WorkerConfig
@@ -218,7 +219,7 @@ def _kubernetes(services: Sequence[str], port: str) -> Discovery | None:
     """Finds the ready endpoints of `services`, at the Service port of this name."""
     if not services:
         return None
-    from cluster.kubernetes_discovery import KubernetesDiscovery
+    from cluster.discovery.kubernetes_discovery import KubernetesDiscovery
 
     return KubernetesDiscovery(services, port)
 

@@ -20,19 +20,19 @@ from typing import Any
 import setproctitle
 
 from cluster import model
-from cluster.autoscaler import Autoscaler
+from cluster.autoscaling.autoscaler import Autoscaler
 from cluster.check_model import check_files
-from cluster.display import Display
-from cluster.janitor import Janitor
-from cluster.lifeline import adopt_orphans
-from cluster.local import Gpus, LocalRole
-from cluster.plan import Plan, Pool, RoleSpec
-from cluster.ports import check_ports
-from cluster.processes import end_descendants, reap_orphans
-from cluster.role_process import RoleState
-from cluster.rundir import RunDir
-from cluster.signals import StopSignals
-from cluster.supervisor import Supervisor
+from cluster.supervision.display import Display
+from cluster.supervision.janitor import Janitor
+from cluster.supervision.lifeline import adopt_orphans
+from cluster.supervision.local import Gpus, LocalRole
+from cluster.supervision.plan import Plan, Pool, RoleSpec
+from cluster.supervision.ports import check_ports
+from cluster.supervision.processes import end_descendants, reap_orphans
+from cluster.supervision.role_process import RoleState
+from cluster.supervision.rundir import RunDir
+from cluster.supervision.signals import StopSignals
+from cluster.supervision.supervisor import Supervisor
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ORPHAN_GRACE = 10.0  # seconds for the child processes of a killed role to end
@@ -62,7 +62,7 @@ def run(plan: Plan) -> int:
     for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in pools}:
         check_files(found, engine, plan.model.tokenizer)
     if plan.ray.ray_address is not None:
-        from cluster.joined import serve  # imports ray
+        from cluster.on_ray.joined import serve  # imports ray
 
         return serve(plan, roles, plan.ray.ray_address)
     return asyncio.run(LocalCluster(plan, roles, plan.gpus(roles)).run())

@@ -29,8 +29,8 @@ import rpc
 from bench import roles
 from bench.chaos import processes
 from cluster.model import EMBEDDED_NAME
-from cluster.plan import Pool
-from cluster.workers import set_pool
+from cluster.supervision.plan import Pool
+from cluster.supervision.workers import set_pool
 
 START_S = 180.0
 STOP_S = 30.0

@@ -38,7 +38,7 @@ from bench.routing_sim.chats import chats
 from bench.routing_sim.flips import Flips
 from bench.routing_sim.sizing import size
 from bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
-from cluster.optimize import PROFILES
+from cluster.options.optimize import PROFILES
 from router.policy import two_choices
 from simulator import decode, placement
 from simulator.prefill import Outcome, Setting, Simulation

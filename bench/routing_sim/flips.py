@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.balancer import Balancer, Sample
+from cluster.autoscaling.balancer import Balancer, Sample
 from cluster.options import PoolOptions, PoolSize
-from cluster.plan import Pool
+from cluster.supervision.plan import Pool
 from rpc import worker_pb2 as pb
 
 

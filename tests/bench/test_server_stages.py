@@ -17,7 +17,7 @@ from bench.load.measurement.server_stages import (
     scrape,
 )
 from bench.load.target.exchange import new_http_session
-from cluster.histograms import Histogram
+from cluster.tools.histograms import Histogram
 from tests.bench.mock_server import Behavior, MockServer, _histogram
 
 QUEUE = "vllm:request_queue_time_seconds"

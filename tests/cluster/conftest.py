@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cluster.python_path import PACKAGES
-from cluster.role_process import RoleProcess, RoleState
-from cluster.runner import RoleRunner
+from cluster.supervision.python_path import PACKAGES
+from cluster.supervision.role_process import RoleProcess, RoleState
+from cluster.supervision.runner import RoleRunner
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 

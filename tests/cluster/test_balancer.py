@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from bench.routing_sim.flips import Flips
-from cluster.balancer import FLIP_EVERY, Balancer
+from cluster.autoscaling.balancer import FLIP_EVERY, Balancer
+from cluster.autoscaling.scaling import GROW_AFTER
 from cluster.options import PoolOptions, PoolSize
-from cluster.plan import Pool
-from cluster.scaling import GROW_AFTER
+from cluster.supervision.plan import Pool
 from simulator.arrivals import Load
 from simulator.placement import SEATS, simulate
 from simulator.step_worker import PlacementOutcome

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from bench.chaos.cluster import free_port
 from cluster import check_model, serve
 from cluster.cli import app
-from cluster.doctor.node import the_model
 from cluster.options import DoctorOptions, EngineOptions, FrontOptions
-from cluster.ports import check_ports
+from cluster.supervision.ports import check_ports
+from cluster.tools.doctor.node import the_model
 
 
 def test_a_port_that_is_taken_is_named() -> None:

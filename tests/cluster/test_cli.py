@@ -27,9 +27,9 @@ from cluster import options
 from cluster.cli import app
 from cluster.gpus import visible_gpus
 from cluster.options import RouterRole
-from cluster.parameters import option_of
-from cluster.plan import Plan
-from cluster.python_path import PACKAGES
+from cluster.options.parameters import option_of
+from cluster.supervision.plan import Plan
+from cluster.supervision.python_path import PACKAGES
 
 
 def baton(*args: str, **environment: str) -> Result:
@@ -369,7 +369,7 @@ def test_pools_that_need_too_many_gpus_are_refused(
     served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     present = ["0", "1", "2", "3"]
-    monkeypatch.setattr("cluster.plan.visible_gpus", lambda: present)
+    monkeypatch.setattr("cluster.supervision.plan.visible_gpus", lambda: present)
     baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:2")
     baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:3")
     baton("serve", "--device", "cpu", "--prefill", "9")
@@ -396,7 +396,7 @@ def test_a_worker_of_several_ranks_reserves_gpus_and_cores(served: list[Plan]) -
 def test_pools_may_have_workers_of_different_sizes(
     served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.plan.visible_gpus", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr("cluster.supervision.plan.visible_gpus", lambda: ["0", "1", "2", "3"])
     mixed = ("serve", "--device", "cuda", "--prefill-tensor-parallel-size", "2")
     baton(*mixed, "--decode", "2", "--enable-expert-parallel")
     baton(*mixed, "--decode", "3")

@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import app
-from cluster.python_path import PACKAGES
-from cluster.status import device_of
+from cluster.supervision.python_path import PACKAGES
+from cluster.tools.status import device_of
 from router.status import _plain
 from rpc import worker_pb2 as pb
 

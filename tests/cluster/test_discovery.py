@@ -12,12 +12,12 @@ from typing import Protocol
 
 import pytest
 
-from cluster import kubernetes_discovery
-from cluster.kubernetes_discovery import KubernetesDiscovery
-from cluster.plan import RoleSpec
-from cluster.role_process import RoleState
-from cluster.runner import RoleRunner, write_atomically
-from cluster.supervisor import RoleHandle, Supervisor
+from cluster.discovery import kubernetes_discovery
+from cluster.discovery.kubernetes_discovery import KubernetesDiscovery
+from cluster.supervision.plan import RoleSpec
+from cluster.supervision.role_process import RoleState
+from cluster.supervision.runner import RoleRunner, write_atomically
+from cluster.supervision.supervisor import RoleHandle, Supervisor
 from router.workers import discovery
 from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
 from tests.fake_kubernetes import FakeKubernetes, endpoint
@@ -301,7 +301,7 @@ async def test_static_workers_stay_beside_those_of_a_file(tmp_path: Path) -> Non
 async def test_a_new_supervisor_updates_routers_after_all_roles_have_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.supervisor._ALL_ANSWER_WITHIN", 60.0)
+    monkeypatch.setattr("cluster.supervision.supervisor._ALL_ANSWER_WITHIN", 60.0)
     registry = Registry(tmp_path)
     file = tmp_path / "router-0.workers"
     try:
@@ -327,7 +327,7 @@ async def test_a_new_supervisor_updates_routers_after_all_roles_have_answered(
 async def test_a_new_supervisor_does_not_wait_forever_for_an_unplaced_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.supervisor._ALL_ANSWER_WITHIN", 0.1)
+    monkeypatch.setattr("cluster.supervision.supervisor._ALL_ANSWER_WITHIN", 0.1)
     registry = Registry(tmp_path)
     registry.workers[C].silent = True
     try:

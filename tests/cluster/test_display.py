@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 from rich.console import Console
 
 from cluster import options
-from cluster.display import Display
-from cluster.plan import Plan
+from cluster.supervision.display import Display
+from cluster.supervision.plan import Plan
 
 
 def plan(**front: Any) -> Plan:

@@ -18,10 +18,10 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.doctor import network, nixl, node
-from cluster.doctor.finding import Finding, bad, exit_code, good, warning
-from cluster.doctor.running import running, workers
 from cluster.options import DoctorOptions, EndpointOptions
+from cluster.tools.doctor import network, nixl, node
+from cluster.tools.doctor.finding import Finding, bad, exit_code, good, warning
+from cluster.tools.doctor.running import running, workers
 from rpc import TlsFiles
 from tests.conftest import Certificates
 

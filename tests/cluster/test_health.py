@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import rpc
-from cluster.backoff import RestartPolicy
-from cluster.health import until_silent
-from cluster.role_process import RoleProcess
+from cluster.supervision.backoff import RestartPolicy
+from cluster.supervision.health import until_silent
+from cluster.supervision.role_process import RoleProcess
 from tests.conftest import Certificates
 
 from .conftest import FAKE, until, until_ready

@@ -20,8 +20,8 @@ import trustme
 
 from bench.fakes.worker import SECRET, FakeWorker, Lanes
 from bench.roles import spawn
-from cluster import kubernetes_discovery
-from cluster.kubernetes_discovery import KubernetesDiscovery
+from cluster.discovery import kubernetes_discovery
+from cluster.discovery.kubernetes_discovery import KubernetesDiscovery
 from cluster.model import EMBEDDED_NAME
 from rpc import worker_pb2 as pb
 from tests.fake_kubernetes import NAMESPACE, FakeKubernetes, endpoint

@@ -10,9 +10,9 @@ import cluster.serve
 import worker.service
 from cluster.cli import app
 from cluster.gpus import gpu_gib
-from cluster.optimize import choose
 from cluster.options import EngineOptions, Optimize
-from cluster.plan import Plan
+from cluster.options.optimize import choose
+from cluster.supervision.plan import Plan
 from engine import EngineConfig
 from worker import WorkerConfig
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from cluster.python_path import PACKAGES, python_path
+from cluster.supervision.python_path import PACKAGES, python_path
 
 
 @pytest.mark.parametrize(

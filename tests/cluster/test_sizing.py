@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from bench.shapes import BAMBA, write_shape
 from cluster.cli import app
-from cluster.sizing.answer import Answer, PlannedLoad, answer
-from cluster.sizing.models import MODELS
-from cluster.sizing.simulated import decode, prefill
-from cluster.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
+from cluster.tools.sizing.answer import Answer, PlannedLoad, answer
+from cluster.tools.sizing.models import MODELS
+from cluster.tools.sizing.simulated import decode, prefill
+from cluster.tools.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
 
 H200 = GPUS["h200"]
 SPEEDS = Speeds(H200, REFERENCE)
@@ -29,7 +29,7 @@ LOAD = PlannedLoad(
 @pytest.fixture(autouse=True)
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of simulated requests changes the accuracy of an answer, not the way to it."""
-    monkeypatch.setattr("cluster.sizing.simulated.REQUESTS", 500)
+    monkeypatch.setattr("cluster.tools.sizing.simulated.REQUESTS", 500)
 
 
 def test_speeds_are_the_measured_ones() -> None:

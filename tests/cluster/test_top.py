@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 from bench.fakes.worker import FakeWorker
 from cluster.cli import app
 from cluster.options import EndpointOptions
-from cluster.python_path import PACKAGES
-from cluster.top.frame import frame
-from cluster.top.scrape import Page, Scrape, parse, scrape
+from cluster.supervision.python_path import PACKAGES
+from cluster.tools.top.frame import frame
+from cluster.tools.top.scrape import Page, Scrape, parse, scrape
 from kv_transfer import TransferStats
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import worker_pb2 as pb

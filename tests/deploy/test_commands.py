@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from cluster.cli import app
-from cluster.parameters import ENV_PREFIX, KNOWN
+from cluster.options.parameters import ENV_PREFIX, KNOWN
 
 from .conftest import Object, PodTemplate, of_kind, pod_templates
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from bench.routing_sim.chats import chats
-from cluster.optimize import PROFILES
+from cluster.options.optimize import PROFILES
 from simulator.arrivals import Arrival, Load
 from simulator.placement import Kind, simulate
 from simulator.step_worker import PlacementOutcome, Quantiles

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cluster.processes import Process, descendants
+from cluster.supervision.processes import Process, descendants
 
 BATON = [sys.executable, "-m", "cluster.cli"]
 T = TypeVar("T")

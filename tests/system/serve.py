@@ -9,7 +9,7 @@ import urllib.request
 from typing import Any
 
 from bench.chaos.cluster import free_port, leaks_when_idle
-from cluster.processes import Process
+from cluster.supervision.processes import Process
 
 from .machine import BATON, Machine, alive, answers, listening, titled, tree, until
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.streams import cases, expected
-from cluster.processes import Process, descendants
+from cluster.supervision.processes import Process, descendants
 
 from .machine import Machine, alive, command_lines, tree, until
 from .recovery import each_has, ride

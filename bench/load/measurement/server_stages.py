@@ -13,7 +13,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.load.measurement.quantiles import QUANTILES, enough_samples
-from cluster.histograms import Histogram, difference, page_text, quantile
+from cluster.tools.histograms import Histogram, difference, page_text, quantile
 
 # Stage -> the histograms that measure it. A server has one of them.
 STAGES: Mapping[str, tuple[str, ...]] = {

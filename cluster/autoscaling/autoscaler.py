@@ -1,0 +1,152 @@
+"""Polls the load of every worker once a second, and resizes the pools as `balancer` decides.
+
+It runs in the process of the supervisor. A pool that grows while the other shrinks gets a worker from it. On
+Ray, a new worker requests its resources, and Ray's own autoscaler adds a machine if none has them free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+import rpc
+from cluster.autoscaling.balancer import Balancer, Sample
+from cluster.autoscaling.scaling import Needed
+from cluster.options import PoolOptions
+from cluster.supervision.plan import Pool
+from cluster.supervision.supervisor import Supervisor
+from cluster.supervision.workers import named_pool, set_pool
+from rpc import TlsFiles
+from rpc import worker_pb2 as pb
+from rpc.worker_pb2_grpc import WorkerStub
+
+INTERVAL = 1.0  # seconds between two polls
+PATIENCE = 2.0  # seconds for a worker to answer
+
+log = logging.getLogger(__name__)
+
+
+class Autoscaler:
+    """Owns the connections to the workers and the last status of each."""
+
+    def __init__(
+        self, supervisor: Supervisor, pools: PoolOptions, secret: bytes, tls: TlsFiles | None = None
+    ) -> None:
+        self._supervisor = supervisor
+        self._secret = secret
+        self._tls = tls
+        self._balancer = Balancer(pools)
+        self._channels: dict[str, rpc.Channel] = {}
+        self._last: dict[str, pb.WorkerStatus] = {}
+
+    async def run(self) -> None:
+        """Polls until it is cancelled."""
+        if not self._balancer.scalers:
+            await asyncio.Event().wait()
+        try:
+            while True:
+                await asyncio.sleep(INTERVAL)
+                await self._poll(time.monotonic())
+        finally:
+            for channel in self._channels.values():
+                await channel.close(None)
+
+    async def _poll(self, now: float) -> None:
+        scalers = self._balancer.scalers
+        addresses = self._supervisor.worker_addresses()
+        await self._forget_all_but(set(addresses))
+        held = await self._supervisor.tokens_held() if "prefill" in scalers else 0
+        answers = await asyncio.gather(*map(self._ask, addresses))
+        samples = {
+            address: sample for address, sample in zip(addresses, answers, strict=True) if sample is not None
+        }
+        self._supervisor.set_pools(
+            {a: pool for a, s in samples.items() if (pool := named_pool(s.status)) is not None}
+        )
+        needed: dict[Pool, Needed | None] = {}
+        sizes: dict[Pool, int] = {}
+        starting: set[Pool] = set()
+        for pool in scalers:
+            states = self._supervisor.pool(pool)
+            ready = [str(state.ready["address"]) for state in states if state.ready is not None]
+            if not samples.keys() >= set(ready) or (pool == "prefill" and held is None):
+                continue  # without every answer the load would look smaller than it is
+            needed[pool] = self._balancer.needed(now, pool, [samples[a] for a in ready], held or 0)
+            sizes[pool] = len(states)
+            if any(state.phase != "ready" and not state.crash_loop for state in states):
+                starting.add(pool)
+        workers = {pool: None if need is None else need.workers for pool, need in needed.items()}
+        wanted = self._balancer.decide(now, workers, sizes, starting)
+        await self._resize(sizes, wanted, samples)
+        shown: dict[str, Any] = {}
+        for pool, need in needed.items():
+            shown[pool] = {
+                "size": wanted[pool],
+                "ready": sum(state.phase == "ready" for state in self._supervisor.pool(pool)),
+                "least": scalers[pool].least,
+                "most": scalers[pool].most,
+                "needed": None if need is None else round(need.workers, 2),
+                "why": need.why if need else "no worker has measured its speed yet",
+            }
+        self._supervisor.pools = {**self._supervisor.pools, **shown}
+        await self._supervisor.refresh()
+
+    async def _resize(
+        self, sizes: Mapping[Pool, int], wanted: Mapping[Pool, int], samples: Mapping[str, Sample]
+    ) -> None:
+        grows = [pool for pool in wanted if wanted[pool] > sizes[pool]]
+        shrinks = [pool for pool in wanted if wanted[pool] < sizes[pool]]
+        if grows and shrinks:
+            await self._flip(shrinks[0], grows[0], samples)
+            return
+        for pool in (*grows, *shrinks):
+            self._supervisor.resize(pool, wanted[pool])
+
+    async def _flip(self, source: Pool, target: Pool, samples: Mapping[str, Sample]) -> None:
+        """Moves the worker of `source` that has the least work, unless no other is ready there: the size of a
+        pool includes workers that start or crash. If that fails, a later poll decides again."""
+        ready = {str(state.ready["address"]) for state in self._supervisor.pool(source) if state.ready}
+        if len(ready & samples.keys()) < 2:
+            return
+        address = min(ready & samples.keys(), key=lambda each: _work(samples[each].status))
+        try:
+            await set_pool(self._channels[address], target, PATIENCE)
+        except rpc.RpcError as error:
+            log.warning("%s was not moved to the %s pool: %s", address, target, error)
+            return
+        log.info("moved %s from the %s pool to the %s pool", address, source, target)
+        self._supervisor.set_pools({address: target})
+
+    # ------------------------------------------------------------ workers
+
+    async def _ask(self, address: str) -> Sample | None:
+        if address not in self._channels:
+            self._channels[address] = rpc.connect(address, self._secret, self._tls)
+        answer: Awaitable[pb.WorkerStatus] = WorkerStub(self._channels[address]).GetStatus(
+            pb.StatusRequest(), timeout=PATIENCE
+        )
+        try:
+            status = await answer
+        except rpc.RpcError:
+            return None  # health checks and /status report what is wrong with the worker
+        # What a worker did before its first answer came earlier than the load that is measured.
+        before = self._last.get(address, status)
+        self._last[address] = status
+        return Sample(
+            status,
+            done=max(0, status.prompt_tokens - before.prompt_tokens),
+            refused=max(0, status.no_room - before.no_room),
+        )
+
+    async def _forget_all_but(self, addresses: set[str]) -> None:
+        for address in self._channels.keys() - addresses:
+            await self._channels.pop(address).close(None)
+            self._last.pop(address, None)
+
+
+def _work(status: pb.WorkerStatus) -> tuple[int, int]:
+    """What a worker would still do in its old pool: prompt tokens, then requests."""
+    return status.tokens_waiting, status.requests_running

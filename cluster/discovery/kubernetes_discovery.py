@@ -1,0 +1,243 @@
+"""Finds workers or routers on Kubernetes: lists and watches the ready endpoints of Services.
+
+Life:
+
+1. List the EndpointSlices.
+2. Watch from the version of the list for `WATCH_SECONDS`.
+3. Watch again from the last version seen, and so on.
+4. List again every `RESYNC_SECONDS`, and when the server has dropped our version (410 Gone).
+
+While the API server cannot be reached, the last addresses stay and requests are retried with growing delays.
+This is the protocol of https://kubernetes.io/docs/reference/using-api/api-concepts/.
+
+The pod's ServiceAccount needs only `list` and `watch` of `endpointslices` in its own namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import msgspec
+
+from cluster.discovery.endpoint_slices import EndpointSlice, EndpointSlices, Metadata
+
+if TYPE_CHECKING:
+    from kubernetes.aio.client import DiscoveryV1Api
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 30  # after which the server ends a watch; a dead connection times out TIMEOUT later
+RESYNC_SECONDS = 300.0
+TIMEOUT = 5.0  # seconds for the server to answer a list, or to end a watch after WATCH_SECONDS
+FIRST_BACKOFF, LAST_BACKOFF = 0.1, 5.0
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+SERVICE_LABEL = "kubernetes.io/service-name"
+
+
+class _List(msgspec.Struct):
+    metadata: Metadata
+    items: list[EndpointSlice] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Versioned(msgspec.Struct):
+    metadata: Metadata
+
+
+class _Status(msgspec.Struct):
+    code: int = 0
+    message: str = ""
+
+
+class _Gone(Exception):
+    """The server no longer has the version from which the watch should start."""
+
+
+class _Refused(Exception):
+    """The server answered with an error."""
+
+
+_RETRIED = (
+    aiohttp.ClientError,
+    OSError,
+    TimeoutError,
+    ValueError,  # raised by aiohttp for a line longer than its buffer
+    msgspec.MsgspecError,
+    _Refused,
+)
+
+
+class KubernetesDiscovery:
+    """A `router.workers.discovery.Discovery`: the ready endpoints of `services` in this pod's own namespace.
+
+    `port` is the name of the Service port that the addresses are for. Raises ValueError if the `kubernetes`
+    package is not installed.
+    """
+
+    def __init__(self, services: Sequence[str], port: str) -> None:
+        try:
+            import kubernetes.aio  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                "--kubernetes-service: the Kubernetes client is not installed; run "
+                "`pip install -e '.[kubernetes]'` in Baton's source directory"
+            ) from error
+        self._port = port
+        self._selector = f"{SERVICE_LABEL} in ({','.join(sorted(services))})"
+
+    async def watch(self) -> AsyncIterator[frozenset[str]]:
+        """Yields the set of addresses ("HOST:PORT") whenever it changes.
+
+        Raises ValueError outside of a pod without a kubeconfig.
+        """
+        configuration, namespace = await _load_configuration()
+        from kubernetes.aio.client import ApiClient, DiscoveryV1Api
+
+        async with ApiClient(configuration) as client:
+            source = _Source(DiscoveryV1Api(client), namespace, self._selector, self._port)
+            known: frozenset[str] | None = None
+            while True:
+                async with contextlib.aclosing(source.changes()) as changes:
+                    async for addresses in changes:
+                        if addresses != known:
+                            known = addresses
+                            yield addresses
+                await source.pause()
+
+
+class _Source:
+    """Follows the EndpointSlices of the API server. Owns their table and its version."""
+
+    def __init__(self, api: DiscoveryV1Api, namespace: str, selector: str, port: str) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._selector = selector
+        self._slices = EndpointSlices(port)
+        self._version = ""
+        self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
+        self._backoff = 0.0
+        self._trouble = ""  # why the last request failed; "" if it succeeded
+
+    async def changes(self) -> AsyncGenerator[frozenset[str], None]:
+        """Yields the addresses after each list and event. Returns when the watch ends or a request fails."""
+        opened = time.monotonic()
+        try:
+            if opened >= self._resync_at:
+                await self._list()
+                yield self._slices.addresses()
+            async with await self._watch() as response:
+                self._succeeded()
+                async for line in response.content:
+                    if self._take(line):
+                        yield self._slices.addresses()
+        except _Gone:
+            log.debug("the API server no longer has version %s: listing again", self._version)
+            self._resync_at = 0.0
+        except _RETRIED as error:
+            trouble = str(error) or type(error).__name__
+            if trouble != self._trouble:
+                log.warning("cannot watch the endpoints: %s; keeping the last list", trouble)
+            self._trouble = trouble
+        # A watch that ends within a second counts as a failure, so that no tight loop of requests can form.
+        lasted = time.monotonic() - opened >= 1.0
+        self._backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
+
+    async def pause(self) -> None:
+        await asyncio.sleep(self._backoff * random.uniform(0.5, 1))
+
+    async def _list(self) -> None:
+        async with await self._ask(_request_timeout=TIMEOUT) as response:
+            found = msgspec.json.decode(await response.read(), type=_List)
+        self._slices.replace(found.items or ())
+        self._version = found.metadata.resource_version
+        self._resync_at = time.monotonic() + RESYNC_SECONDS
+        self._succeeded()
+
+    async def _watch(self) -> aiohttp.ClientResponse:
+        return await self._ask(
+            watch=True,
+            resource_version=self._version,
+            allow_watch_bookmarks=True,  # bookmarks keep our version recent when no endpoint changes
+            timeout_seconds=WATCH_SECONDS,
+            _request_timeout=WATCH_SECONDS + TIMEOUT,
+        )
+
+    def _take(self, line: bytes) -> bool:
+        """Applies one event. Returns whether it was about endpoints."""
+        event = msgspec.json.decode(line, type=_Event)
+        if event.type == "ERROR":
+            raise _error(msgspec.json.decode(event.object, type=_Status))
+        self._version = msgspec.json.decode(event.object, type=_Versioned).metadata.resource_version
+        if event.type == "BOOKMARK":
+            return False
+        changed = msgspec.json.decode(event.object, type=EndpointSlice)
+        if event.type == "DELETED":
+            self._slices.remove(changed.metadata.name)
+        else:
+            self._slices.put(changed)
+        return True
+
+    async def _ask(self, **parameters: Any) -> aiohttp.ClientResponse:
+        """Sends a list or watch request. The caller closes the response. Raises _Gone or one of _RETRIED."""
+        response = await self._api.list_namespaced_endpoint_slice_without_preload_content(
+            self._namespace, label_selector=self._selector, **parameters
+        )
+        if response.status != 200:
+            async with response:
+                try:
+                    status = msgspec.json.decode(await response.read(), type=_Status)
+                except msgspec.MsgspecError:
+                    status = _Status()
+            raise _error(_Status(response.status, status.message or str(response.reason)))
+        return response
+
+    def _succeeded(self) -> None:
+        if self._trouble:
+            self._trouble = ""
+            log.info("the API server answers again: watching the endpoints")
+
+
+def _error(status: _Status) -> Exception:
+    if status.code == 410:
+        return _Gone()
+    remedy = (
+        " (the pod's ServiceAccount needs list and watch of endpointslices)" if status.code == 403 else ""
+    )
+    return _Refused(f"{status.code}: {status.message}{remedy}")
+
+
+async def _load_configuration() -> tuple[Any, str]:
+    """The client configuration and the namespace: of this pod, or outside of a pod those of kubectl.
+
+    Raises ValueError if there is neither.
+    """
+    from kubernetes.aio import config
+    from kubernetes.aio.client import Configuration
+
+    configuration = Configuration()
+    try:
+        if "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config(configuration)
+            return configuration, NAMESPACE_FILE.read_text().strip()
+        file = os.environ.get("KUBECONFIG")
+        await config.load_kube_config(file, client_configuration=configuration)
+        _, active = config.list_kube_config_contexts(file)
+        return configuration, active["context"].get("namespace", "default")
+    except (config.ConfigException, OSError) as error:
+        raise ValueError(
+            f"--kubernetes-service: cannot configure access to the API server ({error}); run in a pod with a "
+            "ServiceAccount, or where kubectl works"
+        ) from error

@@ -1,0 +1,253 @@
+"""`baton serve --ray-address`, `baton stop` and `baton restart`: a cluster on an existing Ray cluster.
+
+The cluster outlives the command that started it. A detached actor supervises it (`actors.ClusterActor`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from cluster.supervision.display import Display
+from cluster.supervision.plan import Plan, RoleSpec
+from cluster.supervision.ports import check_ports
+from cluster.supervision.role_process import RoleState
+from cluster.supervision.signals import StopSignals
+
+if TYPE_CHECKING:
+    from cluster.on_ray.actors import Detached
+
+STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
+ANSWERS_WITHIN = 30.0  # seconds for a supervisor to answer; Ray may be restarting it
+_POLL = 0.1
+
+
+def import_ray() -> ModuleType:
+    """Imports Ray. Raises ValueError if Ray is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            "--ray-address: Ray is not installed; run `pip install -e '.[ray]'` in Baton's source directory"
+        ) from error
+    return ray
+
+
+def connect(address: str) -> None:
+    """Joins the Ray cluster as a driver. Raises ValueError if that fails."""
+    ray = import_ray()
+    from cluster.on_ray.actors import NAMESPACE
+
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,  # roles write their own log files
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(f"--ray-address {address}: cannot join the Ray cluster: {error}") from error
+
+
+def running() -> Any | None:
+    """The supervisor actor of the cluster on this Ray; None if no cluster runs."""
+    import ray
+
+    from cluster.on_ray.actors import NAMESPACE, SUPERVISOR
+
+    try:
+        return ray.get_actor(SUPERVISOR, NAMESPACE)
+    except ValueError:
+        return None
+
+
+def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
+    """Starts the cluster on Ray, waits until it is ready, and leaves it running. Returns the exit code.
+
+    If a cluster with the same options runs there, replaces its supervisor and keeps its roles. Its routers
+    move to this machine if their own machine was lost. Raises ValueError if another cluster runs there.
+    """
+    connect(address)
+    import ray
+
+    from cluster.on_ray.actors import SUPERVISOR, Detached, actor_name
+
+    cluster = Detached(
+        tuple(roles),
+        plan.pool,
+        plan.logs.log_dir.absolute() if plan.logs.log_dir else None,
+        front_node=ray.get_runtime_context().get_node_id(),
+        drain_grace=plan.drain.drain_timeout + STOP_GRACE,
+    )
+    supervisor = running()
+    if supervisor is None:
+        check_ports(plan.front)
+    else:
+        found = _ask(supervisor)
+        _check(found, cluster, address)
+        # If the machine of the routers was lost, Ray has restarted them elsewhere: replace them here.
+        moved = [] if found.front_node == cluster.front_node else cluster.roles
+        _end_actors([SUPERVISOR, *(actor_name(spec) for spec in moved if spec.role == "router")])
+    return asyncio.run(Start(plan, cluster, found=supervisor is not None).run())
+
+
+def _check(found: Detached, wanted: Detached, address: str) -> None:
+    """Raises ValueError unless the found cluster equals the wanted one and its routers may run here."""
+    import ray
+
+    end_it = f"end it with `baton stop --ray-address {address}`"
+    if found != replace(wanted, front_node=found.front_node):
+        raise ValueError(
+            f"--ray-address {address}: a cluster with other flags or another secret is running there already "
+            f"(unless BATON_CLUSTER_SECRET is set, every start makes a new secret); {end_it}"
+        )
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    if found.front_node in alive - {wanted.front_node}:
+        raise ValueError(
+            f"--ray-address {address}: a cluster with its routers on another machine is running there "
+            f"already; {end_it}"
+        )
+
+
+def stop(address: str, *, routers_only: bool) -> int:
+    """Ends the cluster on Ray, or only its routers. Ray itself keeps running. Returns the exit code."""
+    connect(address)
+    supervisor = running()
+    if supervisor is None:
+        raise ValueError(f"--ray-address {address}: no cluster is running there")
+    if routers_only:
+        import ray
+
+        ray.get(supervisor.stop_routers.remote())
+    else:
+        asyncio.run(_end(supervisor, signal.SIGTERM))
+    return 0
+
+
+def restart(address: str) -> int:
+    """Restarts the workers of the cluster on Ray, one after the other. Returns the exit code."""
+    connect(address)
+    supervisor = running()
+    if supervisor is None:
+        raise ValueError(f"--ray-address {address}: no cluster is running there")
+    import ray
+
+    ray.get(supervisor.restart_workers.remote())
+    return 0
+
+
+def _ask(supervisor: Any) -> Detached:
+    """The description of the cluster that a supervisor follows. Waits while Ray restarts the supervisor.
+
+    Raises ValueError if it does not answer.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    deadline = time.monotonic() + ANSWERS_WITHIN
+    while True:
+        try:
+            return ray.get(supervisor.cluster.remote(), timeout=ANSWERS_WITHIN)
+        except (RayActorError, GetTimeoutError) as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    "--ray-address: the supervisor of the running cluster does not answer; look at the state "
+                    "of Ray with `ray status`"
+                ) from error
+            time.sleep(_POLL)
+
+
+def _end_actors(names: list[str]) -> None:
+    """Kills the named actors for good, and waits until their names are free. Ignores missing actors."""
+    import ray
+
+    from cluster.on_ray.actors import NAMESPACE
+
+    for name in names:
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(name, NAMESPACE))
+    while not set(names).isdisjoint(ray.util.list_named_actors()):
+        time.sleep(_POLL)
+
+
+async def _end(supervisor: Any, signum: int) -> None:
+    import ray
+
+    await supervisor.stop.remote(signum, STOP_GRACE)
+    ray.kill(supervisor)
+
+
+class Start:
+    """Starts a detached cluster and shows its progress.
+
+    Args:
+        found: the roles of the cluster run already, and its old supervisor was ended. The new supervisor
+            finds the roles. If the start fails, this command does not end the cluster.
+    """
+
+    def __init__(self, plan: Plan, cluster: Detached, *, found: bool) -> None:
+        self._plan = plan
+        self._cluster = cluster
+        self._found = found
+        self._display = Display()
+        self._states: list[tuple[RoleSpec, RoleState]] = []
+
+    async def run(self) -> int:
+        import ray
+
+        from cluster.on_ray.actors import NAMESPACE, SUPERVISOR, ClusterActor
+
+        signals = StopSignals()
+        signals.install()  # after ray.init, which installs handlers of its own
+        options = {
+            "name": SUPERVISOR,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",  # it outlives this command
+            "max_restarts": -1,  # a restarted supervisor finds the running roles
+            "num_cpus": 0,  # it mostly waits, so it must not reserve a core that a worker could use
+        }
+        supervisor = ray.remote(ClusterActor).options(**options).remote(self._cluster)
+        with self._display:
+            failure = await _unless(signals.stop, self._follow(supervisor))
+        if failure is None and not signals.stop.is_set():
+            logs = self._cluster.logs or Path("on each node, in its run directory")
+            self._display.ready(self._plan, self._plan.admin_url(self._states), logs)
+            if self._plan.start.timings:
+                self._display.timings()
+            return 0
+        if failure is not None:
+            self._display.error(failure)
+        if not self._found:
+            await _end(supervisor, signal.SIGINT)
+        return 0 if failure is None else 1
+
+    async def _follow(self, supervisor: Any) -> str | None:
+        """Returns None when every role is ready, or the reason when a role fails."""
+        seen = 0
+        while True:
+            seen, states = await supervisor.changed.remote(seen)
+            self._states = states
+            for role, state in states:
+                self._display.stage(role.name, state.stage, state.fraction)
+                # A worker of a found cluster has served before, so its restart will succeed.
+                if state.phase == "waiting" and not (self._found and role.role != "router"):
+                    return f"{role.name}: {state.error}"
+            if all(state.phase == "ready" for _, state in states):
+                return None
+
+
+async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, str | None]) -> str | None:
+    """The result of `what`, or None if `stop` is set first."""
+    task, stopped = asyncio.create_task(what), asyncio.create_task(stop.wait())
+    done, pending = await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    for unfinished in pending:
+        unfinished.cancel()
+    return task.result() if task in done else None

@@ -1,0 +1,95 @@
+"""The output of `baton serve`: live progress rows in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from cluster.supervision.plan import Plan
+from cluster.supervision.processes import own_age
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class Display:
+    """Shows progress while it is entered as a context manager. `line` and `error` work at any time."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._started = time.monotonic() - own_age()  # includes the time before this object was made
+        self._stages: dict[str, str] = {}
+        self._begins: list[tuple[float, str, str]] = []  # (time, name, stage) for each stage that began
+        self._rows: dict[str, TaskID] = {}
+        self._begins.append((self._started, "command", "imports, options, the model's digest"))
+        self._begins.append((time.monotonic(), "command", "ready"))
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(finished_text="[green]✓"),
+                TextColumn("{task.fields[name]:<10}"),
+                BarColumn(bar_width=24),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+                console=self._console,
+            )
+
+    def __enter__(self) -> Display:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def stage(self, name: str, stage: str, fraction: float) -> None:
+        """Shows that `name` has reached `stage` and `fraction` (0 to 1). The last stage is "ready"."""
+        if self._stages.get(name) != stage:
+            self._begins.append((time.monotonic(), name, stage))
+        if self._progress is not None:
+            if name not in self._rows:
+                self._rows[name] = self._progress.add_task(stage, name=name, total=1.0)
+            done = 1.0 if stage == "ready" else min(fraction, 0.99)  # only "ready" completes the bar
+            self._progress.update(self._rows[name], description=stage, completed=done)
+        elif self._stages.get(name) != stage:
+            self.line(f"{time.monotonic() - self._started:6.1f} s  {name}: {stage}")
+        self._stages[name] = stage
+
+    def timings(self) -> None:
+        """Prints begin and duration of every stage. Stages that overlap share the cores."""
+        self.line(f"\n{'begin':>7} {'took':>7}")
+        for number, (begin, name, stage) in enumerate(self._begins):
+            later = [at for at, other, _ in self._begins[number + 1 :] if other == name]
+            if later:  # the last stage, "ready", has no end
+                self.line(f"{begin - self._started:6.2f}s {later[0] - begin:6.2f}s  {name}: {stage}")
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def error(self, text: str) -> None:
+        self._console.print(f"Error: {text}", style="red", markup=False)
+
+    def ready(self, plan: Plan, admin_url: str, logs: Path) -> None:
+        """Prints the endpoint and example commands. `admin_url` is the URL for `baton status`."""
+        model = plan.served_names()[0]
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 32,
+            "temperature": 0,
+        }
+        keys = plan.front.api_key or plan.front.api_key_file
+        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if keys else ""
+        json_type = "-H 'Content-Type: application/json'"
+        quoted = json.dumps(body).replace("'", "'\\''")
+        self.line(f"\nReady in {time.monotonic() - self._started:.1f} s: {model} at {plan.url}/v1\n")
+        self.line(f"  curl {plan.url}/v1/chat/completions {json_type}{key} -d '{quoted}'\n")
+        chat, status = ("" if url == DEFAULT_URL else f" --url {url}" for url in (plan.url, admin_url))
+        self.line(f"Chat: baton chat{chat}   Workers: baton status{status}\nLogs: {logs}\nStop: Ctrl-C")

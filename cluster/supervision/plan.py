@@ -1,0 +1,226 @@
+"""Turns the options of `baton serve` into the exact command of every process that it starts."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+from cluster import model, options
+from cluster.gpus import default_device, visible_gpus
+from cluster.options.parameters import to_argv
+from cluster.supervision.role_process import RoleState
+
+if TYPE_CHECKING:
+    from rpc import TlsFiles
+
+Pool = Literal["prefill", "decode"]
+RoleName = Literal["prefill", "decode", "router"]
+Placement = Literal["spread", "pack", "pair"]
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One role to keep running, as `baton ROLE ARGS…`. The machine of the role adds flags of its own.
+
+    Attributes:
+        cpus, gpus: what the role uses on its machine.
+        labels: labels of the Ray nodes that may run the role; empty means every node.
+        tls: the files with which its supervisor connects to the role.
+    """
+
+    role: RoleName
+    index: int
+    args: tuple[str, ...]
+    environment: Mapping[str, str] = field(repr=False)  # secrets, which never belong in argv
+    gpus: int = 0
+    cpus: int = 1
+    placement: Placement = "spread"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    tls: TlsFiles | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All options of `baton serve`."""
+
+    model: options.ModelOptions
+    pool: options.PoolOptions
+    start: options.StartOptions
+    ray: options.RayOptions
+    front: options.FrontOptions
+    engine: options.EngineOptions
+    transfer: options.TransferOptions
+    deadlines: options.DeadlineOptions
+    drain: options.DrainOptions
+    secret: options.SecretOptions
+    run_dir: options.RunDirOptions
+    logs: options.LogOptions
+    traces: options.TraceOptions
+    observe: options.ObserveOptions
+
+    @property
+    def url(self) -> str:
+        """The URL at which clients on this machine reach the router."""
+        everywhere = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not listened on
+        host = "127.0.0.1" if self.front.host in everywhere else self.front.host
+        scheme = "http" if self.front.ssl_certfile is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.front.port}"
+
+    @property
+    def title(self) -> str:
+        """The prefix of its process titles. The port distinguishes two clusters on one machine."""
+        return f"baton {self.front.port}"
+
+    def admin_url(self, states: Sequence[tuple[RoleSpec, RoleState]]) -> str:
+        """The URL of status, metrics and health: a ready router's admin port, else the port of clients."""
+        readies = (state.ready for role, state in states if role.role == "router" and state.ready)
+        return next((str(ready["admin_url"]) for ready in readies if "admin_url" in ready), self.url)
+
+    def served_names(self) -> list[str]:
+        """The model's names for clients. Responses have the first one."""
+        return self.model.served_model_name or [model.resolve(self.model.model).name]
+
+    def roles(self) -> list[RoleSpec]:
+        """The workers, then the router. Raises ValueError for options that cannot be used."""
+        found = model.resolve(self.model.model)
+        named = replace(
+            self.model,
+            model=found.location,
+            served_model_name=self.served_names(),
+            tokenizer=model.absolute(self.model.tokenizer),
+        )
+        device = self.engine.device or default_device()
+        shared = {"BATON_CLUSTER_SECRET": self._cluster_secret()}
+        observe = replace(self.observe, otlp_endpoint=self.observe.endpoint)
+        tls = self.secret.tls()
+        shared_args = to_argv(
+            named, self.drain, observe, replace(self.secret, cluster_secret_file=None), title=self.title
+        )
+        engines = {pool: self._engine(pool, device) for pool in get_args(Pool)}
+        more = to_argv(self.transfer, self.deadlines, self.traces, ttit_target=self.pool.ttit_target)
+        worker_args = {pool: (*shared_args, *to_argv(engine), *more) for pool, engine in engines.items()}
+        pairs = self._pairs()
+        workers = [
+            RoleSpec(
+                role,
+                index,
+                worker_args[role],
+                shared,
+                gpus=engines[role].tensor_parallel_size if device.startswith("cuda") else 0,
+                cpus=engines[role].num_threads or 1,
+                placement="pair" if index < pairs else "pack" if self.ray.placement == "pack" else "spread",
+                labels=_labels(f"--{role}-nodes", nodes),
+                tls=tls,
+            )
+            for role, size, nodes in (
+                ("prefill", self.pool.prefill, self.ray.prefill_nodes),
+                ("decode", self.pool.decode, self.ray.decode_nodes),
+            )
+            for index in range(size.least)
+        ]
+        self.front.tls()
+        self.front.keys()
+        several = self.front.router_processes > 1 or self.front.ssl_certfile is not None
+        # Health checks have no client certificate, and must reach all processes: choose an admin port.
+        if several and self.front.admin_port is None:
+            front = replace(self.front, api_key=[], admin_port=0)
+        else:
+            front = replace(self.front, api_key=[])
+        keys = {"BATON_API_KEY": " ".join(self.front.api_key)} if self.front.api_key else {}
+        router_args = (*shared_args, *to_argv(front, decode_only=None if self.pool.prefill.most else True))
+        router = RoleSpec("router", 0, router_args, shared | keys)
+        return [*workers, router]
+
+    def engine_of(self, pool: Pool) -> options.EngineOptions:
+        """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If
+        only the other pool has several ranks, expert parallelism is for that one."""
+        size = self.engine.tensor_parallel_size
+        sizes = {
+            "prefill": self.pool.prefill_tensor_parallel_size or size,
+            "decode": self.pool.decode_tensor_parallel_size or size,
+        }
+        dtypes = {"prefill": self.pool.prefill_kv_cache_dtype, "decode": self.pool.decode_kv_cache_dtype}
+        alone = sizes[pool] == 1 < max(sizes.values())
+        expert_parallel = self.engine.enable_expert_parallel and not alone
+        return replace(
+            self.engine,
+            tensor_parallel_size=sizes[pool],
+            kv_cache_dtype=dtypes[pool] or self.engine.kv_cache_dtype,
+            enable_expert_parallel=expert_parallel,
+        )
+
+    def gpus(self, roles: Sequence[RoleSpec]) -> list[str]:
+        """The GPUs of this machine. Raises ValueError if the pools could need more of them."""
+        each = {spec.role: spec.gpus for spec in roles}
+        pools = [(self.pool.prefill, each.get("prefill", 0)), (self.pool.decode, each.get("decode", 0))]
+        if all(size.least < size.most for size, _ in pools):
+            # Such pools flip workers. So a worker of either size may be started in the place of the other.
+            pools = [(size, max(each.values())) for size, _ in pools]
+        needed = sum(size.most * gpus for size, gpus in pools)
+        present = visible_gpus()
+        if needed > len(present):
+            sizes = {
+                "--tensor-parallel-size": self.engine.tensor_parallel_size,
+                "--prefill-tensor-parallel-size": self.pool.prefill_tensor_parallel_size or 1,
+                "--decode-tensor-parallel-size": self.pool.decode_tensor_parallel_size or 1,
+            }
+            large = {flag: size for flag, size in sizes.items() if size > 1}
+            flags = "".join(f" {flag} {size}" for flag, size in large.items())
+            remedy = "".join(f", lower {flag}" for flag in large)
+            raise ValueError(
+                f"--prefill {self.pool.prefill} --decode {self.pool.decode}{flags}: these workers need "
+                f"{needed} GPUs, but this machine has {len(present)}; start fewer workers{remedy}, or run "
+                "them on the CPU with --device cpu"
+            )
+        return present
+
+    def _pairs(self) -> int:
+        """The number of pairs of a prefill and a decode worker that share one machine."""
+        if self.ray.placement != "pair":
+            return 0
+        for name, size in (("prefill", self.pool.prefill), ("decode", self.pool.decode)):
+            if size.least < size.most:
+                raise ValueError(
+                    f"--placement pair: needs pools of a fixed size, not --{name} {size}; give one number"
+                )
+        return min(self.pool.prefill.least, self.pool.decode.least)
+
+    def _cluster_secret(self) -> str:
+        from rpc.auth import SECRET_VARIABLE, load_secret
+
+        if self.secret.cluster_secret_file is not None or SECRET_VARIABLE in os.environ:
+            return load_secret(self.secret.cluster_secret_file).decode()
+        return secrets.token_hex(32)  # this command starts every process that needs it
+
+    def _engine(self, pool: Pool, device: str) -> options.EngineOptions:
+        """With the device, and with its share of the cores.
+
+        Engines that all use every core would slow each other down.
+        """
+        engine = self.engine_of(pool)
+        if device.startswith("cuda"):
+            threads = engine.tensor_parallel_size  # one for each rank
+        else:
+            cores = len(os.sched_getaffinity(0))
+            threads = max(1, cores // (self.pool.prefill.most + self.pool.decode.most))
+        return replace(engine, device=device, num_threads=engine.num_threads or threads)
+
+
+def _labels(flag: str, given: list[str]) -> dict[str, str]:
+    """Parses labels of the form KEY=VALUE. Raises ValueError for another form."""
+    labels = {}
+    for label in given:
+        key, is_, value = label.partition("=")
+        if not (key and is_ and value):
+            raise ValueError(
+                f"{flag} {label}: must have the form KEY=VALUE, as in `ray start --labels KEY=VALUE`"
+            )
+        labels[key] = value
+    return labels

@@ -1,0 +1,265 @@
+"""Runs one role as a child process: starts it, reads its ready pipe, restarts it when it dies.
+
+Life:
+
+- starting → ready, when the child writes its ready line
+- starting or ready → waiting, when the child exits
+- waiting → starting, after the backoff
+- ready → starting at once, on `restart`
+- any → stopped, on `stop`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from cluster.supervision.backoff import RestartPolicy
+from rpc.process_end import describe_exit, process_end
+
+Phase = Literal["starting", "ready", "waiting", "stopped"]
+
+_MAX_LINE = 1 << 16  # bytes of one line of the ready pipe
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """A snapshot of a role for the supervisor. Every change gets a new `token`, unique across actors."""
+
+    token: str
+    phase: Phase
+    stage: str = "starting"
+    fraction: float = 0.0
+    ready: Mapping[str, Any] | None = None  # the role's ready line: addresses, incarnation, pid
+    pid: int | None = None
+    restarts: int = 0
+    error: str = ""  # why the last run ended, for people; "" after a clean end
+    crash_loop: bool = False
+    seconds_to_ready: float | None = None  # of the current run
+    node: str = ""  # the machine, for people
+
+
+async def _forever(ready: Mapping[str, Any]) -> str:
+    await asyncio.Event().wait()
+    raise AssertionError("nothing sets this event")
+
+
+# Takes the ready line of a role. Returns when the role counts as dead, with the reason for people.
+Watch = Callable[[Mapping[str, Any]], Coroutine[Any, Any, str]]
+
+
+class RoleProcess:
+    """Keeps `command --ready-fd N` running until `stop`. All calls belong to one event loop.
+
+    The child gets its own session: a Ctrl-C in the terminal reaches only this process, which stops the child.
+    The child dies with the *thread* that spawned it (see `lifeline`). So the thread of the event loop must
+    live as long as this process.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        policy: RestartPolicy,
+        until_silent: Watch = _forever,
+        node: str = "",
+    ) -> None:
+        self._command = list(command)
+        self._environment = dict(environment)
+        self._log = log
+        self._policy = policy
+        self._until_silent = until_silent
+        self._epoch = os.urandom(8).hex()
+        self._changes = 0
+        self._changed = asyncio.Event()
+        self._state = RoleState(token=f"{self._epoch}.0", phase="starting", node=node)
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._watching: asyncio.Task[str] | None = None
+        self._stopping = asyncio.Event()
+        self._restarting = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, environment: Mapping[str, str] | None = None) -> None:
+        """Starts the child. `environment` adds variables for this child and its successors."""
+        assert self._task is None, "a RoleProcess starts once"
+        self._environment |= environment or {}
+        self._task = asyncio.create_task(self._supervise())
+
+    @property
+    def started(self) -> bool:
+        return self._task is not None
+
+    @property
+    def state(self) -> RoleState:
+        return self._state
+
+    async def changed(self, token: str) -> RoleState:
+        """Waits until the state has another token than `token`, and returns the state."""
+        while self._state.token == token:
+            await self._changed.wait()
+        return self._state
+
+    async def stop(self, signum: int, grace: float) -> None:
+        """Ends the child with `signum`, and after `grace` seconds with SIGKILL. May be repeated."""
+        self._stopping.set()
+        if self._task is None:
+            return
+        if self._popen is not None:
+            self._signal(signum)
+        done, _ = await asyncio.wait([self._task], timeout=grace)
+        if not done:
+            self._kill_tree()
+            await self._task
+        self._task.result()
+
+    async def restart(self, signum: int, grace: float) -> None:
+        """Ends the child as `stop` does, and returns when the next child is ready.
+
+        A child that is not ready yet is not ended: `restart` waits until it is.
+        """
+        if self._state.phase == "ready":
+            self._restarting = True
+            if self._popen is not None:
+                self._signal(signum)
+            try:
+                await asyncio.wait_for(self._pid_changes(self._state.pid), grace)
+            except TimeoutError:
+                self._kill_tree()
+        state = self._state
+        while state.phase != "stopped" and (state.phase != "ready" or self._restarting):
+            state = await self.changed(state.token)
+
+    async def _pid_changes(self, pid: int | None) -> None:
+        state = self._state
+        while state.pid == pid:
+            state = await self.changed(state.token)
+
+    async def _supervise(self) -> None:
+        restarts = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            code, why = await self._run_once(restarts)
+            if self._stopping.is_set():
+                # A starting child has no signal handlers yet, so the signal kills it: that is no error.
+                unclean = code != 0 and self._state.phase == "ready"
+                self._set(error=why if unclean else "")
+                break
+            if self._restarting:
+                self._restarting = False
+                self._set(phase="starting", stage="starting", fraction=0.0, ready=None, pid=None, error="")
+                continue
+            restarts += 1
+            now = time.monotonic()
+            delay = self._policy.crashed(now, now - started)
+            loop = self._policy.crash_loop(now)
+            self._set(phase="waiting", ready=None, pid=None, error=why, restarts=restarts, crash_loop=loop)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+        self._set(phase="stopped", ready=None, pid=None)
+
+    async def _run_once(self, restarts: int) -> tuple[int, str]:
+        """Runs the child once. Returns its exit code, and why it ended, for people."""
+        started = time.monotonic()
+        read_end, write_end = os.pipe()
+        try:
+            with _open_private(self._log) as log:
+                # The fork blocks the loop for milliseconds. It must be here: the child dies with its thread.
+                self._popen = subprocess.Popen(  # noqa: ASYNC220
+                    [*self._command, "--ready-fd", str(write_end)],
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(write_end,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(write_end)
+        popen = self._popen
+        self._set(
+            phase="starting", stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
+            restarts=restarts,
+        )  # fmt: skip
+        said = asyncio.create_task(self._follow(read_end, started))
+        self._watching = watching = asyncio.create_task(self._watch())
+        await process_end(popen.pid)
+        hung = watching.result() if watching.done() and not watching.cancelled() else ""
+        watching.cancel()
+        self._kill_tree()  # before the pid is reaped: until then no other process can get its group id
+        code = popen.wait()
+        self._popen = None
+        return code, hung or await said or describe_exit(code)
+
+    async def _watch(self) -> str:
+        """Waits until the child hangs, kills it, and returns the reason for people."""
+        state = self._state
+        while state.ready is None:
+            state = await self.changed(state.token)
+        why = await self._until_silent(state.ready)
+        self._kill_tree()
+        return why
+
+    async def _follow(self, read_end: int, started: float) -> str:
+        """Reads the ready pipe to its end. Returns the error that the role reported, or ""."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=_MAX_LINE)
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+        )
+        error = ""
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
+                if "ready" in message:
+                    took = time.monotonic() - started
+                    self._set(
+                        phase="ready", stage="ready", fraction=1.0, ready=message["ready"],
+                        seconds_to_ready=took,
+                    )  # fmt: skip
+                elif "stage" in message:
+                    self._set(stage=str(message["stage"]), fraction=float(message["fraction"]))
+                elif "error" in message:
+                    error = str(message["error"])
+        except (ValueError, KeyError, TypeError) as broken:
+            error = f"wrote an invalid line to its ready pipe: {broken}"
+            self._kill_tree()
+        finally:
+            transport.close()
+        return error
+
+    def _set(self, **changes: Any) -> None:
+        self._changes += 1
+        self._state = replace(self._state, token=f"{self._epoch}.{self._changes}", **changes)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _signal(self, signum: int) -> None:
+        """Tells the child to end. A router that drains does not listen any more, so silence says nothing from
+        now on: the caller's grace limits the time."""
+        assert self._popen is not None
+        if self._watching is not None:
+            self._watching.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._popen.pid, signum)
+
+    def _kill_tree(self) -> None:
+        if self._popen is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+
+
+def _open_private(path: Path) -> BinaryIO:
+    """Opens a file for appending. Only its owner can read it, even if it existed with other permissions."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)
+    return os.fdopen(fd, "ab")

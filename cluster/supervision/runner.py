@@ -1,0 +1,134 @@
+"""Keeps one role running on its machine, and gives a router its list of workers.
+
+`local` and `actors` build on this class.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.options.parameters import role_environment, to_argv
+from cluster.supervision.backoff import RestartPolicy
+from cluster.supervision.health import until_silent
+from cluster.supervision.held import tokens_held
+from cluster.supervision.plan import RoleSpec
+from cluster.supervision.python_path import python_path
+from cluster.supervision.role_process import RoleProcess, RoleState
+from cluster.supervision.rundir import RunDir
+
+BATON = (sys.executable, "-m", "cluster.cli")  # the command `baton`, with the interpreter of this process
+
+
+def own_address(peer: str) -> str:
+    """The address of the local interface that leads to `peer` ("host:port"). Sends no packet."""
+    host, _, port = peer.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return probe.getsockname()[0]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    draft = path.with_suffix(".new")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+class RoleRunner:
+    """Owns the process and the log of one role. For a router it also writes the files of workers and report.
+
+    Args:
+        directory: the run directory of the cluster; None makes one on this machine.
+        logs: the directory of logs; None is `logs` in the run directory.
+        peer: an address ("host:port") that every machine of the cluster can reach. A worker listens on the
+            interface that leads to it. None keeps the whole cluster on 127.0.0.1.
+        node: the name of this machine, for people.
+    """
+
+    def __init__(
+        self,
+        spec: RoleSpec,
+        directory: Path | None = None,
+        logs: Path | None = None,
+        peer: str | None = None,
+        node: str = "",
+        policy: RestartPolicy | None = None,
+        program: Sequence[str] = BATON,
+    ) -> None:
+        self._run_dir: RunDir | None = None
+        if directory is None:
+            self._run_dir = RunDir.create(None)
+            directory = self._run_dir.path
+        logs = logs or directory / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        own: dict[str, object] = {"index": spec.index}
+        if spec.role == "router":
+            self._workers_file = directory / f"router-{spec.index}.workers"
+            write_atomically(self._workers_file, "")
+            self._cluster_file = directory / f"router-{spec.index}.cluster"
+            own |= {"workers_file": self._workers_file, "cluster_file": self._cluster_file}
+        else:
+            own |= {"run_dir": directory, "host": own_address(peer) if peer else None}
+        environment = role_environment(
+            os.environ,
+            **python_path(),
+            # Ray sets this to 1 in its actors. The role needs the threads that its plan gives it.
+            OMP_NUM_THREADS=str(spec.cpus),
+            **spec.environment,
+        )
+        self._process = RoleProcess(
+            [*program, spec.role, *spec.args, *to_argv(**own)],
+            environment,
+            logs / f"{spec.role}-{spec.index}.log",
+            policy or RestartPolicy(),
+            self._until_silent,
+            node or socket.gethostname(),
+        )
+        self._tls = spec.tls
+        self._secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
+
+    async def _until_silent(self, ready: Mapping[str, Any]) -> str:
+        return await until_silent(ready, self._secret, self._tls)
+
+    async def start(self) -> RoleState:
+        """Starts the role unless it runs already, as after the loss of an earlier supervisor."""
+        return self.launch()
+
+    def launch(self, **environment: str) -> RoleState:
+        """Does the same as `start`, with further environment variables for the role."""
+        if not self._process.started:
+            self._process.start(environment)
+        return self._process.state
+
+    async def changed(self, token: str) -> RoleState:
+        """Waits until the state has another token than `token`, and returns the state."""
+        return await self._process.changed(token)
+
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+        """Routers only: sets the gRPC addresses of all ready workers, and the JSON report."""
+        write_atomically(self._workers_file, "".join(f"{address}\n" for address in addresses))
+        write_atomically(self._cluster_file, report)
+
+    async def tokens_held(self) -> int:
+        """Routers only: prompt tokens that the router holds back; 0 while the router is not ready.
+
+        Raises ConnectionError if it does not answer.
+        """
+        ready = self._process.state.ready
+        return 0 if ready is None else await tokens_held(ready)
+
+    async def restart(self, signum: int, grace: float) -> None:
+        """Ends the process of the role and returns when its next process is ready."""
+        await self._process.restart(signum, grace)
+
+    async def stop(self, signum: int, grace: float) -> None:
+        await self._process.stop(signum, grace)
+        if self._run_dir is not None:
+            self._run_dir.remove()
+
+    def forget(self) -> None:
+        """Does nothing: after `stop`, a runner owns nothing that must end."""

@@ -1,0 +1,325 @@
+"""Follows every role, keeps the registry of ready workers, and sends the registry to every router.
+
+The supervisor starts no process itself. `place` returns a handle for each role: a runner in this process, or
+a Ray actor that holds a runner. Both implement `RoleHandle`.
+
+A worker is in the pool of its role until it is flipped, and again after a restart.
+
+Life of a worker that leaves the cluster: removed from the list of the routers → drained → forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from cluster.supervision.plan import Pool, RoleName, RoleSpec
+from cluster.supervision.role_process import RoleState
+from cluster.supervision.workers import ask_pools
+
+Observer = Callable[[RoleSpec, RoleState], None]
+
+_PLACED_WITHIN = 2.0  # seconds that an actor without a state has to accept `stop`: it may not be placed yet
+_LOST_ACTOR_DELAY = 0.2  # seconds until a lost actor is called again; Ray needs about a second to restart it
+_POOL_WITHIN = 2.0  # seconds for a worker to tell its pool; without an answer it counts as not flipped
+_ALL_ANSWER_WITHIN = 5.0  # seconds that a new supervisor waits for all roles before it updates the routers
+# The fields of RoleState that the report contains.
+_SHOWN = ("phase", "stage", "fraction", "crash_loop", "seconds_to_ready", "pid", "node")
+
+
+class RoleHandle(Protocol):
+    """Connects the supervisor to one role. Every call raises ConnectionError if the actor is lost."""
+
+    async def start(self) -> RoleState: ...
+
+    async def changed(self, token: str) -> RoleState:
+        """Waits until the state has another token than `token`, and returns the state."""
+        ...
+
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+        """Routers only: sets the gRPC addresses of all ready workers, and the report for `baton status`."""
+        ...
+
+    async def tokens_held(self) -> int:
+        """Routers only: prompt tokens that the router holds back because prefill workers have enough work."""
+        ...
+
+    async def restart(self, signum: int, grace: float) -> None:
+        """Ends the process of the role and returns when its next process is ready."""
+        ...
+
+    async def stop(self, signum: int, grace: float) -> None: ...
+
+    def forget(self) -> None:
+        """Ends the actor of a role that has stopped for good. A runner without an actor does nothing."""
+        ...
+
+
+@dataclass(eq=False)
+class _Member:
+    spec: RoleSpec
+    handle: RoleHandle
+    state: RoleState
+    pool: RoleName  # where it serves: at first, and after each restart, that of its spec
+    answered: bool = False  # it has answered this supervisor, or its actor was found lost
+    leaving: bool = False  # removed from the list of the routers; it drains
+    restarts: int = 0  # in earlier actors; the present actor counts its own
+    last_exit: str = ""  # why its last run ended, in this actor or an earlier one
+    told: tuple[tuple[str, ...], str] | None = None  # routers only: the addresses and report last sent
+
+
+class Supervisor:
+    """Owns the registry of roles. `run` follows the roles until `stop` has ended them.
+
+    Attributes:
+        pools: size and need of each pool, written by the autoscaler; part of the report.
+    """
+
+    def __init__(
+        self,
+        roles: Iterable[RoleSpec],
+        place: Callable[[RoleSpec], RoleHandle],
+        observer: Observer = lambda spec, state: None,
+        drain_grace: float = 0.0,
+    ) -> None:
+        self.pools: Mapping[str, Any] = {}
+        self._place = place
+        self._members = [self._placed(spec) for spec in roles]
+        self._templates = {member.spec.role: member.spec for member in self._members}
+        self._observer = observer
+        self._drain_grace = drain_grace
+        self._stopping = False
+        self._settled = False
+        self._all_answered = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+        self._restarting = asyncio.Lock()
+        self._changed = asyncio.Event()  # set when the state of any member changes
+
+    def _placed(self, spec: RoleSpec) -> _Member:
+        return _Member(spec, self._place(spec), RoleState(token="", phase="starting"), spec.role)
+
+    # ------------------------------------------------------------ registry
+
+    def states(self) -> list[tuple[RoleSpec, RoleState]]:
+        return [(member.spec, member.state) for member in self._members]
+
+    def pool(self, pool: Pool) -> list[RoleState]:
+        """The states of the workers that are in a pool now, without those that leave."""
+        return [m.state for m in self._members if m.pool == pool and not m.leaving]
+
+    def set_pools(self, pools: Mapping[str, Pool]) -> None:
+        """Notes the present pools of workers, by address."""
+        for member in self._workers():
+            if member.state.ready is not None:
+                member.pool = pools.get(str(member.state.ready["address"]), member.pool)
+
+    def _workers(self) -> list[_Member]:
+        return [m for m in self._members if m.spec.role != "router"]
+
+    async def tokens_held(self) -> int | None:
+        """Prompt tokens that all routers hold back; None if a router does not answer."""
+        routers = [m for m in self._members if m.spec.role == "router" and m.state.ready is not None]
+        try:
+            return sum(await asyncio.gather(*(m.handle.tokens_held() for m in routers)))
+        except ConnectionError:
+            return None
+
+    def worker_addresses(self) -> tuple[str, ...]:
+        """The gRPC addresses of all ready workers, without those that leave."""
+        return tuple(
+            str(member.state.ready["address"])
+            for member in self._members
+            if member.spec.role != "router" and member.state.ready is not None and not member.leaving
+        )
+
+    def report(self) -> str:
+        """The JSON report of roles and pools for `baton status`. Includes roles that no router can reach."""
+        roles = []
+        for member in self._members:
+            state = asdict(member.state)
+            ready = state.pop("ready") or {}
+            roles.append(
+                {
+                    "role": member.spec.role,
+                    "index": member.spec.index,
+                    "address": ready.get("address"),
+                    "leaving": member.leaving,
+                    "restarts": member.restarts + state.pop("restarts"),
+                    "last_exit": member.last_exit,
+                    **{key: state[key] for key in _SHOWN},
+                }
+            )
+        return json.dumps({"roles": roles, "pools": self.pools})
+
+    # ------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        """Starts every role and follows each of them until it has stopped."""
+        async with self._tasks:
+            for member in self._members:
+                self._tasks.create_task(self._follow(member))
+            await self._settle()
+
+    async def restart_workers(self) -> None:
+        """Drains and restarts every worker, one after the other, flipped workers first.
+
+        A restarted worker is in its first pool again, so each pool has its workers before the others restart.
+        Of the flipped workers, one in the larger pool goes next. The next worker follows when the present one
+        is ready and the routers have its address. If a worker does not become ready again, the restart waits
+        for it and the other workers keep serving.
+        """
+        async with self._restarting:
+            left = self._workers()
+            self.set_pools(await self._ask_pools(left))
+            while left:
+                left.remove(member := max(left, key=self._restart_order))
+                before = member.state.pid
+                if self._stopping or member.leaving:
+                    continue
+                with contextlib.suppress(ConnectionError):  # its actor was lost, so it restarts anyway
+                    await member.handle.restart(signal.SIGTERM, self._drain_grace)
+                while not self._has_restarted(member, before):
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    @staticmethod
+    async def _ask_pools(members: Sequence[_Member]) -> dict[str, Pool]:
+        addresses = [str(m.state.ready["address"]) for m in members if m.state.ready is not None]
+        secret = members[0].spec.environment["BATON_CLUSTER_SECRET"].encode()
+        return await ask_pools(addresses, secret, members[0].spec.tls, _POOL_WITHIN)
+
+    def _restart_order(self, member: _Member) -> int:
+        """The highest is next: flipped workers, one of the larger pool before one of the smaller."""
+        return 0 if member.pool == member.spec.role else sum(m.pool == member.pool for m in self._workers())
+
+    def _has_restarted(self, member: _Member, before: int | None) -> bool:
+        again = member.state.phase == "ready" and member.state.pid != before
+        return again or member.leaving or self._stopping
+
+    async def stop(self, signum: int, grace: float) -> None:
+        """Stops all routers, then all workers, so that no request needs a stopped worker."""
+        self._stopping = True
+        self._all_answered.set()
+        self._changed.set()
+        for routers in (True, False):
+            members = [m for m in self._members if (m.spec.role == "router") == routers]
+            await self._each(lambda m: self._end(m, signum, grace), members)
+
+    async def stop_routers(self) -> None:
+        """Drains and stops the routers."""
+        routers = [m for m in self._members if m.spec.role == "router"]
+        await self._each(lambda m: self._end(m, signal.SIGTERM, self._drain_grace), routers)
+
+    def resize(self, pool: Pool, size: int) -> None:
+        """Changes the size of a pool, without waiting for workers to start or drain.
+
+        A smaller pool drops workers that are not ready first, then those with the highest index.
+        """
+        staying = [m for m in self._members if m.pool == pool and not m.leaving]
+        used = {m.spec.index for m in self._members if m.spec.role == pool}
+        for index in [i for i in range(size + len(used)) if i not in used][: max(0, size - len(staying))]:
+            member = self._placed(replace(self._templates[pool], index=index))
+            self._members.append(member)
+            self._tasks.create_task(self._follow(member))
+        staying.sort(key=lambda m: (m.state.phase == "ready", -m.spec.index))
+        for member in staying[: max(0, len(staying) - size)]:
+            member.leaving = True
+            self._tasks.create_task(self._leave(member))
+
+    async def refresh(self) -> None:
+        """Sends a changed report to the routers."""
+        await self._tell_routers()
+
+    async def _leave(self, member: _Member) -> None:
+        await self._tell_routers()  # before the drain, so that routers send it no new request
+        with contextlib.suppress(ConnectionError):  # its process died with its actor
+            await self._end(member, signal.SIGTERM, self._drain_grace)
+        if not self._stopping:
+            await self._forget(member)
+
+    @staticmethod
+    async def _end(member: _Member, signum: int, grace: float) -> None:
+        stopping = asyncio.create_task(member.handle.stop(signum, grace))
+        if not member.state.token:
+            await asyncio.wait({stopping}, timeout=_PLACED_WITHIN)
+            if not stopping.done():  # Ray has not placed the actor yet, so it cannot answer
+                stopping.cancel()
+                member.handle.forget()
+                return
+        await stopping
+
+    async def _forget(self, member: _Member) -> None:
+        member.handle.forget()
+        self._members.remove(member)
+        await self._tell_routers()
+
+    async def _follow(self, member: _Member) -> None:
+        while member.state.phase != "stopped":
+            if not member.state.token and (self._stopping or member.leaving):
+                return  # its actor was lost, and its process died with the actor
+            try:
+                if not member.state.token:
+                    await member.handle.start()
+                state = await member.handle.changed(member.state.token)
+            except ConnectionError as lost:
+                if self._stopping or member.leaving:
+                    return
+                # The process died with its actor. Ray restarts the actor; then `start` starts the role again.
+                member.told = None
+                if member.state.token:  # count a lost actor once, however often it is called
+                    member.restarts += member.state.restarts + 1
+                state = RoleState(token="", phase="waiting", error=str(lost))
+            if state.pid != member.state.pid:
+                member.pool = member.spec.role
+            member.state, member.answered = state, True
+            if all(each.answered for each in self._members):
+                self._all_answered.set()
+            member.last_exit = state.error or member.last_exit
+            self._observer(member.spec, state)
+            await self._tell_routers()
+            self._changed.set()
+            if not state.token:
+                await asyncio.sleep(_LOST_ACTOR_DELAY)
+        if not self._stopping and not member.leaving:  # an earlier supervisor had told it to leave
+            await self._forget(member)
+
+    # ------------------------------------------------------------ routers
+
+    async def _settle(self) -> None:
+        """Waits until every role has answered, then updates the routers.
+
+        A supervisor that replaces a lost one knows no worker at first. Until then the routers keep their
+        lists.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_answered.wait(), _ALL_ANSWER_WITHIN)
+        self._settled = True
+        await self._tell_routers()
+
+    async def _tell_routers(self) -> None:
+        """Sends workers and report to each running router that lacks them. A lost router gets them later."""
+        if self._stopping or not self._settled:
+            return
+        news = (self.worker_addresses(), self.report())
+
+        async def tell(router: _Member) -> None:
+            router.told = news
+            try:
+                await router.handle.set_workers(*news)
+            except ConnectionError:
+                router.told = None
+
+        outdated = [m for m in self._members if m.spec.role == "router" and m.state.token]
+        await self._each(tell, [m for m in outdated if m.told != news])
+
+    @staticmethod
+    async def _each(do: Callable[[_Member], Awaitable[None]], members: Sequence[_Member]) -> None:
+        results = await asyncio.gather(*(do(member) for member in members), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ConnectionError):
+                raise result

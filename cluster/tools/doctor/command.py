@@ -1,0 +1,60 @@
+"""Runs the selected checks and prints their findings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+
+from cluster.options import DoctorOptions, EndpointOptions, StatusOptions
+from cluster.tools.doctor.finding import Finding, exit_code
+from cluster.tools.doctor.network import listen, send
+from cluster.tools.doctor.node import node
+from cluster.tools.doctor.running import running
+
+MARKS = {
+    "good": "[green]✓[/green]",
+    "note": "[dim]·[/dim]",
+    "warning": "[yellow]![/yellow]",
+    "bad": "[red]✗[/red]",
+}
+
+
+def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: StatusOptions) -> int:
+    """Runs and prints the checks. Returns exit code 1 if a finding is bad."""
+    findings: list[Finding] = []
+    for finding in _findings(doctor, endpoint):
+        findings.append(finding)
+        if not output.json:
+            show([finding])
+    if output.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    return exit_code(findings)
+
+
+def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Finding]:
+    if doctor.listen is not None or doctor.peer is not None:
+        from rpc import load_secret
+
+        secret = load_secret(doctor.cluster_secret_file)
+        yield from listen(doctor, secret) if doctor.listen is not None else send(doctor, secret)
+    elif doctor.cluster:
+
+        async def collect() -> list[Finding]:
+            return [finding async for finding in running(doctor, endpoint)]
+
+        yield from asyncio.run(collect())
+    else:
+        yield from node(doctor)
+
+
+def show(findings: Iterable[Finding]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+    for finding in findings:
+        console.print(f"{MARKS[finding.level]} [bold]{finding.check}[/bold]: {finding.found}")
+        if finding.remedy:
+            console.print(f"    {finding.remedy}", style="dim")

@@ -1,0 +1,77 @@
+"""`baton flip`: moves a worker to the other pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import rpc
+from cluster.options import EndpointOptions, FlipOptions, SecretOptions
+from cluster.supervision.workers import set_pool
+from cluster.tools.status import fetch, name_of, pool_of, ready
+
+PATIENCE = 10.0  # seconds for the worker to answer
+
+
+def run(flip: FlipOptions, endpoint: EndpointOptions, secret: SecretOptions) -> int:
+    """Prints what changed. Returns 0, also if the worker is in that pool already.
+
+    Raises ValueError for an unknown worker, a refused secret, a worker that cannot be reached, and the last
+    worker of a pool without `--force`.
+    """
+    key, tls = rpc.load_secret(secret.cluster_secret_file), secret.tls()
+    print(asyncio.run(_flip(flip, endpoint, key, tls)))
+    return 0
+
+
+async def _flip(flip: FlipOptions, endpoint: EndpointOptions, secret: bytes, tls: rpc.TlsFiles | None) -> str:
+    workers = (await fetch(endpoint))["workers"]
+    worker = chosen(flip.worker, workers)
+    name, before = name_of(worker), pool_of(worker)
+    if before == flip.pool:
+        return f"{name} is in the {flip.pool} pool already."
+    left = [w for w in workers if w is not worker and ready(w) and pool_of(w) == before]
+    if ready(worker) and not left and not flip.force:
+        raise ValueError(
+            f"{name} is the last ready worker of the {before} pool; without one, workers of the {flip.pool} "
+            "pool take over its work; to move it nevertheless, add --force"
+        )
+    address = worker["address"]
+    try:
+        async with rpc.connect(address, secret, tls) as channel:
+            await set_pool(channel, flip.pool, PATIENCE)
+    except rpc.RpcError as error:
+        raise ValueError(f"{name} at {address}: {_reason(error)}") from error
+    return f"{name}: {before} → {flip.pool}. What runs on it goes on to its end."
+
+
+def chosen(given: str, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The worker with this name or address. Raises ValueError that names the known workers."""
+    wanted = given.replace("-", " ", 1) if ":" not in given else given
+    found = [w for w in workers if wanted in (name_of(w), w.get("address"))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        addresses = ", ".join(str(worker["address"]) for worker in found)
+        raise ValueError(f"{given}: several workers have this name; give one of the addresses {addresses}")
+    known = ", ".join(f"{name_of(w).replace(' ', '-')} ({w.get('address')})" for w in workers)
+    raise ValueError(f"{given}: the router knows no such worker; it knows {known or 'none'}")
+
+
+def _reason(error: rpc.RpcError) -> str:
+    from grpc import StatusCode
+    from grpc.aio import AioRpcError
+
+    assert isinstance(error, AioRpcError)
+    code, details = error.code(), error.details()
+    if code is StatusCode.UNAUTHENTICATED:
+        return (
+            f"it refuses the secret ({details}); set BATON_CLUSTER_SECRET or --cluster-secret-file to the "
+            "secret of the cluster"
+        )
+    if code is StatusCode.UNIMPLEMENTED:
+        return "its version of Baton cannot change the pool; upgrade it"
+    if code in (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED):
+        return f"no answer ({details}); this command must reach the gRPC port of the worker"
+    return f"{code.name}: {details}"

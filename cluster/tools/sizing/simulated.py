@@ -1,0 +1,105 @@
+"""Simulates both pools under Poisson arrivals of equal requests. Times are in seconds."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.tools.sizing.speeds import Speeds
+from router.policy import PREFILL_POLICIES
+from simulator.prefill import Setting, Simulation
+from simulator.trace import Session, Trace, Turn
+
+SEED = 1
+REQUESTS, PER_WORKER = 2_000, 40  # simulated requests: at least, and more per worker
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    p50: float
+    p99: float
+
+
+def quantiles(values: Sequence[float]) -> Latency:
+    ordered = sorted(values)
+    return Latency(*(ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in (0.5, 0.99)))
+
+
+def prefill(speeds: Speeds, *, workers: int, rate: float, tokens: int) -> Latency:
+    """The time to the first token with the router's policy and without prefix-cache hits."""
+    count = REQUESTS + PER_WORKER * workers
+    sessions = [Session(key, (Turn(tokens, (), 0.0),), 0) for key in _keys(count)]
+    setting = Setting(workers, 1, 1, rate, 0.0, speeds.prefill, warm_up=0.2, seed=SEED)
+    outcome = Simulation(Trace("plan", sessions), PREFILL_POLICIES["sticky"], setting).run()
+    return quantiles(outcome.ttft)
+
+
+def _keys(count: int) -> list[int]:
+    rng = random.Random(SEED)
+    return [rng.getrandbits(63) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The simulated behaviour of one decode worker.
+
+    Attributes:
+        gap: time between two tokens of a request.
+        waited: share of the requests that waited for a slot in the batch.
+        busy: share of the time in which the worker computed.
+        most: largest number of requests in the batch.
+    """
+
+    gap: Latency
+    waited: float
+    busy: float
+    most: int
+
+
+def decode(speeds: Speeds, *, rate: float, prompt: int, output: int, slots: int) -> Decoded:
+    """Simulates one worker with `slots` places in its batch.
+
+    A real pool has more even batches, because the router chooses the better of two workers.
+    """
+    rng = random.Random(SEED)
+    now, arrival, steps, busy, most = 0.0, rng.expovariate(rate), 0, 0.0, 0
+    ends: deque[int] = (
+        deque()
+    )  # step in which each running request ends: in order, since all are equally long
+    positions, waited, came = 0, 0, 0
+    waiting = 0
+    gaps: list[tuple[float, int]] = []  # (seconds, requests that saw them)
+    wanted = REQUESTS + 2 * slots
+    while came < wanted:
+        while arrival <= now:
+            arrival += rng.expovariate(rate)
+            came += 1
+            waited += len(ends) + waiting >= slots
+            waiting += 1
+        while waiting and len(ends) < slots:
+            waiting -= 1
+            ends.append(steps + output - 1)
+            positions += prompt + 1
+        if not ends:
+            now = arrival
+            continue
+        seconds = speeds.step(len(ends), positions)
+        steps, now, busy = steps + 1, now + seconds, busy + seconds
+        positions += len(ends)
+        most = max(most, len(ends))
+        if came > wanted // 5:
+            gaps.append((seconds, len(ends)))
+        while ends and ends[0] <= steps:
+            ends.popleft()
+            positions -= prompt + output
+    gaps.sort()
+    total, seen, found = sum(n for _, n in gaps), 0, []
+    bounds = [0.5 * total, 0.99 * total]
+    for seconds, n in gaps:
+        seen += n
+        while bounds and seen >= bounds[0]:
+            found.append(seconds)
+            bounds.pop(0)
+    return Decoded(Latency(*found), waited / came, busy / now, most)

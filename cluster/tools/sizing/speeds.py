@@ -1,0 +1,225 @@
+"""Estimates the speed of an engine, from measurements of one model on one GPU.
+
+The measured times are scaled to other models:
+
+- matrix products: by the number of their parameters. Of a mixture of experts, a step reads the experts that
+  its tokens are expected to choose, and computes with the active parameters
+- prefill attention: by layers × heads × head size, and by the keys in the span of each layer
+- decode attention: by the bytes of KV that it reads, in the span of each layer
+- several GPUs: each computes its share. Then two all-reduces in each layer, as measured on two GPUs
+
+This works for a model of similar width. A much smaller model is bound by kernel launches, so it is slower
+than the estimate.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from cluster.model import reach_hub
+from cluster.tools.sizing.models import MODELS
+from engine.loader.hf import read_config
+from engine.loader.hf_config import model_config_from_hf
+from engine.model_config import ModelConfig
+from engine.models import attention_caches, cache_bytes_per_token, cache_spec
+
+ELEMENT_BYTES = 2  # bfloat16
+CONTEXT = 1064  # tokens per request in the measured decode steps
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Measured speeds of a GPU.
+
+    Attributes:
+        memory: bytes.
+        kv_bytes_per_s: KV bytes per second that decode attention reads.
+        decode: batch size -> seconds of a step with `CONTEXT` tokens per request, ascending.
+        prefill: prompt tokens -> seconds of one prompt alone; two or more entries.
+        all_reduce: rows of the reference model -> seconds of an all-reduce over two GPUs, ascending.
+        source: where `decode` and `prefill` were measured, for people.
+    """
+
+    memory: int
+    kv_bytes_per_s: float
+    decode: dict[int, float]
+    prefill: dict[int, float]
+    all_reduce: dict[int, float]
+    source: str
+
+
+REFERENCE = model_config_from_hf(MODELS["llama-3.1-8b"], {}, "llama-3.1-8b")
+GPUS = {
+    "h200": Gpu(
+        memory=139 << 30,
+        kv_bytes_per_s=4.3e12,
+        decode={1: 4.91e-3, 8: 5.20e-3, 32: 6.24e-3, 64: 7.60e-3, 128: 10.80e-3, 256: 18.43e-3},
+        prefill={2000: 49.8e-3, 8000: 210.5e-3},
+        all_reduce={1: 6.3e-6, 8: 6.7e-6, 64: 7.6e-6, 256: 12.9e-6, 2000: 56e-6, 8000: 208e-6},
+        source="Llama-3.1-8B in bfloat16 on one H200, vLLM 0.26; Baton was no slower there",
+    )
+}
+
+
+def measured(gpu: Gpu, file: Path) -> Gpu:
+    """`gpu` with the speeds of Llama-3.1-8B in a report of `python -m bench.engine --json FILE`.
+
+    Raises ValueError for another file.
+    """
+    try:
+        rows = {row["name"]: row["value"] / 1e3 for row in json.loads(file.read_text())["results"]}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"--measured {file}: not a report of bench.engine ({error})") from error
+    found = {}
+    for kind, pattern in (("decode", r"engine\.decode\.b(\d+)"), ("prefill", r"engine\.prefill\.1x(\d+)")):
+        matches = ((re.fullmatch(pattern, name), value) for name, value in rows.items())
+        found[kind] = dict(sorted((int(match[1]), value) for match, value in matches if match))
+        if len(found[kind]) < 2:
+            raise ValueError(
+                f"--measured {file}: needs two rows {pattern}; run python -m bench.engine on a GPU"
+            )
+    return replace(gpu, source=str(file), decode=found["decode"], prefill=found["prefill"])
+
+
+class Speeds:
+    """The speeds of one worker with one model. `ranks` is the number of its GPUs."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        model: ModelConfig,
+        matrix_bytes: float = ELEMENT_BYTES,
+        ranks: int = 1,
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """`matrix_bytes`: of one parameter of a matrix, which depends on the format of the weights.
+
+        Raises ValueError if the heads of the model do not divide over the ranks.
+        """
+        self.ranks = ranks
+        self._gpu = gpu
+        self._model = model
+        self._matrix_bytes = matrix_bytes
+        self._active = gemm_parameters(model, 1) / gemm_parameters(REFERENCE, 1)
+        self._attention = _attention_width(model) / _attention_width(REFERENCE)
+        caches = cache_spec(model, torch.bfloat16, kv_dtype)
+        # Of all ranks. With fewer KV heads than ranks, each head is there several times.
+        copies = ranks * model.of_rank(ranks).num_kv_heads // model.num_kv_heads
+        self.kv_bytes_per_token = cache_bytes_per_token(caches) * copies
+        self._spans = Counter(layer.span for layer in attention_caches(caches))
+        reference_kv = cache_bytes_per_token(cache_spec(REFERENCE, torch.bfloat16))
+        self._reference_kv_seconds = CONTEXT * reference_kv / gpu.kv_bytes_per_s  # of one request
+        self.weight_bytes = model.weight_bytes(ELEMENT_BYTES, ELEMENT_BYTES, self._matrix_bytes)
+        # t = linear · n + quadratic · n² / 2, through the shortest and the longest measured prompt
+        (short, short_s), *_, (long, long_s) = sorted(gpu.prefill.items())
+        self._quadratic = max(0.0, 2 * (long_s / long - short_s / short) / (long - short))
+        self._linear = short_s / short - self._quadratic * short / 2
+        self._step_products = cache(self._products_of_step)  # a simulation asks for each batch often
+
+    def prefill(self, uncached: int, cached: int = 0) -> float:
+        """Seconds to compute one prompt. Implements `simulator.worker.Speed`."""
+        pairs = uncached * (cached + uncached / 2)
+        least = self._products(1) * self._read(uncached)  # even a short prompt reads the weights
+        attention = self._quadratic * self._seen(uncached, pairs) * self._attention
+        alone = max(least, self._linear * uncached * self._active) + attention
+        return alone / self.ranks + self._sums(uncached)
+
+    def step(self, batch: int, positions: float) -> float:
+        """Seconds of a decode step of `batch` requests that have `positions` tokens in total."""
+        batch = max(1, batch)
+        kv_bytes = self._seen(batch, positions) * self.kv_bytes_per_token
+        kv_seconds = kv_bytes / self._gpu.kv_bytes_per_s
+        return (self._step_products(batch) + kv_seconds) / self.ranks + self._sums(batch)
+
+    def _products_of_step(self, batch: int) -> float:
+        """Seconds of the matrix products of a decode step."""
+        reading = self._products(1)
+        return reading * self._read(batch) + (self._products(batch) - reading) * self._active
+
+    def _sums(self, rows: int) -> float:
+        """Seconds of the all-reduces of a step."""
+        if self.ranks == 1:
+            return 0.0
+        wide = rows * self._model.hidden_size / REFERENCE.hidden_size
+        return 2 * self._model.num_layers * interpolated(self._gpu.all_reduce, wide)
+
+    def _seen(self, queries: float, pairs: float) -> float:
+        """The pairs of a query and a key in the span of a layer, on average, of `pairs` without a span."""
+        seen = {span: pairs if span is None else min(pairs, queries * span.length) for span in self._spans}
+        return sum(layers * seen[span] for span, layers in self._spans.items()) / self._model.num_layers
+
+    def _read(self, tokens: int) -> float:
+        """Bytes of weights that a step of `tokens` tokens reads, as a multiple of the reference model's."""
+        parameters = gemm_parameters(self._model, tokens) / gemm_parameters(REFERENCE, tokens)
+        return parameters * self._matrix_bytes / ELEMENT_BYTES
+
+    def _products(self, batch: int) -> float:
+        """Seconds of the matrix products of the reference model: a step without its reading of KV."""
+        return interpolated(self._gpu.decode, batch) - batch * self._reference_kv_seconds
+
+    def kv_room(self, utilization: float) -> int:
+        """Bytes for KV, after the weights and 4 GiB of each GPU for activations, graphs and context.
+
+        Raises ValueError if none are left.
+        """
+        room = self.ranks * (int(self._gpu.memory * utilization) - (4 << 30)) - self.weight_bytes
+        if room <= 0:
+            gpus = "one GPU" if self.ranks == 1 else f"{self.ranks} GPUs"
+            raise ValueError(
+                f"the weights ({self.weight_bytes / 1e9:.0f} GB) leave no room for KV, and a worker has "
+                f"{gpus}; choose larger --prefill-tensor-parallel-size and --decode-tensor-parallel-size, or "
+                "a smaller --model"
+            )
+        return room
+
+
+def interpolated(points: dict[int, float], at: float) -> float:
+    """Between two or more ascending points, and beyond them by the nearest two."""
+    pairs = list(itertools.pairwise(points.items()))
+    (low, low_s), (high, high_s) = next((pair for pair in pairs if at <= pair[1][0]), pairs[-1])
+    return low_s + (high_s - low_s) * (at - low) / (high - low)
+
+
+def gemm_parameters(model: ModelConfig, tokens: int) -> float:
+    """The parameters in the matrix products of a step of `tokens` tokens.
+
+    Excludes the input embedding: a step reads one row per token.
+    """
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    return model.parameters_read(tokens) - embedding
+
+
+def _attention_width(model: ModelConfig) -> int:
+    return model.num_layers * model.num_heads * model.head_dim
+
+
+def shape(name: str) -> ModelConfig:
+    """The configuration of a known shape, a Hugging Face directory, or a name on the hub.
+
+    Reads no weights. Raises ValueError with the flag or the file.
+    """
+    if name in MODELS:
+        return model_config_from_hf(MODELS[name], {}, name)
+    directory = Path(name).expanduser()
+    file = directory / "config.json"
+    if not directory.exists() and name.count("/") == 1:
+        from huggingface_hub import hf_hub_download
+
+        reach_hub(name)
+        try:
+            file = Path(hf_hub_download(name, "config.json"))
+        except (OSError, ValueError) as error:  # errors of the hub's client derive from these
+            raise ValueError(f"--model {name}: the hub has no config.json for it ({error})") from error
+    if not file.is_file():
+        raise ValueError(
+            f"--model {name}: must be {', '.join(MODELS)}, a directory with config.json, or a name on the hub"
+        )
+    return read_config(file.parent)
