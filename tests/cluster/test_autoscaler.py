@@ -205,14 +205,15 @@ async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools
     worker = pools.handles["prefill 0"].worker
     address = worker.address
     worker.status.prompt_tokens, worker.status.no_room = 10_000_000, 1000
-    await pools.autoscaler._forget_all_but(set())
-    sample = await pools.autoscaler._ask(address)
+    later = Autoscaler(pools.supervisor, PoolOptions(), SECRET)
+    sample = await later._ask(address)
     assert sample is not None
     assert (sample.done, sample.refused) == (0, 0)
     worker.status.prompt_tokens, worker.status.no_room = 10_000_500, 1001
-    sample = await pools.autoscaler._ask(address)
+    sample = await later._ask(address)
     assert sample is not None
     assert (sample.done, sample.refused) == (500, 1)
+    await later._forget_all_but(set())
 
 
 async def test_prefill_grows_with_the_queue_in_the_routers(pools: Pools) -> None:

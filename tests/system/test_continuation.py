@@ -70,7 +70,8 @@ async def test_a_killed_run_equals_a_quiet_one(broken: Broken) -> None:
         right,
         cases,
         (each_has(4), kill_all),
-        (lambda streams: all(stream.keepalives for stream in streams), release_all),
+        # On a slow machine a short answer is over before the kill.
+        (lambda streams: all(stream.keepalives or stream.ended for stream in streams), release_all),
         (each_has(9), lambda: broken.busiest("decode").kill("engine")),
     )
     for name, before, after in zip(ROWS, quiet, killed, strict=True):
