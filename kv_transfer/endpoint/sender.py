@@ -148,6 +148,8 @@ class ArenaSender:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._notify)
         if self._error is not None:
+            if isinstance(self._error, ChannelClosed):
+                raise self._error
             raise RuntimeError("the KV pump died") from self._error
         return [self._events.popleft() for _ in range(len(self._events))]
 
