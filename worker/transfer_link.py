@@ -50,7 +50,8 @@ class TransferLink:
         """Asks for the statistics. Returns the next report."""
         answer: asyncio.Future[TransferStats] = asyncio.get_running_loop().create_future()
         self._stats_answers.append(answer)
-        await self._send(StatsRequest())
+        with contextlib.suppress(OSError):  # the process has ended: the watcher of its exit says so
+            await self._send(StatsRequest())
         return await answer
 
     async def drain(self, timeout: float) -> None:
