@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import select
 import socket
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from kv_transfer.process.loop import Loop
 from kv_transfer.process.tcp_session import SendingSession
 from kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack
 from kv_transfer.trace import TraceWriter
+from kv_transfer.wait import wait
 
 BURST = 32  # frames
 
@@ -147,14 +147,14 @@ def test_a_lane_reads_what_there_is_when_told_to() -> None:
         loop.turn(1.0)
     heard = lane.heard
     near.sendall(data[1064:2064])
-    assert not select.select([far], [], [], 0.2)[0], "it waits for more than that"
+    assert not wait([far.fileno()], 0.2), "it waits for more than that"
     loop.wake(lane.relax)
     while lane.heard == heard:
         loop.turn(1.0)
     near.setblocking(False)
     at = 2064
     while not owner.whole:
-        if select.select([], [near], [], 0)[1] and at < len(data):
+        if wait([], 0, [near.fileno()]) and at < len(data):
             at += near.send(data[at : at + 65536])
         loop.turn(0.01)
     assert owner.whole == [(head, payload)]
@@ -169,7 +169,7 @@ def test_more_messages_at_once_than_the_kernel_takes() -> None:
     for i in range(2000):
         lane.push(FrameType.ACK, i.to_bytes(16, "big"), b"x")
     got = b""
-    while not owner.closed and (lane.unsent or select.select([near], [], [], 0)[0]):
+    while not owner.closed and (lane.unsent or wait([near.fileno()], 0)):
         loop.turn(0)
         got += near.recv(1 << 20)
     expected = (framed(Header(FrameType.ACK, i.to_bytes(16, "big"), length=1), b"x") for i in range(2000))
@@ -273,7 +273,7 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
     before = -1
     while lane._taken != before:
         before = lane._taken
-        select.select([], [], [], 0.2)  # the peer's kernel takes what it has room for
+        wait([], 0.2)  # the peer's kernel takes what it has room for
         assert looked(2.0) == 2.0
     assert lane.unsent, "in mid-frame"
     assert looked(3.0) == 2.0, "the line stands still"
@@ -291,7 +291,7 @@ def test_what_is_sent_moves_when_the_peer_takes_it() -> None:
         loop.turn(0)
         got += len(near.recv(1 << 20))
     assert lane.unsent == 0
-    select.select([], [], [], 0.1)
+    wait([], 0.1)
     assert looked(6.0) == 6.0
     lane.push(FrameType.PING, b"", b"x")
     loop.turn(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import select
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from kv_transfer.process.lane_owner import OutgoingFrame
 from kv_transfer.process.movers import FarLane
 from kv_transfer.process.tcp_session import SendingSession
 from kv_transfer.protocol.frame import FrameType, Header
+from kv_transfer.wait import wait
 
 from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack, unpack
 
@@ -52,7 +52,7 @@ def watched(worker: Any) -> list[int]:
 
 def assert_gone(watches: list[int]) -> None:
     for watch in watches:
-        assert select.select([watch], [], [], 10)[0], "it lives on"
+        assert wait([watch], 10), "it lives on"
         os.close(watch)
 
 
@@ -131,7 +131,7 @@ class Peers:
     def asked(self, i: bytes) -> tuple[Lane, Lane, bytes]:
         """Lane 0, the other one, and the transfer id, once there is credit."""
         fake = self.fakes[i]
-        self.until(lambda: self.decode.poll() or select.select([fake.listener], [], [], 0)[0], "its session")
+        self.until(lambda: self.decode.poll() or wait([fake.listener.fileno()], 0), "its session")
         found = {lane.number: lane for lane in (fake.accept(), fake.accept())}
         transfer, _ = found[0].expect(FETCH)
         assert (found[0].read()[0], found[0].granted) == (CREDIT, 5), "a frame a layer, and one a lane"
@@ -385,7 +385,7 @@ def test_a_frame_that_comes_in_dribs_and_drabs_is_progress(make_decode: Any, unt
     for at in range(0, len(slow), 132):
         data.sock.sendall(slow[at : at + 132])
         decode.poll()
-        select.select([decode.receiver], [], [], 0.1)  # nothing is to be told before all of it came
+        wait([decode.receiver.fileno()], 0.1)  # nothing is to be told before all of it came
     for layer in (1, 2):
         data.send(KV, body, transfer, layer=layer, head_count=2, token_count=10, seq=layer)
     until(lambda: decode.poll() or b"a" in decode.events, "the fetch to end", decode.receiver)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import xxhash
 
 import kv_transfer as kv
+from kv_transfer.wait import wait
 
 from .second_wire import (
     ABORT,
@@ -93,7 +93,7 @@ def test_as_a_prefill_worker_that_exports_memory(
     lane.answers = False
     arena = kv.Arena.create(8, 4096)
     export(lane, arena)
-    until(lambda: decode.poll() or select.select([lane.sock], [], [], 0)[0], "REACH", decode.receiver)
+    until(lambda: decode.poll() or wait([lane.sock.fileno()], 0), "REACH", decode.receiver)
     assert lane.expect(REACH)[1] == [True, "shared_memory"]
     frames, said_at = slices(10), []
     lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
@@ -136,7 +136,7 @@ def test_a_slice_that_cannot_be(fetching: Any, until: Any, slot: int, size: int,
     arena = kv.Arena.create(8, 4096)
     if reason != "order":
         export(lane, arena)
-        until(lambda: decode.poll() or select.select([lane.sock], [], [], 0)[0], "REACH", decode.receiver)
+        until(lambda: decode.poll() or wait([lane.sock.fileno()], 0), "REACH", decode.receiver)
     lane.say(SLICE, [slot, 1, 0, 0, 0, 2, 0, 10, size], transfer)
     refused(decode, until, reason)
     arena.close()
