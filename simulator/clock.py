@@ -5,15 +5,12 @@ import itertools
 from collections.abc import Callable
 
 from router.policy import report_seconds
-
-STATUS_INTERVAL = 1.0
-"""Seconds between two reports of a worker to one router, and between two looks of the autoscaler."""
-SHORTEST_INTERVAL = 0.05
+from rpc.reports import LONGEST_REPORT
 
 
 def report_interval(workers: int, routers: int) -> float:
     """Seconds between two reports of a worker. Several routers learn of each other's requests from them."""
-    return STATUS_INTERVAL if routers == 1 else max(SHORTEST_INTERVAL, report_seconds(workers))
+    return LONGEST_REPORT if routers == 1 else report_seconds(workers)
 
 
 class Clock:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from router.policy import DecodeLoad
-from simulator.clock import STATUS_INTERVAL, Clock
+from rpc.reports import LONGEST_REPORT
+from simulator.clock import Clock
 
 BLOCK = 128
 POOL = 2_000
@@ -126,7 +127,7 @@ class _Pool:
             view[int(worker.name)].reported(blocks_free=worker.free, running=worker.running)
             self._offer(router)
         if self.outcome.served < self._requests:
-            self._clock.after(STATUS_INTERVAL, partial(self._report, worker))
+            self._clock.after(LONGEST_REPORT, partial(self._report, worker))
 
     def _look(self, last: float) -> None:
         """Measures until the last request arrives."""

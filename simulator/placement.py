@@ -40,12 +40,14 @@ from router.policy import (
 )
 from rpc import worker_pb2 as pb
 from simulator.arrivals import Arrival, Load, arrivals
-from simulator.clock import STATUS_INTERVAL, Clock, report_interval
+from simulator.clock import Clock, report_interval
 from simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
 
 SEATS = 256
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)
 """Least and most time from the first token until a request can join a decode step."""
+AUTOSCALER_INTERVAL = 1.0
+"""Seconds between two looks of the autoscaler."""
 WARM_UP = 0.1
 """Share of the requests that are not measured. Costs are unknown when the first ones arrive."""
 SPREAD = 0x9E3779B97F4A7C15
@@ -279,7 +281,7 @@ class _Cluster:
         for row in range(len(self._workers)):
             self._clock.after(0.0, partial(self._report, row))
         if flips is not None:
-            self._clock.after(STATUS_INTERVAL, partial(self._balance, flips))
+            self._clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
         self._clock.run()
         assert all(worker.idle for worker in self._workers), "requests left at workers"
         assert all(router.idle for router in self._routers), "requests left in the view of a router"
@@ -337,7 +339,7 @@ class _Cluster:
             self._move(row, target)
             self.outcome.flips += 1
         if self._arrived < len(self._arrivals):
-            self._clock.after(STATUS_INTERVAL, partial(self._balance, flips))
+            self._clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
 
 
 def simulate(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from content import CHUNK_TOKENS
 from router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
-from simulator.clock import STATUS_INTERVAL, Clock, report_interval
+from rpc.reports import LONGEST_REPORT
+from simulator.clock import Clock, report_interval
 from simulator.trace import Session, Trace, Turn, hit_tokens
 from simulator.worker import Queued, SimWorker, Speed
 
@@ -133,7 +134,7 @@ class Simulation:
             self._workers.append(worker)
             for router in self._routers:
                 router.join(worker, self._clock.now)
-            self._clock.after(self._rng.uniform(0, STATUS_INTERVAL), lambda w=worker: self._report(w))
+            self._clock.after(self._rng.uniform(0, LONGEST_REPORT), lambda w=worker: self._report(w))
 
     def _drain(self, count: int) -> None:
         for worker in self._rng.sample([w for w in self._workers if w in self._routers[0].rows], count):

@@ -18,11 +18,12 @@ from typing import Protocol
 import grpc.aio
 
 from rpc import worker_pb2 as pb
+from rpc.reports import LONGEST_REPORT
 from rpc.worker_pb2_grpc import WorkerServicer
 from worker import messages, streams, validation
 from worker.messages import Code, ToEngine
 from worker.streams import RouterStream
-from worker.validation import LONGEST_REPORT, Limits, ProtocolError, Refused
+from worker.validation import Limits, ProtocolError, Refused
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 import rpc
 from content import Tier
 from rpc import worker_pb2 as pb
+from rpc.reports import LONGEST_REPORT
 from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
 from worker import messages, streams
 from worker.cache_feed import CacheFeed
@@ -25,7 +26,7 @@ from worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngin
 from worker.metrics import Metrics
 from worker.ready import ReadyPipe
 from worker.tree import WorkerTree
-from worker.validation import LONGEST_REPORT, Limits
+from worker.validation import Limits
 
 log = logging.getLogger(__name__)
 

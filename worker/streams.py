@@ -8,8 +8,8 @@ import grpc.aio
 
 from engine import Output, PromptLogprobs
 from rpc import worker_pb2 as pb
+from rpc.reports import LONGEST_REPORT
 from worker import messages
-from worker.validation import LONGEST_REPORT
 
 MAX_UNREAD_BYTES = 8 << 20
 MAX_UNREAD_CACHE_BYTES = 1 << 20

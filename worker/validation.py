@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from content import Tier
 from engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
 from rpc import worker_pb2 as pb
+from rpc.reports import LONGEST_REPORT, bounded_report
 from rpc.tracing import valid_traceparent
 from worker import messages
 from worker.messages import Code
@@ -24,8 +25,6 @@ MAX_LISTED = 1024
 """The most entries of logit_bias, stop_token_ids, allowed_token_ids and bad_words."""
 MAX_ADDRESS = 256
 MAX_LABEL_BYTES = 64
-SHORTEST_REPORT, LONGEST_REPORT = 0.05, 1.0
-"""Seconds between two reports of the status."""
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")  # printable, so that it cannot forge a line of the log
 _ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # printable for the same reason
 
@@ -61,7 +60,7 @@ def report_seconds(value: float) -> float:
     """Returns the least seconds between two reports to a router that asks for `value`. 0: it does not ask."""
     if not (math.isfinite(value) and value >= 0):
         raise ProtocolError(f"report_seconds must be a number of seconds, not {value}")
-    return min(LONGEST_REPORT, max(SHORTEST_REPORT, value)) if value else LONGEST_REPORT
+    return bounded_report(value) if value else LONGEST_REPORT
 
 
 def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool = True) -> messages.Work:

@@ -10,18 +10,18 @@ from router.policy.placement import DecodeOffer, MixedPace, PrefillOffer
 from router.policy.prefill import PrefillRequest, PrefillSnapshot
 from router.policy.prefill_loads import PrefillLoads
 from rpc import worker_pb2 as pb
+from rpc.reports import bounded_report
 
 REPORTS_PER_SECOND = 500
 """From all workers together. A report takes a router up to 0.1 ms."""
-LONGEST_REPORT = 1.0
 WINDOW_STEPS = 2
 """Steps of prompts for each prefill worker: one that it computes, and one to schedule from."""
 
 
 def report_seconds(workers: int) -> float:
     """The least seconds between two reports of each of so many workers that a router can take. Workers with
-    several routers report as often as that, but at most 20 times a second."""
-    return min(LONGEST_REPORT, workers / REPORTS_PER_SECOND)
+    several routers report as often as that."""
+    return bounded_report(workers / REPORTS_PER_SECOND)
 
 
 def pace(status: pb.WorkerStatus) -> MixedPace:
