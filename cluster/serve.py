@@ -33,6 +33,7 @@ from cluster.supervision.role_process import RoleState
 from cluster.supervision.rundir import RunDir
 from cluster.supervision.signals import StopSignals
 from cluster.supervision.supervisor import Supervisor
+from rpc.directories import make_directory
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ORPHAN_GRACE = 10.0  # seconds for the child processes of a killed role to end
@@ -93,7 +94,7 @@ class LocalCluster:
         janitor = Janitor(run_dir.path, f"{self._plan.title}: janitor")
         self._logs = (self._plan.logs.log_dir or run_dir.path / "logs").absolute()
         try:
-            _make_directory("--log-dir", self._logs)
+            make_directory("--log-dir", self._logs)
             async with contextlib.AsyncExitStack() as to_stop:
                 await self._serve(run_dir, to_stop)
                 self._display.line("Stopping …")
@@ -213,14 +214,6 @@ class LocalCluster:
             self._display.line(f"{role.name}: ready after {state.seconds_to_ready:.1f} s")
         elif state.phase == "stopped":
             self._display.line(f"{role.name}: drained and removed from its pool")
-
-
-def _make_directory(flag: str, path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        text = f"{flag} {path}: {error.strerror}; name a directory that you may write to"
-        raise ValueError(text) from error
 
 
 def _answers(url: str) -> bool:

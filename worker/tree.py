@@ -22,6 +22,7 @@ from kv_transfer import ArenaEnd, Heartbeat, TransferConfig, TransferDeadlines, 
 from kv_transfer.spawn import EXIT_ENGINE_GONE
 from kv_transfer.staging import device_bytes
 from rpc import url_host
+from rpc.directories import make_directory
 from rpc.process_end import describe_exit
 from worker import messages
 from worker.config import WorkerConfig
@@ -70,7 +71,7 @@ class WorkerTree:
         self._ranks: list[ChildProcess] = []  # from rank 1 on
         self._transfer: ChildProcess | None = None
         if config.trace_dir is not None:
-            _make_directory("--trace-dir", config.trace_dir)
+            make_directory("--trace-dir", Path(config.trace_dir))
         self.engine_link = EngineLink(config.run_dir)
         self._heartbeat = Heartbeat.create()
         ranks = config.engine.tensor_parallel_size
@@ -355,10 +356,3 @@ class _Ends:
         for end in (self.engine, *self.others, self.transfer):
             end.close_channels()
         self.engine.arena.close()
-
-
-def _make_directory(flag: str, path: str) -> None:
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartError(f"{flag} {path}: {error.strerror}") from error

@@ -12,6 +12,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from rpc.directories import cannot_write, make_directory
+
 PREFIX = "baton."  # differs from the "baton-…" directory of a worker that was started alone
 # The longest path in it is that of a worker's socket. The path of a socket has at most 107 bytes.
 _LONGEST = PREFIX + "XXXXXXXX/baton-XXXXXXXX/engine"
@@ -43,13 +45,12 @@ class RunDir:
                 f"--run-dir {parent}: too long for the sockets in it; use at most {MAX_PARENT} characters"
             )
         try:
-            parent.mkdir(parents=True, exist_ok=True)
+            make_directory("--run-dir", parent)
             remove_stale(parent)
             # Take the lock before the rename: another start removes unlocked directories of the final name.
             path = Path(tempfile.mkdtemp(prefix=".baton-", dir=parent))
         except OSError as error:
-            text = f"--run-dir {parent}: {error.strerror}; name a directory that you may write to"
-            raise ValueError(text) from error
+            raise ValueError(cannot_write("--run-dir", parent, error)) from error
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         final = parent / (PREFIX + path.name.removeprefix(".baton-"))

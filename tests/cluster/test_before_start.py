@@ -15,6 +15,7 @@ from cluster.cli import app
 from cluster.options import DoctorOptions, EngineOptions, FrontOptions
 from cluster.supervision.ports import check_ports
 from cluster.tools.doctor.node import the_model
+from rpc.directories import make_directory
 
 
 def test_a_port_that_is_taken_is_named() -> None:
@@ -60,7 +61,7 @@ def test_keys_and_certificates_are_checked_before_the_start(tmp_path: Path) -> N
 def test_a_log_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--log-dir .*file/logs: Not a directory; name a directory"):
-        serve._make_directory("--log-dir", tmp_path / "file" / "logs")
+        make_directory("--log-dir", tmp_path / "file" / "logs")
 
 
 def test_an_unusable_model_is_refused_before_the_start(
