@@ -58,7 +58,7 @@ class PrefillLoads:
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
         self._own_seconds = np.zeros(0)  # time to compute `_own`; infinite if it does not serve
-        self._first_seconds = np.zeros(0)  # of these, what may be over
+        self._first_tokens = np.zeros(0)  # of the first of `_sent`, what may count as computed
         self._first_at = np.zeros(0)  # time at which the first of `_sent` began, or can begin
         self._measured = np.zeros(0, bool)
         self._load_speeds: list[Mapping[Tier, float]] = []
@@ -114,7 +114,7 @@ class PrefillLoads:
         self._own.append(0)
         self._sent.append([])
         self._others.append(0)
-        for array in ("_speed", "_clear_at", "_own_seconds", "_first_seconds", "_first_at", "_measured"):
+        for array in ("_speed", "_clear_at", "_own_seconds", "_first_tokens", "_first_at", "_measured"):
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
         self.index.grow(row + 1)
         return row
@@ -130,8 +130,7 @@ class PrefillLoads:
         speed = self._speed[row]
         self._clear_at[row] = self._at[row] + self._tokens[row] / speed
         self._own_seconds[row] = self._own[row] / speed if self._serving[row] else np.inf
-        first = self._sent[row][0].tokens if self._sent[row] else 0
-        self._first_seconds[row] = FIRST_SHARE * first / speed
+        self._first_tokens[row] = FIRST_SHARE * self._sent[row][0].tokens if self._sent[row] else 0
 
     # ------------------------------------------------------------ changes
 
@@ -165,7 +164,7 @@ class PrefillLoads:
                 for other in np.flatnonzero(~self._measured).tolist():
                     if self._tokens[other] or self._own[other]:
                         self._changed(other)
-        self._tokens[row], self._at[row] = max(0.0, tokens_waiting - self._computed_of_first(row, now)), now
+        self._tokens[row], self._at[row] = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
         self._changed(row)
         passed = now - self._reported_at[row]
         if passed > 0:
@@ -205,13 +204,16 @@ class PrefillLoads:
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
         speed = float(self._speed[row])
-        own = self._own[row] - self._computed_of_first(row, now)
+        own = self._own[row] - self._tokens_of_first(row, now)
         return max(own, self._tokens[row] - speed * (now - self._at[row]))
 
-    def _computed_of_first(self, row: int, now: float) -> float:
+    def _tokens_of_first(self, row: int, now: float) -> float:
         """Tokens of this router's first prompt that should be computed."""
-        first = self._sent[row][0].tokens if self._sent[row] else 0
-        return min(FIRST_SHARE * first, float(self._speed[row]) * max(0.0, now - self._first_at[row]))
+        return float(self._speed[row] * self._seconds_of_first(row, now))
+
+    def _seconds_of_first(self, rows: int | slice, now: float) -> np.ndarray:
+        """Of each row, the time that counts as spent on the first prompt of this router."""
+        return np.minimum(self._first_tokens[rows] / self._speed[rows], now - self._first_at[rows])
 
     # ------------------------------------------------------------ the current state
 
@@ -241,8 +243,7 @@ class PrefillLoads:
         rows, among = self._rows, self._among
         if not len(rows):
             return None
-        first = np.minimum(self._first_seconds, now - self._first_at)
-        wait = np.maximum(self._own_seconds - first, self._clear_at - now)
+        wait = np.maximum(self._own_seconds - self._seconds_of_first(slice(None), now), self._clear_at - now)
         avoided = [row for row in rows.tolist() if row in avoid] if avoid else ()
         if 0 < len(avoided) < len(rows):
             rows = np.setdiff1d(rows, avoided, assume_unique=True)  # keeps the order of `rows`
