@@ -58,7 +58,7 @@ class PrefillLoads:
         self._speed = np.ones(0)
         self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
         self._own_seconds = np.zeros(0)  # time to compute `_own`; infinite if it does not serve
-        self._first_tokens = np.zeros(0)  # of the first of `_sent`, what may count as computed
+        self._first_seconds = np.zeros(0)  # of these, what may be over
         self._first_at = np.zeros(0)  # time at which the first of `_sent` began, or can begin
         self._measured = np.zeros(0, bool)
         self._load_speeds: list[Mapping[Tier, float]] = []
@@ -114,7 +114,7 @@ class PrefillLoads:
         self._own.append(0)
         self._sent.append([])
         self._others.append(0)
-        for array in ("_speed", "_clear_at", "_own_seconds", "_first_tokens", "_first_at", "_measured"):
+        for array in ("_speed", "_clear_at", "_own_seconds", "_first_seconds", "_first_at", "_measured"):
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
         self.index.grow(row + 1)
         return row
@@ -130,7 +130,8 @@ class PrefillLoads:
         speed = self._speed[row]
         self._clear_at[row] = self._at[row] + self._tokens[row] / speed
         self._own_seconds[row] = self._own[row] / speed if self._serving[row] else np.inf
-        self._first_tokens[row] = FIRST_SHARE * self._sent[row][0].tokens if self._sent[row] else 0
+        first = self._sent[row][0].tokens if self._sent[row] else 0
+        self._first_seconds[row] = FIRST_SHARE * first / speed
 
     # ------------------------------------------------------------ changes
 
@@ -164,6 +165,7 @@ class PrefillLoads:
                 for other in np.flatnonzero(~self._measured).tolist():
                     if self._tokens[other] or self._own[other]:
                         self._changed(other)
+        self._changed(row)  # at the new speed, which the next line needs
         self._tokens[row], self._at[row] = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
         self._changed(row)
         passed = now - self._reported_at[row]
@@ -213,7 +215,7 @@ class PrefillLoads:
 
     def _seconds_of_first(self, rows: int | slice, now: float) -> np.ndarray:
         """Of each row, the time that counts as spent on the first prompt of this router."""
-        return np.minimum(self._first_tokens[rows] / self._speed[rows], now - self._first_at[rows])
+        return np.minimum(self._first_seconds[rows], now - self._first_at[rows])
 
     # ------------------------------------------------------------ the current state
 
