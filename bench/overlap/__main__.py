@@ -67,8 +67,6 @@ from cluster.gpus import visible_gpus
 
 CONTEXT = 1000
 """Prompt tokens of the background streams."""
-BACKGROUND_TOKENS = 3000
-"""Output tokens of a background stream, at most."""
 PERIOD_S = 0.8
 """Seconds of a period in which gaps are collected, with or without incoming KV."""
 PERIODS = 6
@@ -83,6 +81,11 @@ GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 class Group(NamedTuple):
     flags: list[str]
     environment: dict[str, str]
+
+
+def background_tokens(tokens: int) -> int:
+    """Output tokens of a background stream. They must come for longer than the prompts are measured."""
+    return max(3000, tokens // 4)
 
 
 def flags(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -103,7 +106,7 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
         return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])]
     model = args.model or str(write_shape(args.model_shape, directory))
     prompts = (*args.tokens, *args.growth, *args.long)
-    longest = max(CONTEXT + BACKGROUND_TOKENS, *(length + 1024 for length in prompts))
+    longest = max(CONTEXT + background_tokens(max(args.tokens)), *(length + 1024 for length in prompts))
     common += ["--device", "cuda", "--model", model, "--load-format", "dummy"]
     common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
     common += ["--kv-slot-bytes", str(2 << 20), "--kv-slots", "256", "--engine-timeout", "120"]
@@ -192,7 +195,7 @@ async def _measure(args: argparse.Namespace, workers: Workers, tokens: int) -> R
         await asyncio.sleep(REST_S)
         runs.prefills.append(await prefill_only(workers, prompt_of(tokens, 3 * number + 2)))
     for batch in args.batch:
-        background = await Background.start(workers, batch, CONTEXT, BACKGROUND_TOKENS, seed=100_000)
+        background = await Background.start(workers, batch, CONTEXT, background_tokens(tokens), seed=100_000)
         for number in range(3 * args.rounds):
             # The last run ended with a step. So begin at points that are spread evenly over a step.
             step = runs.streamed[batch][-1].step if number else 0.0

@@ -91,6 +91,8 @@ class Background:
 
     workers: Workers
     attempts: list[bytes]
+    length: int
+    """Tokens after which a stream ends. A longer measurement fails."""
 
     @classmethod
     async def start(cls, workers: Workers, size: int, context: int, length: int, seed: int) -> Background:
@@ -101,11 +103,16 @@ class Background:
             attempts.append(await workers.submit_decode(work, prefill_id))
         for decode_id in attempts:
             await workers.decode.tokens(decode_id, 2)
-        return cls(workers, attempts)
+        return cls(workers, attempts, length)
 
     def gaps(self, since: float, until: float) -> list[float]:
-        """Seconds between tokens of all streams that came within a time."""
+        """Seconds between tokens of all streams within a time. Raises RuntimeError if one has ended."""
         times = [self.workers.decode.times(decode_id) for decode_id in self.attempts]
+        if any(len(series) >= self.length for series in times):
+            raise RuntimeError(
+                f"a stream of --batch ended after its {self.length} tokens, before all gaps were measured: "
+                "measure fewer --rounds, or shorter --tokens"
+            )
         inside = [[at for at in series if since <= at <= until] for series in times]
         return [b - a for series in inside for a, b in itertools.pairwise(series)]
 
@@ -125,7 +132,7 @@ With two, a prefill begins before all KV of the last one has come.
 
 async def quiet_gaps(background: Background, context: int, seconds: float, seed: int) -> list[float]:
     """Gaps of the background streams while no KV comes. `AT_ONCE` more streams keep the batch size equal."""
-    more = await Background.start(background.workers, AT_ONCE, context, 3000, seed)
+    more = await Background.start(background.workers, AT_ONCE, context, background.length, seed)
     began, gaps = time_now(), []
     while not gaps:
         await asyncio.sleep(seconds)

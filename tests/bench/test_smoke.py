@@ -18,7 +18,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from bench.kv import __main__ as kv
 from bench.kv import exported
 from bench.kv.pair import Pair
 from bench.kv.raw_sockets import MIB
+from bench.overlap.streams import Background, Workers
 from bench.roles import Roles
 from bench.router import __main__ as router
 from bench.router import ends, stall
@@ -409,6 +410,14 @@ def test_overlap_gives_each_rank_a_gpu(
     with pytest.raises(SystemExit):
         devices(1, 2)
     assert "--prefill-ranks 1 --decode-ranks 2: needs 2 GPUs, and there are 1" in capsys.readouterr().err
+
+
+def test_gaps_are_not_measured_beside_a_stream_that_has_ended() -> None:
+    times = {b"one": [0.0, 1.0, 2.0], b"other": [0.5, 1.5]}
+    workers = cast(Workers, SimpleNamespace(decode=SimpleNamespace(times=times.__getitem__)))
+    assert Background(workers, list(times), length=4).gaps(0.5, 2.0) == [1.0, 1.0]
+    with pytest.raises(RuntimeError, match="ended after its 3 tokens"):
+        Background(workers, list(times), length=3).gaps(0.5, 2.0)
 
 
 def test_the_script_for_gpus_has_each_step_that_it_names() -> None:
