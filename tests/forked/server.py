@@ -1,6 +1,6 @@
 """The fork server: imports what its kind of process imports, then forks one for each request.
 
-python -m tests.forked.server KIND SOCKET PARENT_PID
+python -m tests.forked.server KIND SOCKET
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tests.forked import popen
 
 _MESSAGE = 1 << 18  # bytes, at most: the arguments and the environment
 _MAX_FDS = 64
+_OPEN_FILES = 1 << 20  # of one process, at most, where /proc/sys/fs/nr_open is as Linux sets it
 _PRELOADED = {
     "roles": (
         "torch",
@@ -198,7 +199,7 @@ def _start_server(kind: str) -> None:
         die_with_parent(parent)
         os.setsid()  # the role's signals do not reach it
         os.closerange(3, theirs.fileno())
-        os.closerange(theirs.fileno() + 1, 1 << 10)
+        os.closerange(theirs.fileno() + 1, _OPEN_FILES)
         _serve(theirs)
         os._exit(0)
     theirs.close()
