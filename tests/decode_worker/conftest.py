@@ -28,6 +28,7 @@ TINY: dict[str, Any] = {
 }
 ENDLESS = sampling(max_tokens=2000, ignore_eos=True)
 Workers = tuple[WorkerProcess, WorkerProcess]
+WorkersAndNetwork = tuple[Workers, BadNetwork]
 RANKS = [
     pytest.param((1, 1), id="one rank"),
     pytest.param(
@@ -47,6 +48,16 @@ def network_before(worker: WorkerProcess) -> Iterator[BadNetwork]:
         yield network
 
 
+@contextmanager
+def damaging(network: BadNetwork, fault: str, frames: int = 1) -> Iterator[None]:
+    """The next frames with KV suffer `fault`, at most until the end of the context."""
+    network.fault, network.hits = fault, frames
+    try:
+        yield
+    finally:
+        network.hits = 0
+
+
 @pytest.fixture(scope="package", autouse=True)
 def forked_roles() -> Iterator[None]:
     with forking():
@@ -56,7 +67,7 @@ def forked_roles() -> Iterator[None]:
 @pytest.fixture(scope="package", params=RANKS)
 def workers_and_network(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Workers, BadNetwork]]:
+) -> Iterator[WorkersAndNetwork]:
     """The network is before the prefill worker."""
     directory = tmp_path_factory.mktemp("tiny")
     with (
@@ -73,15 +84,8 @@ def workers_and_network(
 
 
 @pytest.fixture(scope="package")
-def workers(workers_and_network: tuple[Workers, BadNetwork]) -> Workers:
+def workers(workers_and_network: WorkersAndNetwork) -> Workers:
     return workers_and_network[0]
-
-
-@pytest.fixture
-def network(workers_and_network: tuple[Workers, BadNetwork]) -> Iterator[BadNetwork]:
-    network = workers_and_network[1]
-    yield network
-    network.hits = 0
 
 
 @pytest.fixture(scope="package")
@@ -95,7 +99,7 @@ def caching_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package", params=RANKS)
 def caching_workers_and_network(
     request: pytest.FixtureRequest, caching_directory: Path
-) -> Iterator[tuple[Workers, BadNetwork]]:
+) -> Iterator[WorkersAndNetwork]:
     """Both keep a prefix cache. Prompts take long to compute, so fetching them pays on a busy machine. The
     network is before the decode worker."""
     engine = TINY | {"enable_prefix_caching": True}
@@ -115,15 +119,8 @@ def caching_workers_and_network(
 
 
 @pytest.fixture(scope="package")
-def caching_workers(caching_workers_and_network: tuple[Workers, BadNetwork]) -> Workers:
+def caching_workers(caching_workers_and_network: WorkersAndNetwork) -> Workers:
     return caching_workers_and_network[0]
-
-
-@pytest.fixture
-def caching_network(caching_workers_and_network: tuple[Workers, BadNetwork]) -> Iterator[BadNetwork]:
-    network = caching_workers_and_network[1]
-    yield network
-    network.hits = 0
 
 
 def assert_traces(directory: Path) -> None:

@@ -30,16 +30,20 @@ def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, ArenaReceiver, Late
     bench.endpoint.shutdown()
 
 
-def fetch(bench: Bench, until: Any) -> bytes:
+def ask(bench: Bench, prefill_id: bytes) -> None:
     bench.endpoint.fetch(
         b"d",
-        prefill_id=b"p",
+        prefill_id=prefill_id,
         kv_address="127.0.0.1:1",
         incarnation=1,
         attempt=0,
         block_ids=[7, 2],
         num_tokens=20,
     )
+
+
+def fetch(bench: Bench, until: Any) -> bytes:
+    ask(bench, b"p")
     message = bench.next(until, lm.FetchIn)
     assert message.ranges == ((0, 20),)
     return message.transfer_id
@@ -211,15 +215,7 @@ def test_a_fetch_that_replaces_one_waits_for_its_scatters(receiving: Any, until:
     if failed:
         bench.channel.send(lm.FailedIn(transfer_id, "gone", retry=False))
         assert receiver.poll() == []
-    receiver.fetch(
-        b"d",
-        prefill_id=b"q",
-        kv_address="127.0.0.1:1",
-        incarnation=2,
-        attempt=0,
-        block_ids=[7, 2],
-        num_tokens=20,
-    )
+    ask(bench, b"q")
     pool.go()
     assert receiver.poll() == []
     receiver.cancel(b"d")
