@@ -6,7 +6,6 @@ import argparse
 import functools
 import importlib.metadata
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -20,6 +19,8 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+
+from machine import usable_cpus
 
 EXIT_CANNOT_MEASURE = 2
 MIN_PAIRS = 5
@@ -183,7 +184,7 @@ def machine() -> dict[str, Any]:
     return {
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cpus(),
         "python": platform.python_version(),
         "gpus": gpus(),
     }

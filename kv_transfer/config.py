@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kv_transfer.layout import KVLayout
+from machine import usable_cpus
 
 MAX_SLOT_BYTES = 64 << 20
 MAX_LANES = 64
@@ -34,7 +34,7 @@ class TransferDeadlines(msgspec.Struct, frozen=True):
 
 def _movers() -> int:
     """No mover on fewer than eight cores: more processes would only compete for these."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     return min(8, cores // 2) if cores >= 8 else 0
 
 

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from ctypes import byref
 from select import POLLIN, POLLOUT
 
+from machine import usable_cpus
+
 SPIN = 0.016
 """Seconds that a loop polls for a COMMIT at most. After the last KV a prefill computes the rest of that
 layer: an 8B model on an H200 takes 1.2 ms for 2,000 tokens, 5.5 ms for 8,000, and 12 ms for the last 8,192 of
 32,000."""
 _CORES_TO_SPIN = 8
-_cores = len(os.sched_getaffinity(0))
+_cores = usable_cpus()
 
 
 def spins(due: float, now: float) -> bool:

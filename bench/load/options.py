@@ -22,6 +22,7 @@ from bench.load.traffic.arrivals import ArrivalKind, Arrivals
 from bench.load.traffic.datasets import MOONCAKE_BLOCK
 from bench.load.traffic.distribution import SYNTAX, Distribution
 from bench.load.traffic.workload import DEFAULT_PRESET, PRESETS
+from machine import usable_cpus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 4
@@ -240,7 +241,7 @@ class PaceOptions:
     ] = 60.0
     timeout: Annotated[float, flag("Of one request; a slower one has failed.", "SECONDS")] = 600.0
     processes: Annotated[
-        int | None, flag("Client processes that share the load.", "N", shown="half the cores")
+        int | None, flag("Client processes that share the load.", "N", shown="half the CPUs")
     ] = None
     seed: Annotated[
         int | None,
@@ -362,8 +363,8 @@ class Options:
 
     @property
     def process_count(self) -> int:
-        """Leaves half of the cores to the rest of the machine."""
-        return self.pace.processes or max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // 2))
+        """Leaves half of the CPUs to the rest of the machine."""
+        return self.pace.processes or max(1, min(_MOST_PROCESSES, usable_cpus() // 2))
 
 
 def _check_positive(values: dict[str, float | None]) -> None:

@@ -199,7 +199,7 @@ class EngineOptions:
     seed: Annotated[int, opt("Seed of dummy weights.", "N")] = 0
     num_threads: Annotated[
         int | None,
-        opt("CPU threads of one engine.", "N", shown="an equal share of the cores", check=between(1)),
+        opt("CPU threads of one engine.", "N", shown="an equal share of the CPUs", check=between(1)),
     ] = None
 
 

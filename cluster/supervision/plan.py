@@ -12,6 +12,7 @@ from cluster import model, options
 from cluster.gpus import default_device, visible_gpus
 from cluster.options.parameters import to_argv
 from cluster.supervision.role_process import RoleState
+from machine import usable_cpus
 
 if TYPE_CHECKING:
     from rpc import TlsFiles
@@ -208,8 +209,7 @@ class Plan:
         if device.startswith("cuda"):
             threads = engine.tensor_parallel_size  # one for each rank
         else:
-            cores = len(os.sched_getaffinity(0))
-            threads = max(1, cores // (self.pool.prefill.most + self.pool.decode.most))
+            threads = max(1, usable_cpus() // (self.pool.prefill.most + self.pool.decode.most))
         return replace(engine, device=device, num_threads=engine.num_threads or threads)
 
 

@@ -59,7 +59,8 @@ class EngineConfig:
     seed: int = 0
     """Seed of dummy weights."""
     num_threads: int | None = None
-    """CPU threads of torch, of all ranks together. None: torch's default."""
+    """CPU threads of torch, of all ranks together. None: torch's default, at most the CPUs that
+    this process may use."""
     overlap: bool | None = None
     """Whether a step is launched before the tokens of the step before are known. None: yes on CUDA."""
     cuda_graphs: bool = True

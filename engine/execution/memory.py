@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.api.config import EngineConfig
-from engine.execution.host_memory import host_memory
 from engine.kernels import FP8
 from engine.layers.ranks import Ranks
 from engine.layers.weights import WeightFormat
 from engine.model_config import ModelConfig
 from engine.models import attention_caches, cache_bytes_per_token, cache_spec, state_bytes_per_request
 from engine.models.cache_spec import CacheSpec
+from machine import available_memory
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def choose_limits(
         free, total = torch.cuda.mem_get_info(device)
         check_weights_fit(config, weights // ranks.size, free, total)
         most = ranks.least(total)
-    elif weights > (free := host_memory()):
+    elif weights > (free := available_memory()):
         raise ValueError(
             f"--model {config.model}: its weights take {gib(weights)} in {dtype}, and {gib(free)} of memory "
             "are available; free some, or choose a smaller model or --dtype"

@@ -23,6 +23,7 @@ from engine.layers.ranks import Ranks
 from engine.loader import choose_format, load_model, open_checkpoint
 from engine.model_config import ModelConfig
 from engine.models.cache_spec import CacheSpec
+from machine import usable_cpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,9 @@ def start_rank(
 ) -> Started:
     """Loads this rank's part of the model and makes it ready. Raises `ValueError` for mistakes that the user
     can mend. `progress(stage, fraction)` tells how far the start is."""
-    if config.num_threads or ranks.size > 1:
-        torch.set_num_threads(max(1, (config.num_threads or torch.get_num_threads()) // ranks.size))
+    # By default torch has a thread for each CPU of the machine, whatever quota the container has.
+    threads = config.num_threads or min(torch.get_num_threads(), usable_cpus())
+    torch.set_num_threads(max(1, threads // ranks.size))
     on_gpu = device.type == "cuda"
     checkpoint = open_checkpoint(config, device)
     weight_format = choose_format(config, checkpoint.config, device)

@@ -38,6 +38,7 @@ from kv_transfer.config import NIXL_WHEELS, PAGE
 from kv_transfer.cuda_memory import CudaError
 from kv_transfer.process.nixl_slots import NixlSlots, make_slots
 from kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
+from machine import usable_cpus
 
 log = logging.getLogger("baton.kv")
 
@@ -127,7 +128,7 @@ class NixlMemory:
         config = self._nixl.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, _SLEEP
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
-        threads = min(_MOST_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
+        threads = min(_MOST_THREADS, max(2, usable_cpus() // 2))
         self._agent = self._nixl.nixlAgent(_name(incarnation).decode(), config)
         try:
             self._backend = [self._agent.createBackend("UCX", {"num_workers": str(threads)})]

@@ -339,8 +339,8 @@ def test_the_opentelemetry_variable_is_the_default_of_the_flag(
             assert role.args[role.args.index("--otlp-endpoint") + 1] == endpoint
 
 
-def test_engines_share_the_cores(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+def test_engines_share_the_cpus(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervision.plan.usable_cpus", lambda: 8)
     baton("serve", "--device", "cpu", "--prefill", "1", "--decode", "2")
     baton("serve", "--device", "cpu", "--prefill", "9", "--decode", "9")
     assert [role.cpus for role in served[0].roles()] == [2, 2, 2, 1]

@@ -48,13 +48,18 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_container_has_less_than_its_machine(root: Path) -> None:
+def test_a_container_has_less_than_its_machine(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
     (root / "proc/meminfo").write_text("MemAvailable:  64000000 kB\n")
-    assert level(node.memory(root), "memory") == "good"
+    [machine] = node.memory(root)
+    assert (machine.level, machine.found) == ("good", "61.0 GiB free, 64 CPUs")
     (root / "sys/fs/cgroup").mkdir(parents=True)
-    for limit, found in (("max", "good"), (str(1 << 30), "bad")):
-        (root / "sys/fs/cgroup/memory.max").write_text(limit + "\n")
-        assert level(node.memory(root), "memory") == found
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text("0::/\n")
+    (root / "sys/fs/cgroup/memory.max").write_text(f"{1 << 30}\n")
+    (root / "sys/fs/cgroup/cpu.max").write_text("350000 100000\n")
+    [container] = node.memory(root)
+    assert (container.level, container.found) == ("bad", "1.0 GiB free, 4 CPUs")
 
 
 def test_a_poor_machine(root: Path) -> None:

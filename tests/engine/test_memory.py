@@ -165,13 +165,28 @@ def test_weights_that_cannot_fit_the_machine_are_refused(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(str(tiny_path), dtype="float32", num_blocks=64)
-    monkeypatch.setattr("engine.execution.memory.host_memory", lambda: 500_000)
+    monkeypatch.setattr("engine.execution.memory.available_memory", lambda: 500_000)
     build_engine(config)
-    monkeypatch.setattr("engine.execution.memory.host_memory", lambda: 400_000)
+    monkeypatch.setattr("engine.execution.memory.available_memory", lambda: 400_000)
     with pytest.raises(
         ValueError, match=r"its weights take 0\.00 GiB in torch\.float32, and 0\.00 GiB of mem"
     ):
         build_engine(config)
+
+
+def test_an_engine_has_no_more_threads_than_usable_cpus(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is told to. torch knows no quota of a container."""
+    monkeypatch.setattr("engine.execution.start.usable_cpus", lambda: 1)
+    before = torch.get_num_threads()
+    try:
+        for told, found in ((None, 1), (2, 2)):
+            torch.set_num_threads(3)
+            build_engine(EngineConfig(str(tiny_path), num_blocks=64, num_threads=told))
+            assert torch.get_num_threads() == found
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from cluster import check_model, model
 from cluster.gpus import nvidia_smi, visible_gpus
 from cluster.options import DoctorOptions
 from cluster.tools.doctor.finding import Finding, bad, good, note, warning
-from engine.execution.host_memory import host_memory
+from machine import available_memory, usable_cpus
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
 MIN_FILES = 8192
@@ -119,8 +119,8 @@ def groups(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def memory(root: Path) -> Iterator[Finding]:
-    free = host_memory(root)
-    found = f"{free / 2**30:.1f} GiB free, {os.cpu_count()} cores"
+    free = available_memory(root)
+    found = f"{free / 2**30:.1f} GiB free, {usable_cpus(root)} CPUs"
     if free < ENGINE_BYTES:
         yield bad("memory", found, f"A worker needs at least {ENGINE_BYTES >> 30} GiB; stop other processes.")
     else:

@@ -1,0 +1,71 @@
+"""How much of its machine this process may use: CPUs and memory.
+
+A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use. The package
+imports no other package of Baton, and no torch.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def usable_cpus(root: Path = _ROOT) -> int:
+    """CPUs that this process can keep busy: those of its affinity, at most the CPU quota of its cgroup.
+    A part of a CPU counts as one.
+
+    With more threads than its quota a process is stopped for the rest of each period, often 100 ms.
+    `os.cpu_count` and `os.process_cpu_count` do not know quotas. `root` has /proc and /sys."""
+    cpus = len(os.sched_getaffinity(0))
+    for group in _cgroups(root, "cpu"):
+        quota = _words(group / "cpu.max") or (
+            _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+        )
+        if quota and quota[0] not in ("max", "-1"):
+            cpus = min(cpus, math.ceil(int(quota[0]) / int(quota[1])))
+    return max(1, cpus)
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that a process could allocate: what the machine has available, at most the limit of its cgroup.
+    `root` has /proc and /sys."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    for group in _cgroups(root, "memory"):
+        limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
+        if limit and limit[0] != "max":
+            free = min(free, int(limit[0]))
+    return free
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The cgroups of this process that limit what `controller` controls, with all above them.
+
+    A limit holds for all groups below. The path in /proc may be that on the host, of which a container sees
+    only its own group, as the root of what is mounted. So folders that are not there are left out."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []  # a kernel without cgroups
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            mounts = ["", "unified"]  # version 2, also beside version 1
+        elif controller in controllers.split(","):
+            mounts = [controllers, controller]
+        else:
+            continue
+        below = [part for part in path.split("/") if part not in ("", "..")]
+        for mount in mounts:
+            mounted = root / "sys/fs/cgroup" / mount
+            yield from (mounted.joinpath(*below[:depth]) for depth in range(len(below) + 1))
+
+
+def _words(file: Path) -> tuple[str, ...]:
+    """The words of a small file; none if it cannot be read."""
+    try:
+        return tuple(file.read_text().split())
+    except OSError:
+        return ()

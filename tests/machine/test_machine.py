@@ -1,0 +1,93 @@
+"""What a process may use of its machine, as the files of a container, a service or a plain machine say it."""
+
+from pathlib import Path
+
+import pytest
+
+from machine import available_memory, usable_cpus
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def sixteen_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+
+
+def written(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("groups", "quotas", "cpus"),
+    [
+        pytest.param("0::/", {"cpu.max": "150000 100000"}, 2, id="container"),
+        pytest.param("0::/", {"cpu.max": "max 100000"}, 16, id="no quota"),
+        pytest.param("0::/", {"cpu.max": "5000 100000"}, 1, id="a part of a CPU"),
+        pytest.param("0::/", {"cpu.max": "6400000 100000"}, 16, id="more than the affinity"),
+        pytest.param(
+            "0::/a.slice/b.service", {"a.slice/b.service/cpu.max": "300000 100000"}, 3, id="service"
+        ),
+        pytest.param(
+            "0::/a/b/c",
+            {"a/cpu.max": "200000 100000", "a/b/cpu.max": "800000 100000", "a/b/c/cpu.max": "max 100000"},
+            2,
+            id="the least of all above",
+        ),
+        pytest.param("0::/../other", {"cpu.max": "400000 100000"}, 4, id="outside of its namespace"),
+        pytest.param("0::/docker/f00", {"cpu.max": "400000 100000"}, 4, id="the path of the host"),
+        pytest.param(
+            "4:memory:/m\n3:cpu,cpuacct:/pod\n0::/u",
+            {"cpu,cpuacct/pod/cpu.cfs_quota_us": "250000", "cpu,cpuacct/pod/cpu.cfs_period_us": "100000"},
+            3,
+            id="version 1",
+        ),
+        pytest.param(
+            "3:cpu:/docker/f00",
+            {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "10000"},
+            5,
+            id="version 1, the path of the host",
+        ),
+        pytest.param(
+            "3:cpu:/",
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "1"},
+            16,
+            id="version 1, no quota",
+        ),
+        pytest.param(
+            "3:cpuset:/a\n0::/a", {"unified/a/cpu.max": "700000 100000"}, 7, id="version 2 beside version 1"
+        ),
+    ],
+)
+def test_cpus_are_those_of_the_affinity_within_each_quota(
+    tmp_path: Path, groups: str, quotas: dict[str, str], cpus: int
+) -> None:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in quotas.items()}
+    assert usable_cpus(written(tmp_path, {"proc/self/cgroup": groups, **files})) == cpus
+
+
+def test_a_kernel_without_cgroups_has_no_quota(tmp_path: Path) -> None:
+    assert usable_cpus(tmp_path) == 16
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "gib"),
+    [
+        ("0::/", {"memory.max": "max"}, 64),
+        ("0::/", {"memory.max": str(3 * GIB)}, 3),
+        ("0::/a/b", {"a/memory.max": str(5 * GIB), "a/b/memory.max": "max"}, 5),
+        ("4:memory:/pod", {"memory/pod/memory.limit_in_bytes": str(7 * GIB)}, 7),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, 64),
+    ],
+)
+def test_memory_is_what_is_free_within_each_limit(
+    tmp_path: Path, groups: str, limits: dict[str, str], gib: int
+) -> None:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
+    meminfo = f"MemTotal: 99999999 kB\nMemAvailable:  {64 << 20} kB"
+    files |= {"proc/self/cgroup": groups, "proc/meminfo": meminfo}
+    assert available_memory(written(tmp_path, files)) == gib * GIB
