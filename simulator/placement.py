@@ -23,6 +23,7 @@ from router.policy import (
     DecodeLoad,
     Placement,
     PrefillLoads,
+    PrefillOffer,
     PrefillRequest,
     PrefillSnapshot,
     PrefillWindow,
@@ -138,11 +139,12 @@ class Router:
     def _send_without_room(self) -> bool:
         """Sends the first request while no decode worker has room for it. False: it waits."""
         request = self._queue[0]
-        asked, snapshot, prefill = self._sticky(request)
-        load, utilisation = self._decodes[prefill], self._loads.utilisation(prefill)
-        offer = prefill_offer(snapshot, asked, prefill, self._status[prefill], load, utilisation)
-        if place_without_room(offer) is None:
+        asked, snapshot, chosen = self._sticky(request)
+        rows = snapshot.compared(chosen, lambda row: self._decodes[row].fits(request.prompt + 1), self._rng)
+        found = place_without_room([self._prefill_offer(asked, snapshot, row) for row in rows])
+        if found is None:
             return False
+        prefill = rows[found.offer]
         request.due = request.arrived + patience(request.prompt / float(snapshot.speed[prefill]))
         self._outcome.places["prefill"] += 1
         self._submit(self._queue.popleft(), prefill, prefill)
@@ -187,12 +189,15 @@ class Router:
         prefill: int,
         decode: int,
     ) -> Placement:
-        load, utilisation = self._decodes[prefill], self._loads.utilisation(prefill)
-        first = prefill_offer(snapshot, asked, prefill, self._status[prefill], load, utilisation)
+        first = self._prefill_offer(asked, snapshot, prefill)
         waiting = self._loads.tokens_waiting(decode, self._clock.now)
         cached = self._cached(decode, asked)
         offer = decode_offer(self._status[decode], self._decodes[decode], waiting, cached)
         return place(request.prompt, request.answer, first, [offer])
+
+    def _prefill_offer(self, asked: PrefillRequest, snapshot: PrefillSnapshot, row: int) -> PrefillOffer:
+        load, utilisation = self._decodes[row], self._loads.utilisation(row)
+        return prefill_offer(snapshot, asked, row, self._status[row], load, utilisation)
 
     def _submit(self, request: Request, computes: int, decodes: int, *, queued: bool = False) -> None:
         """`queued`: the decode worker gets the request when its prefill starts."""

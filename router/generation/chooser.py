@@ -61,7 +61,9 @@ class Chooser:
 
     def place_without_room(self) -> Place | None:
         """Returns where the request goes while no decode worker has room for it. None: it waits."""
-        place = self._pool.place_without_room(self.prefill())
+        job, pair = self._job, self._pair
+        avoid = self._avoid(pair.decode)
+        place = self._pool.place_without_room(job.session_key, job.chunks, pair.length, avoid)
         if place is not None:
             self._span.set(place.why.attributes())
         return place

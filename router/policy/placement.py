@@ -158,7 +158,7 @@ class Placement:
     decode: float = math.inf
     prefill: float = math.inf
     offer: int = 0
-    """For `decode`: the index of the offer."""
+    """The index of the offer: for `decode` of a decode worker, and without room of a prefill worker."""
     reason: Reason | None = None
     """Why there is no handover. None: there is one."""
 
@@ -198,12 +198,14 @@ def place(tokens: int, answer: int, prefill: PrefillOffer | None, offers: Sequen
     return found
 
 
-def place_without_room(prefill: PrefillOffer) -> Placement | None:
-    """Returns where a request goes while no decode worker can take it: to the prefill worker, if that has
-    room to decode it. None: it waits."""
-    if not prefill.decodes:
+def place_without_room(prefills: Sequence[PrefillOffer]) -> Placement | None:
+    """Returns where a request goes while no decode worker can take it: to the prefill worker with room to
+    decode it that has the first token first. Of two, the earlier offer. None: it waits."""
+    roomy = [i for i, offer in enumerate(prefills) if offer.decodes]
+    if not roomy:
         return None
-    return Placement("prefill", prefill=prefill.first_token, reason="no_room")
+    best = min(roomy, key=lambda i: prefills[i].first_token)
+    return Placement("prefill", prefill=prefills[best].first_token, offer=best, reason="no_room")
 
 
 def _reason(tokens: int, offer: DecodeOffer) -> Reason:

@@ -1,5 +1,6 @@
 """The interface of a prefill policy: a pure function of a snapshot and a request."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,10 @@ import numpy as np
 
 from router.policy.chunk_index import Overlap
 from router.policy.ring import Ring
+
+COMPARED = 3
+"""Workers to compare in detail. With 8, routers with the same old reports choose the same worker: p99 of TTFT
+of 4 routers without decode workers rises by 17 % (simulated). One router gains 2 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,11 @@ class PrefillSnapshot:
         """Estimated time until this worker samples the request's first token."""
         computing = (request.tokens - self.cached.of(row)) / self.speed[row]
         return float(self.wait[row] + self.load(row) + computing)
+
+    def compared(self, chosen: int, suits: Callable[[int], bool], rng: random.Random) -> list[int]:
+        """The rows to compare in detail: `chosen`, and others that suit; of many, some at random."""
+        others = [row for row in self.rows.tolist() if row != chosen and suits(row)]
+        return [chosen, *(others if len(others) < COMPARED else rng.sample(others, COMPARED - 1))]
 
 
 PrefillPolicy = Callable[[PrefillSnapshot, PrefillRequest], int]

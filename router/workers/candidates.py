@@ -17,6 +17,7 @@ from router.policy import (
     PrefillOffer,
     PrefillPolicy,
     PrefillRequest,
+    PrefillSnapshot,
     PrefillWork,
     apply_cache_events,
     apply_report,
@@ -35,7 +36,7 @@ STALE_PART = 1024
 
 @dataclass(frozen=True, slots=True)
 class PrefillTarget:
-    """The prefill worker that the policy chose for a request."""
+    """A prefill worker that may compute a request."""
 
     worker: WorkerConnection
     work: PrefillWork
@@ -171,17 +172,39 @@ class Candidates:
         self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
     ) -> PrefillTarget | None:
         """As `WorkerPool.choose_prefill`."""
+        asked = self._ask(key, chunks, tokens, avoid)
+        return None if asked is None else self._target(*asked)
+
+    def prefill_targets(
+        self, key: int, chunks: list[int], tokens: int, rng: random.Random, avoid: Collection[str]
+    ) -> list[PrefillTarget]:
+        """The choice of `choose_prefill`, and others that have room to decode the request, to compare it
+        with. Empty: there is no prefill worker."""
+        asked = self._ask(key, chunks, tokens, avoid)
+        if asked is None:
+            return []
+        snapshot, request, chosen = asked
+        loads = self._decode_caches.loads
+        rows = snapshot.compared(chosen, lambda row: loads[row].fits(tokens + 1), rng)
+        return [self._target(snapshot, request, row) for row in rows]
+
+    def _ask(
+        self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
+    ) -> tuple[PrefillSnapshot, PrefillRequest, int] | None:
+        """The prefill workers, the request, and the row that the policy chooses. None: there is no worker."""
         request = PrefillRequest(key=key, tokens=tokens, chunks=chunks, arrival=self._choices)
         avoided = (
             [row for connection, row in self._rows.items() if connection.address in avoid] if avoid else ()
         )
-        now = time.monotonic()
-        snapshot = self._loads.snapshot(request, now, avoided)
+        snapshot = self._loads.snapshot(request, time.monotonic(), avoided)
         if snapshot is None:
             return None
         self._choices += 1
-        row = self._policy(snapshot, request)
-        worker, work = self._workers[row], PrefillWork(tokens - snapshot.cached.of(row), chunks)
+        return snapshot, request, self._policy(snapshot, request)
+
+    def _target(self, snapshot: PrefillSnapshot, request: PrefillRequest, row: int) -> PrefillTarget:
+        worker, now = self._workers[row], time.monotonic()
+        work = PrefillWork(request.tokens - snapshot.cached.of(row), request.chunks)
         queues = self._loads.tokens_queued(row, now) > worker.description.max_num_batched_tokens
         load, utilisation = self._decode_caches.loads[row], self._loads.utilisation(row)
         offer = prefill_offer(snapshot, request, row, worker.status, load, utilisation)

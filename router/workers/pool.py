@@ -283,17 +283,21 @@ class WorkerPool:
             return Place(prefill.worker, prefill.work, within, found)
         return Place(worker, None, within, found)
 
-    def place_without_room(self, prefill: PrefillTarget | None) -> Place | None:
-        """Chooses where a request is computed while no decode worker has room for it, or while there is none.
-        None: it waits."""
-        if prefill is None or not self._may_overflow or not (self.has_decode or self._lost_decode):
+    def place_without_room(
+        self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
+    ) -> Place | None:
+        """Chooses the prefill worker that computes a request and decodes it, while no decode worker has room
+        for it, or while there is none. The arguments are those of `choose_prefill`. None: it waits."""
+        if not self._may_overflow or not (self.has_decode or self._lost_decode):
             return None
-        found = place_without_room(prefill.offer)
+        targets = self._candidates.prefill_targets(key, chunks, tokens, self._rng, avoid)
+        found = place_without_room([target.offer for target in targets])
         if found is None:
             return None
         if self._lost_decode:
             found = replace(found, reason="no_decode")
-        return Place(prefill.worker, prefill.work, patience(prefill.alone), found)
+        chosen = targets[found.offer]
+        return Place(chosen.worker, chosen.work, patience(chosen.alone), found)
 
     # ------------------------------------------------------------ reports of the connections
 

@@ -121,18 +121,22 @@ async def test_a_full_prefill_worker_hands_over(cluster: Cluster) -> None:
     assert (len(prefills(prefill)), len(decodes(decode))) == (1, 1)
 
 
-async def test_a_prefill_worker_decodes_while_decode_workers_have_no_room(cluster: Cluster) -> None:
-    [prefill], [decode] = cluster.prefills, cluster.decodes
-    await cluster.full(decode)
-    await answered_whole(cluster)
-    assert (len(decodes(prefill)), decodes(decode)) == (1, [])
-    assert await counted(cluster, "no_room") == 1
-    await cluster.full()
-    waits = asyncio.create_task(answered_whole(cluster))
-    await cluster.until(lambda: len(cluster.router.services.admission.queue) == 1)
-    await cluster.rooms({decode: 100})
+async def test_a_prefill_worker_with_room_decodes_while_decode_workers_have_none(pair: Cluster) -> None:
+    """Of one prompt, `sticky` chooses the same worker each time. The request does not wait for its room."""
+    [one, other], [decode, _] = pair.prefills, pair.decodes
+    await pair.full(*pair.decodes, other)
+    await answered_whole(pair)
+    assert (len(decodes(one)), decodes(other)) == (1, [])
+    await pair.rooms({one: 0, other: 100})
+    await answered_whole(pair)
+    assert (len(decodes(one)), len(decodes(other))) == (1, 1)
+    assert await counted(pair, "no_room") == 2
+    await pair.full(other)
+    waits = asyncio.create_task(answered_whole(pair))
+    await pair.until(lambda: len(pair.router.services.admission.queue) == 1)
+    await pair.rooms({decode: 100})
     await waits
-    assert (len(prefills(prefill)), len(decodes(decode))) == (1, 1)
+    assert sum(len(prefills(worker)) for worker in pair.prefills) == len(decodes(decode)) == 1
 
 
 async def test_a_request_for_one_token_needs_no_decode_worker(cluster: Cluster) -> None:

@@ -18,10 +18,12 @@ from router.policy import (
     PrefillRequest,
     patience,
     place,
+    place_without_room,
     prefill_offer,
 )
 from router.policy.chunk_index import ChunkIndex
 from router.policy.placement import SHORT_ANSWER
+from router.policy.prefill import COMPARED
 from rpc import worker_pb2 as pb
 
 # 50 tokens in a step of 15 ms instead of 10: 3,333 tokens/s beside the decodes.
@@ -144,6 +146,36 @@ def test_a_prefill_worker_decodes_a_short_answer_that_slows_down_few_short_promp
 ) -> None:
     prefill = PrefillOffer(0.008, computes, short_tokens, decodes=decodes, utilisation=utilisation)
     assert place(1000, answer, prefill, [DecodeOffer(LONG)]).place == expected
+
+
+@pytest.mark.parametrize(
+    ("offers", "chosen"),
+    [
+        ([(0.3, True), (0.1, True), (0.2, True)], 1),
+        ([(0.1, True), (0.1, True)], 0),  # the choice of `sticky` comes first
+        ([(0.1, False), (0.3, True), (0.2, True)], 2),  # it has no seat
+        ([(0.1, False), (0.3, False)], None),
+        ([], None),
+    ],
+)
+def test_without_room_at_decode_workers_the_prefill_worker_with_room_and_the_first_token_decodes(
+    offers: list[tuple[float, bool]], chosen: int | None
+) -> None:
+    found = place_without_room([PrefillOffer(seconds, decodes=decodes) for seconds, decodes in offers])
+    assert (None if found is None else found.offer) == chosen
+
+
+@pytest.mark.parametrize("others", [0, COMPARED - 1, COMPARED, 50])
+def test_the_chosen_prefill_worker_is_compared_with_some_that_suit(others: int) -> None:
+    loads = PrefillLoads()
+    for i in range(others + 3):
+        loads.join(f"{i}:1", block_size=16, now=0)
+    snapshot = loads.snapshot(PrefillRequest(key=1, tokens=10), 0, avoid=(0,))
+    assert snapshot is not None
+    drawn = [snapshot.compared(2, lambda row: row > 2, random.Random(seed)) for seed in range(500)]
+    assert {rows[0] for rows in drawn} == {2}
+    assert {len(set(rows)) for rows in drawn} == {1 + min(others, COMPARED - 1)}
+    assert {row for rows in drawn for row in rows[1:]} == set(range(3, others + 3)), "each may be drawn"
 
 
 @pytest.mark.parametrize(("decoding", "own", "seconds"), [(0, 0, 0.1), (1, 0, 0.3), (0, 1, 0.3)])
