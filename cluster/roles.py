@@ -93,7 +93,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
             otlp_endpoint=given.observe.endpoint,
             ready_fd=given.process.ready_fd,
         )
-        from worker.service import run
+        from worker.service_process.service import run
 
         return run(config)
 

@@ -13,6 +13,6 @@ The life of a request:
 If the KV does not arrive, the reservation waits for a Retarget, a Cancel or the deadline of the request. A
 request without a source is prefilled on this worker, in chunks that hardly delay the running batch. The
 router may name a worker with more of its prompt in the prefix cache. Then the missing KV is fetched from
-there first (`worker.prefix_fetches`). If the source is a prefill of this worker, the request takes that
-prefill over. A preempted request is handed back to its router.
+there first (`worker.engine_process.prefix_fetches`). If the source is a prefill of this worker, the request
+takes that prefill over. A preempted request is handed back to its router.
 """

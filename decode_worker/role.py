@@ -8,9 +8,9 @@ from decode_worker.attempt import Attempt, AttemptPhase
 from engine import Engine, EngineRequest, Logprobs, Output, StepResult
 from kv_transfer import Closed, FetchFailed, Injected, Receiver
 from worker import messages
-from worker.engine_loop import Parts
+from worker.engine_process.loop import Parts
+from worker.engine_process.prefix_fetches import PrefixFetches
 from worker.messages import Code, ToEngine
-from worker.prefix_fetches import PrefixFetches
 
 _WAITING = (AttemptPhase.FETCHING, AttemptPhase.TAKING, AttemptPhase.FAILED)
 

@@ -3,7 +3,7 @@
 The life of a prefill:
 
 1. A router submits it, and may name a worker with more of the prompt in its prefix cache. Then the missing KV
-   is fetched from there first (`worker.prefix_fetches`). The prefill waits to be scheduled.
+   is fetched from there first (`worker.engine_process.prefix_fetches`). The prefill waits to be scheduled.
 2. The engine reserves blocks for the whole prompt, and the KV sender opens it for a FETCH. The router learns
    that the prefill has started, if it waits for that.
 3. The engine computes the prompt in chunks. Each layer of a chunk is ready for the lanes when it is enqueued.

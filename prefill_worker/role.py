@@ -13,10 +13,10 @@ from kv_transfer import ContentWanted, FirstToken, Released
 from prefill_worker.offers import PrefixOffers
 from prefill_worker.sink import SenderSink
 from worker import messages
-from worker.engine_loop import Parts
+from worker.engine_process.loop import Parts
+from worker.engine_process.paged_kv import paged_kv
+from worker.engine_process.prefix_fetches import PrefixFetches
 from worker.messages import Code, ToEngine
-from worker.paged_kv import paged_kv
-from worker.prefix_fetches import PrefixFetches
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from engine import PrefillChunk
 from kv_transfer import Sender, TraceWriter
-from worker.attempts import Attempts
+from worker.engine_process.attempts import Attempts
 
 
 class SenderSink:

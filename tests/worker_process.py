@@ -5,7 +5,7 @@ import sys
 
 from engine import EngineConfig
 from worker import Deadlines, WorkerConfig
-from worker.service import run
+from worker.service_process.service import run
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)

@@ -1,7 +1,8 @@
 """The configuration of one worker, typed and checked once.
 
 The command line builds it (flags over environment over file) and passes it to
-`worker.service.run`. A wrong value raises a ValueError that names the flag as the user types it.
+`worker.service_process.service.run`. A wrong value raises a ValueError that names the flag as the user types
+it.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class WorkerConfig:
     otlp_endpoint: str | None = None
     """http://HOST:PORT or https://HOST:PORT of an OTLP/gRPC receiver of traces. None: no traces."""
     ready_fd: int | None = None
-    """An inherited descriptor for progress and then the ready line or the error (`worker.ready`)."""
+    """An inherited descriptor for progress and then the ready line or the error."""
 
     def __post_init__(self) -> None:
         if self.role not in ("prefill", "decode"):

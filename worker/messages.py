@@ -34,7 +34,7 @@ class _Message(Struct, tag=True, array_like=True):
 
 
 class Work(_Message, tag=False):
-    """A request as a router sent it. The service process has checked it (`worker.validation`)."""
+    """A request as a router sent it. The service process has checked it."""
 
     request: EngineRequest  # its id is the attempt id
     timeout: float  # seconds until the request's deadline

@@ -15,7 +15,7 @@ def spawn(module: str, config: bytes, *, pass_fds: Sequence[int]) -> subprocess.
 
     A fork would be unsafe, because this process has threads. The child's environment does not have the
     cluster secret. Must be called in the main thread: the child dies with the thread that spawned it
-    (`worker.child`).
+    (`worker.engine_process.child`).
     """
     environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
     popen = subprocess.Popen(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from engine import Engine, EngineConfig, build_engine
 from engine.execution.rank_files import RankFiles
 from rpc import logs
-from worker.rank_process import RankProcessConfig, spawn_rank
+from worker.engine_process.rank_process import RankProcessConfig, spawn_rank
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[
     from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
     from kv_transfer.stores.block_store import BlockStore, open_host_store
     from kv_transfer.stores.disk_store import DiskStore
-    from worker.paged_kv import paged_kv
+    from worker.engine_process.paged_kv import paged_kv
 
     device = args.device
     batch, context, count = BATCH[device], CONTEXT[device], STEPS[device]

@@ -134,7 +134,9 @@ def test_tokenizer_and_download_dir_reach_every_role(
     Path("tok").mkdir()
     assert baton("serve", "--tokenizer", "tok", "--download-dir", "hub").exit_code == 0
     started: list[Any] = []
-    monkeypatch.setattr("worker.service.run", lambda config: started.append(config.engine) or 0)
+    monkeypatch.setattr(
+        "worker.service_process.service.run", lambda config: started.append(config.engine) or 0
+    )
     monkeypatch.setattr("router.main", lambda config: started.append(config) or 0)
     for role in served[0].roles():
         more = ("--worker", "127.0.0.1:1") if role.role == "router" else ()
@@ -156,7 +158,7 @@ def test_prefix_caching_is_on_by_default(
 ) -> None:
     """Whether they are told directly or by `baton serve`."""
     started: list[Any] = []
-    monkeypatch.setattr("worker.service.run", lambda config: started.append(config) or 0)
+    monkeypatch.setattr("worker.service_process.service.run", lambda config: started.append(config) or 0)
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     baton("serve", *flags)
     passed_on = served[0].roles()[0].args

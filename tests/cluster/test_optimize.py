@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cluster.serve
-import worker.service
+import worker.service_process.service
 from cluster.cli import app
 from cluster.gpus import gpu_gib
 from cluster.options import EngineOptions, Optimize
@@ -99,7 +99,7 @@ def test_the_smallest_gpu_counts(
 def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerConfig]:
     """The workers that commands were about to run."""
     configs: list[WorkerConfig] = []
-    monkeypatch.setattr("worker.service.run", lambda config: configs.append(config) or 0)
+    monkeypatch.setattr("worker.service_process.service.run", lambda config: configs.append(config) or 0)
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     return configs
 
@@ -138,12 +138,12 @@ def test_a_worker_logs_its_settings_at_its_start(
     def refuse(*_: Any) -> None:
         raise ValueError("stop here")
 
-    monkeypatch.setattr(worker.service, "Service", refuse)
+    monkeypatch.setattr(worker.service_process.service, "Service", refuse)
     monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
     monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
     config = WorkerConfig(
         role="decode", engine=EngineConfig("model"), secret=b"s" * 32, settings="optimize balanced, CPU: …"
     )
-    with caplog.at_level(logging.INFO, "worker.service"):
-        assert worker.service.run(config) == 1
+    with caplog.at_level(logging.INFO, "worker.service_process.service"):
+        assert worker.service_process.service.run(config) == 1
     assert caplog.messages == ["optimize balanced, CPU: …", "stop here"]

@@ -29,7 +29,7 @@ from kv_transfer import TransferStats
 from router.text.tokenizer import ModelTokenizer, load_tokenizer
 from rpc import worker_pb2 as pb
 from tests.router.conftest import Cluster, make_cluster
-from worker.metrics import Metrics
+from worker.service_process.metrics import Metrics
 
 TEXT = "w11 w12 w13 w14 w15 w16 w17"
 TTFT = "vllm:time_to_first_token_seconds"

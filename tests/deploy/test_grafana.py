@@ -7,7 +7,7 @@ import subprocess
 
 from tests.grafana import GRAFANA, RULES, expressions, generator, rules
 from tests.prometheus import find
-from worker.metrics import REFUSED
+from worker.service_process.metrics import REFUSED
 
 DOCS = GRAFANA.parents[1] / "docs"
 DOCUMENTED = DOCS / "reference" / "metrics.md"

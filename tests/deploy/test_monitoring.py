@@ -12,7 +12,7 @@ import yaml
 from content import Tier
 from engine import EngineStats, ExpertStats, OffloadStats
 from worker.messages import EngineStatus, RequestCounts
-from worker.metrics import Metrics
+from worker.service_process.metrics import Metrics
 
 from .conftest import K8S, ROOT, Object, of_kind
 

@@ -19,7 +19,7 @@ from router.admission.queue import Admission
 from router.metrics import Metrics as RouterMetrics
 from rpc import worker_pb2 as pb
 from worker.messages import EngineStatus, RequestCounts
-from worker.metrics import Metrics as WorkerMetrics
+from worker.service_process.metrics import Metrics as WorkerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 SUFFIX = {"counter": "_total", "info": "_info"}

@@ -13,7 +13,7 @@ from engine.api.sampling_params import SamplingParams
 from engine.core.offload_tier import OffloadTier
 from kv_transfer.stores.disk_store import DiskStore
 from tests.engine.test_offload import text
-from worker.offload import offload_pumps
+from worker.engine_process.offload import offload_pumps
 
 
 def answers(

@@ -33,8 +33,8 @@ from tests.device import DEVICE
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
 from tests.kv_transfer.transfer_process import TransferProcess
-from worker.attempts import Attempts
-from worker.paged_kv import kv_layout, paged_kv
+from worker.engine_process.attempts import Attempts
+from worker.engine_process.paged_kv import kv_layout, paged_kv
 
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="two ranks cannot share a GPU")
 

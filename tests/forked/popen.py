@@ -30,7 +30,7 @@ KINDS = {
     "router.preparation.child": "roles",
     "tests.worker_process": "roles",
     "worker.engine_process": "roles",
-    "worker.rank_process": "roles",
+    "worker.engine_process.rank_process": "roles",
 }
 """The fork server of each module, which is named after `-m`. That of `roles` has torch."""
 LAST = "worker.engine_process"

@@ -23,9 +23,9 @@ from rpc import worker_pb2 as pb
 from tests.router.conftest import Cluster, make_cluster
 from tests.router.test_overflow import offering
 from tests.router.test_recovery import decodes
-from worker import cache_feed
-from worker.cache_feed import MAX_CHUNKS, CacheFeed
-from worker.streams import MAX_UNREAD_CACHE_BYTES, RouterStream
+from worker.service_process import cache_feed
+from worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
+from worker.service_process.streams import MAX_UNREAD_CACHE_BYTES, RouterStream
 
 CHUNKS = list(range(9))
 

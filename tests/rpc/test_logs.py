@@ -27,7 +27,7 @@ try:
     except ZeroDivisionError as error:
         raise ValueError("private") from error
 except ValueError:
-    logging.getLogger("worker.service").exception("it broke")
+    logging.getLogger("worker.service_process.service").exception("it broke")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return done.stderr.splitlines()

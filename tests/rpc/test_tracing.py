@@ -48,7 +48,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 from rpc import tracing
 from rpc.tracing import open_tracer
-import router, worker.service
+import router, worker.service_process.service
 open_tracer({endpoint!r}, "baton", {{}})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -7,7 +7,7 @@ from decode_worker.role import DecodeRole
 from engine import EngineRequest, Logprobs, Output
 from kv_transfer import TraceWriter
 from worker import messages
-from worker.attempts import Attempts
+from worker.engine_process.attempts import Attempts
 from worker.messages import Code, FromEngine
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16

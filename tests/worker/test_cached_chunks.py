@@ -8,7 +8,7 @@ from content import CHUNK_TOKENS, Tier, prompt_hints
 from engine.api.request import EngineRequest
 from engine.core.block_pool import BlockPool
 from engine.core.scheduler import Scheduler
-from worker.cached_chunks import CachedChunks
+from worker.engine_process.cached_chunks import CachedChunks
 
 ROOT = b"root"
 

@@ -13,10 +13,11 @@ from engine import EngineConfig
 from kv_transfer import InjectStats
 from tests.cluster_helpers import request, sampling
 from tests.otlp import Receiver, Span
-from worker import messages, validation
+from worker import messages
 from worker.config import Role, WorkerConfig
-from worker.journal import Journal
 from worker.messages import Code
+from worker.service_process import validation
+from worker.service_process.journal import Journal
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_every_end_removes_the_attempt_and_only_failures_are_logged_at_info(
     journal.decoded(messages.Decoded(attempt, now, now, 1))  # arrives after the end
     assert journal._open == {}
     journal.close()
-    assert [record.getMessage() for record in caplog.records if record.name == "worker.journal"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == Journal.__module__] == [
         f"request mine, attempt {attempt.hex()}: kv_failed: lost",
         f"request mine, attempt {attempt.hex()}: engine: not finite",
     ]

@@ -12,7 +12,7 @@ from content import Tier
 from engine import EngineStats, ExpertStats, OffloadStats
 from kv_transfer import TransferStats
 from worker.messages import EngineStatus, RequestCounts
-from worker.metrics import Metrics
+from worker.service_process.metrics import Metrics
 
 # The Accept headers of Prometheus 2.42 and 3.5.
 ACCEPTED = (

@@ -8,10 +8,10 @@ import pytest
 from content import CHUNK_TOKENS
 from engine import EngineRequest
 from kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, TraceWriter
-from worker import prefix_fetches, prefix_links
+from worker.engine_process import prefix_fetches, prefix_links
+from worker.engine_process.prefix_fetches import PrefixFetches
+from worker.engine_process.prefix_links import PrefixLinks
 from worker.messages import ContentSource, RequestCounts
-from worker.prefix_fetches import PrefixFetches
-from worker.prefix_links import PrefixLinks
 
 TOKEN_BYTES = 100
 SOURCE = ContentSource("127.0.0.1:7000", 8)

@@ -10,10 +10,11 @@ import pytest
 
 from engine import Logprobs, Output, PromptLogprobs
 from rpc import worker_pb2 as pb
-from worker import messages, streams
-from worker.cache_feed import MAX_CHUNKS, CacheFeed
-from worker.grpc_service import AttachService
-from worker.streams import MAX_UNREAD_BYTES, RouterStream
+from worker import messages
+from worker.service_process import streams
+from worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
+from worker.service_process.grpc_service import AttachService
+from worker.service_process.streams import MAX_UNREAD_BYTES, RouterStream
 
 
 class SlowContext:

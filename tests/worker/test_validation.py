@@ -9,7 +9,15 @@ from engine import Reasoning
 from rpc import worker_pb2 as pb
 from tests.cluster_helpers import request, sampling
 from worker.messages import Code
-from worker.validation import Limits, ProtocolError, Refused, attempt_id, output_tokens, source, work
+from worker.service_process.validation import (
+    Limits,
+    ProtocolError,
+    Refused,
+    attempt_id,
+    output_tokens,
+    source,
+    work,
+)
 
 LIMITS = Limits(vocab_size=100, max_model_len=32)
 ID = b"a" * 16

@@ -15,7 +15,7 @@ from kv_transfer.stores.block_store import BlockStore, Pair, open_host_store
 from kv_transfer.stores.disk_store import DiskStore
 from kv_transfer.stores.ranked_store import RankedStore, StoreServer
 from kv_transfer.transport import PagedKV
-from worker.paged_kv import paged_kv
+from worker.engine_process.paged_kv import paged_kv
 
 POLL = 0.0005
 """Seconds between two calls while copies are under way."""

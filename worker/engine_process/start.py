@@ -1,7 +1,7 @@
 """The start of an engine process, before the slow imports.
 
 1. Read the configuration from stdin.
-2. Tie the process to its parent (`worker.child`).
+2. Tie the process to its parent (`child`).
 3. Run the role, which imports torch.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from engine.execution.rank_files import RankFiles
-from worker.child import begin
+from worker.engine_process.child import begin
 
 EXIT_START_FAILED = 2
 """Exit code of an engine process that has sent a StartFailed with the reason."""

@@ -6,12 +6,12 @@ This module puts the two roles and the engine together. No other module of this 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from worker.child import end
-from worker.engine_start import EngineProcessConfig, start
+from worker.engine_process.child import end
+from worker.engine_process.start import EngineProcessConfig, start
 
 if TYPE_CHECKING:
     from engine import Engine
-    from worker.engine_loop import Parts, Role
+    from worker.engine_process.loop import Parts, Role
 
 
 def run(config: EngineProcessConfig) -> int:
@@ -19,9 +19,9 @@ def run(config: EngineProcessConfig) -> int:
     from decode_worker.role import DecodeRole
     from prefill_worker.role import PrefillRole
     from prefill_worker.sink import SenderSink
-    from worker import engine_loop
-    from worker.paged_kv import paged_kv
-    from worker.prefix_fetches import PrefixFetches
+    from worker.engine_process import loop
+    from worker.engine_process.paged_kv import paged_kv
+    from worker.engine_process.prefix_fetches import PrefixFetches
 
     def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
         sink = SenderSink(parts.trace, parts.attempts)
@@ -33,7 +33,7 @@ def run(config: EngineProcessConfig) -> int:
         prefill = PrefillRole(parts, engine, sink, fetches)
         return engine, (prefill, DecodeRole(parts, engine, receiver, prefill, fetches))
 
-    return engine_loop.run(config, build)
+    return loop.run(config, build)
 
 
 if __name__ == "__main__":

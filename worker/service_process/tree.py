@@ -26,14 +26,14 @@ from rpc.directories import make_directory
 from rpc.process_end import describe_exit
 from worker import messages
 from worker.config import WorkerConfig
-from worker.engine_start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
+from worker.engine_process.rank_process import RankArenas, RankProcessConfig, spawn_rank
+from worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
 from worker.failure import EngineError, StartError, TreeError
 from worker.ipc import EngineLink
 from worker.messages import EngineReady, FromEngine
 from worker.processes import ChildProcess, spawn
-from worker.rank_process import RankArenas, RankProcessConfig, spawn_rank
-from worker.transfer_link import TransferLink
-from worker.watchdog import START_SILENCE, Watchdog
+from worker.service_process.transfer_link import TransferLink
+from worker.service_process.watchdog import START_SILENCE, Watchdog
 
 ENGINE_MODULE = "worker.engine_process"
 MIN_TRANSFER_SILENCE = 3.0

@@ -1,6 +1,8 @@
-"""The process of a rank from 1 on, of an engine that spans several devices: `python -m worker.rank_process`.
+"""The process of a rank from 1 on, of an engine that spans several devices.
 
-1. Read the configuration from stdin, and tie the process to its parent (`worker.child`).
+Its service runs `python -m worker.engine_process.rank_process`.
+
+1. Read the configuration from stdin, and tie the process to its parent (`child`).
 2. Start together with the engine process, which is rank 0.
 3. Follow rank 0 until it stops. Threads copy KV between this rank's cache and the arenas meanwhile.
 """
@@ -17,8 +19,8 @@ import msgspec
 from engine import EngineConfig
 from engine.execution.rank_files import RankFiles
 from kv_transfer import ArenaEnd
-from worker.child import begin, end
-from worker.engine_start import EXIT_START_FAILED
+from worker.engine_process.child import begin, end
+from worker.engine_process.start import EXIT_START_FAILED
 from worker.processes import spawn
 
 
@@ -54,7 +56,7 @@ def spawn_rank(config: RankProcessConfig) -> subprocess.Popen[bytes]:
     if config.arenas is not None:
         fds += (*config.arenas.sending_fds, *config.arenas.receiving_fds)
     fds += tuple(config.offload_fds)
-    return spawn("worker.rank_process", msgspec.json.encode(config), pass_fds=fds)
+    return spawn("worker.engine_process.rank_process", msgspec.json.encode(config), pass_fds=fds)
 
 
 def _nothing(layer: int) -> None:
@@ -70,8 +72,8 @@ def main() -> int:
     # These import torch.
     from engine.execution.rank import Follower
     from kv_transfer.endpoint.rank_copier import RankCopier
-    from worker.offload import serve_offload
-    from worker.paged_kv import paged_kv
+    from worker.engine_process.offload import serve_offload
+    from worker.engine_process.paged_kv import paged_kv
 
     gc.freeze()  # as in the engine process
     try:

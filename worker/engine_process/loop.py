@@ -35,14 +35,14 @@ from kv_transfer.channel import ChannelClosed
 from kv_transfer.wait import spins, wait
 from rpc import vocabulary_fingerprint
 from worker import messages
-from worker.attempts import Attempts
-from worker.cached_chunks import CachedChunks
-from worker.engine_start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
+from worker.engine_process.attempts import Attempts
+from worker.engine_process.cached_chunks import CachedChunks
+from worker.engine_process.offload import POLL, OffloadPump, offload_pumps
+from worker.engine_process.paged_kv import kv_layout
+from worker.engine_process.prefix_links import PrefixLinks
+from worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
 from worker.ipc import ServiceLink
 from worker.messages import Code, RequestCounts, ToEngine
-from worker.offload import POLL, OffloadPump, offload_pumps
-from worker.paged_kv import kv_layout
-from worker.prefix_links import PrefixLinks
 
 IDLE_TICK = 0.5  # seconds
 

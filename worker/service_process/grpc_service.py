@@ -20,10 +20,11 @@ import grpc.aio
 from rpc import worker_pb2 as pb
 from rpc.reports import LONGEST_REPORT
 from rpc.worker_pb2_grpc import WorkerServicer
-from worker import messages, streams, validation
+from worker import messages
 from worker.messages import Code, ToEngine
-from worker.streams import RouterStream
-from worker.validation import Limits, ProtocolError, Refused
+from worker.service_process import streams, validation
+from worker.service_process.streams import RouterStream
+from worker.service_process.validation import Limits, ProtocolError, Refused
 
 log = logging.getLogger(__name__)
 

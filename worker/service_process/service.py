@@ -16,17 +16,18 @@ from content import Tier
 from rpc import worker_pb2 as pb
 from rpc.reports import LONGEST_REPORT
 from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
-from worker import messages, streams
-from worker.cache_feed import CacheFeed
+from worker import messages
 from worker.config import Role, WorkerConfig
 from worker.failure import EngineError, StartError, TreeError
-from worker.grpc_service import AttachService
-from worker.journal import Journal
 from worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
-from worker.metrics import Metrics
-from worker.ready import ReadyPipe
-from worker.tree import WorkerTree
-from worker.validation import Limits
+from worker.service_process import streams
+from worker.service_process.cache_feed import CacheFeed
+from worker.service_process.grpc_service import AttachService
+from worker.service_process.journal import Journal
+from worker.service_process.metrics import Metrics
+from worker.service_process.ready import ReadyPipe
+from worker.service_process.tree import WorkerTree
+from worker.service_process.validation import Limits
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 from content import CHUNK_TOKENS, Tier
 from engine import Engine, EngineRequest
 from kv_transfer import MAX_CHUNKS, Closed, FetchFailed, Injected, Receiver, TraceWriter
+from worker.engine_process.prefix_links import Link, PrefixLinks
 from worker.messages import ContentSource, RequestCounts
-from worker.prefix_links import Link, PrefixLinks
 
 LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""
