@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from worker.messages import Source
+from worker.messages import PrefillSource
 
 
 class AttemptPhase(Enum):
@@ -20,7 +20,7 @@ class AttemptPhase(Enum):
 class Attempt:
     prompt_tokens: int
     output_tokens: int  # number of tokens emitted before this attempt
-    source: Source | None  # None: the prompt is prefilled on this worker
+    source: PrefillSource | None  # None: the prompt is prefilled on this worker
     deadline: float  # time.monotonic(), before which the KV must arrive
     phase: AttemptPhase = AttemptPhase.FETCHING
     block_ids: Sequence[int] = ()  # of a reservation

@@ -42,7 +42,7 @@ class Work(_Message, tag=False):
     traceparent: str  # of the attempt; empty if the attempt is not traced
 
 
-class Source(_Message, tag=False):
+class PrefillSource(_Message, tag=False):
     """The prefill that sends the KV of a request."""
 
     prefill_id: bytes
@@ -82,14 +82,14 @@ class Prefill(_Message):
 class Decode(_Message):
     stream: int
     work: Work
-    source: Source | None  # None: the decode worker prefills the prompt
+    source: PrefillSource | None  # None: the decode worker prefills the prompt
     content: ContentSource | None = None  # only without a source
 
 
 class Retarget(_Message):
     stream: int
     decode_id: bytes
-    source: Source
+    source: PrefillSource
     output_ids: list[int]
 
 
@@ -204,7 +204,7 @@ class PromptScored(_Message):
     logprobs: PromptLogprobs
 
 
-class Failed(_Message):
+class AttemptFailed(_Message):
     stream: int
     attempt_id: bytes
     code: Code
@@ -319,7 +319,7 @@ FromEngine = (
     | Reserved
     | PrefillStarted
     | PromptScored
-    | Failed
+    | AttemptFailed
     | EngineStatus
     | KVInjected
     | Prefilled

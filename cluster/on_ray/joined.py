@@ -96,7 +96,7 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
         # If the machine of the routers was lost, Ray has restarted them elsewhere: replace them here.
         moved = [] if found.front_node == cluster.front_node else cluster.roles
         _end_actors([SUPERVISOR, *(actor_name(spec) for spec in moved if spec.role == "router")])
-    return asyncio.run(Start(plan, cluster, found=supervisor is not None).run())
+    return asyncio.run(DetachedStart(plan, cluster, found=supervisor is not None).run())
 
 
 def _check(found: Detached, wanted: Detached, address: str) -> None:
@@ -185,7 +185,7 @@ async def _end(supervisor: Any, signum: int) -> None:
     ray.kill(supervisor)
 
 
-class Start:
+class DetachedStart:
     """Starts a detached cluster and shows its progress.
 
     Args:

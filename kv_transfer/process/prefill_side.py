@@ -42,7 +42,16 @@ from kv_transfer.process.nixl_memory import NixlMemory
 from kv_transfer.process.stats import TransferCounters, printable
 from kv_transfer.protocol.effects import Expired, Send
 from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header, kind_of
-from kv_transfer.protocol.held import Effect, Held, HeldPrefills, Pin, Release, Start, Stop, Waiting
+from kv_transfer.protocol.held import (
+    Effect,
+    Held,
+    HeldPrefills,
+    Pin,
+    Release,
+    StartTransfer,
+    StopTransfer,
+    Waiting,
+)
 from kv_transfer.protocol.messages import (
     Abort,
     Aborted,
@@ -352,7 +361,7 @@ class PrefillSide:
     def _apply(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Start(prefill_id, transfer_id, number, fetch):
+                case StartTransfer(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
                     transport = self._transports.get(number, "tcp")
                     slots = window(session.lane_count, self._config.num_slots, transport)
@@ -364,7 +373,7 @@ class PrefillSide:
                     )  # fmt: skip
                 case Pin(pin_id, chunks, first_chunk):
                     self._channel.post(PinOut(pin_id, chunks, first_chunk))
-                case Stop(prefill_id, transfer_id):
+                case StopTransfer(prefill_id, transfer_id):
                     self._channel.post(StopOut(prefill_id, transfer_id))
                 case Release(prefill_id, reason):
                     self._counters.transfers[reason] += 1

@@ -41,7 +41,7 @@ class HoldState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartTransfer:
     """To the engine: serve this transfer."""
 
     prefill_id: bytes
@@ -51,7 +51,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopTransfer:
     """To the engine: the transfer is over; the prefill is still held."""
 
     prefill_id: bytes
@@ -83,7 +83,7 @@ class Pin:
     first_chunk: int
 
 
-Effect = Start | Stop | Release | Waiting | Pin | Send | Expired
+Effect = StartTransfer | StopTransfer | Release | Waiting | Pin | Send | Expired
 
 
 @dataclass(slots=True, eq=False)
@@ -354,7 +354,7 @@ class HeldPrefills:
         held.receiver_rank, held.attempt = fetch.receiver_rank, fetch.attempt
         held.stop = fetch.ranges[-1][1] if fetch.ranges else 0
         self.open[transfer_id] = held
-        return [Start(held.prefill_id, transfer_id, session, fetch)]
+        return [StartTransfer(held.prefill_id, transfer_id, session, fetch)]
 
     def _end_transfer(self, held: Held, reason: Reason, now: float) -> list[Effect]:
         """STREAMING or COMMITTED → READY. A pin serves one transfer, so it is released."""
@@ -368,7 +368,7 @@ class HeldPrefills:
             held.transfer_id = None
         held.state, held.since = HoldState.READY, now
         answer = Send(held.session, transfer_id, Aborted(reason, held.sent))
-        return [answer, Stop(held.prefill_id, transfer_id)]
+        return [answer, StopTransfer(held.prefill_id, transfer_id)]
 
     def _release(self, held: Held, reason: Reason | Literal["acked"], now: float) -> list[Effect]:
         effects: list[Effect] = []

@@ -51,8 +51,8 @@ TruncatedLength = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(_not_zer
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 PromptInput = Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None
 
 # Variables of a chat template beside messages and tools, such as Qwen 3's `enable_thinking`.
 TemplateSettings = Annotated[dict[Annotated[str, Field(max_length=64)], Any], Field(max_length=64)]

@@ -8,8 +8,8 @@ from router.api.fields import (
     MAX_LISTED,
     MAX_STOPS,
     Nullable,
-    Stop,
     Stops,
+    StopString,
     TokenId,
     TruncatedLength,
     stops,
@@ -41,7 +41,7 @@ class SamplingBody(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
-    bad_words: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED)] | None
     ) = None

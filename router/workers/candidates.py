@@ -25,7 +25,7 @@ from router.policy import (
     prefill_offer,
 )
 from router.workers.connection import WorkerConnection
-from router.workers.refusal import Refused
+from router.workers.refusal import RefusedWorker
 from rpc import worker_pb2 as pb
 
 DRAWN = 2
@@ -144,13 +144,13 @@ class Candidates:
         apply_report(self._loads, self._rows[connection], connection.status, alone, time.monotonic())
 
     def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
-        """Raises Refused if the worker reports more chunks than fit into its blocks, on its host included."""
+        """Raises RefusedWorker if it reports more chunks than fit into its blocks, on its host included."""
         described, row, index = connection.description, self._rows[connection], self._loads.index
         apply_cache_events(index, row, events)
         self._drop_stale()
         blocks = described.num_blocks + described.offload_blocks
         if index.reported(row) > blocks * -(-described.block_size // CHUNK_TOKENS):
-            raise Refused(f"it reports more cached chunks than fit into {blocks} blocks")
+            raise RefusedWorker(f"it reports more cached chunks than fit into {blocks} blocks")
 
     def prefill_sent(self, connection: WorkerConnection, work: PrefillWork) -> None:
         self._loads.sent(self._rows[connection], work, time.monotonic())

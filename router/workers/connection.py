@@ -27,7 +27,7 @@ from router.policy import DecodeLoad, PrefillWork
 from router.workers.attempts import Attempt, AttemptOwner, AttemptTable
 from router.workers.breaker import CircuitBreaker
 from router.workers.cache_sequence import CacheAction, CacheSequence
-from router.workers.refusal import SEE_WORKER_LOG, Refused, explain
+from router.workers.refusal import SEE_WORKER_LOG, RefusedWorker, explain
 from router.workers.reports import clear_invalid_rates, token_defect
 from router.workers.send_queue import SendQueue
 from rpc import worker_pb2 as pb
@@ -61,7 +61,7 @@ class Observer(Protocol):
         ...
 
     def check(self, connection: "WorkerConnection") -> None:
-        """Raises Refused if the worker does not fit the other workers."""
+        """Raises RefusedWorker if the worker does not fit the other workers."""
 
     def availability_changed(self, connection: "WorkerConnection") -> None: ...
     def load_changed(self, connection: "WorkerConnection") -> None:
@@ -71,7 +71,7 @@ class Observer(Protocol):
     def prefill_reported(self, connection: "WorkerConnection") -> None: ...
     def prefill_sent(self, connection: "WorkerConnection", work: PrefillWork) -> None: ...
     def cache_changed(self, connection: "WorkerConnection", events: pb.CacheEvents) -> None:
-        """Gets events without gaps. Raises Refused if more chunks are cached than fit into the blocks."""
+        """Gets events without gaps. Raises RefusedWorker if more chunks are cached than its blocks hold."""
         ...
 
     def prefill_ended(self, connection: "WorkerConnection", work: PrefillWork, *, computed: bool) -> None:
@@ -300,7 +300,7 @@ class WorkerConnection:
                     if self.state is WorkerState.REFUSED:  # another worker may start at this address
                         self.state, self.description = WorkerState.CONNECTING, pb.WorkerDescription()
                         self.pool = pb.POOL_UNSPECIFIED
-                except Refused as error:
+                except RefusedWorker as error:
                     self.state, self.reason, self.remedy = WorkerState.REFUSED, str(error), error.remedy
                     backoff = LAST_BACKOFF
                 finally:
@@ -344,7 +344,7 @@ class WorkerConnection:
             except asyncio.CancelledError:
                 if _cancelled_from_outside():
                     raise
-                raise Refused("it does not read the messages that the router sends") from None
+                raise RefusedWorker("it does not read the messages that the router sends") from None
 
     def _detach(self) -> None:
         """Ends the session. All open attempts are lost."""

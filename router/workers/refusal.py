@@ -28,7 +28,7 @@ _CAUSES = (
 _CLOSED_AT_ONCE = "failed to connect", "socket closed"
 
 
-class Refused(Exception):
+class RefusedWorker(Exception):
     """A worker cannot be part of the pool. The message is the reason."""
 
     def __init__(self, reason: str, remedy: str = SEE_WORKER_LOG) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from kv_transfer.protocol.effects import Send
 from kv_transfer.protocol.fetches import FrameRefused
 from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.held import MOST_PINS, Pin, Release, Start
+from kv_transfer.protocol.held import MOST_PINS, Pin, Release, StartTransfer
 from kv_transfer.protocol.incoming import TransferState
 from kv_transfer.protocol.messages import Ack, Commit, FetchContent, FirstToken, Have
 
@@ -52,7 +52,7 @@ class ContentWorld(World):
                 case Pin(pin_id, chunks, first_chunk):
                     assert (chunks, first_chunk) == (CHUNKS, 3)
                     self.wanted.append(pin_id)
-                case Start(_, transfer_id, _, fetch):
+                case StartTransfer(_, transfer_id, _, fetch):
                     assert fetch.ranges == ((192, 256),)
                     self.queued += [(transfer_id, 0), (transfer_id, 1)]
                     commit = Commit(FirstToken(0), 2, 2 * FRAME_BYTES)

@@ -9,7 +9,15 @@ from msgspec.structs import replace
 
 from kv_transfer.config import TransferDeadlines
 from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.held import HeldPrefills, HoldState, Pin, Release, Start, Stop, Waiting
+from kv_transfer.protocol.held import (
+    HeldPrefills,
+    HoldState,
+    Pin,
+    Release,
+    StartTransfer,
+    StopTransfer,
+    Waiting,
+)
 from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, FirstToken, Have, Reason
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
@@ -25,7 +33,7 @@ def table(max_waiting: int = 2) -> HeldPrefills:
 def streaming() -> HeldPrefills:
     held = table()
     held.offer(P, 0)
-    assert held.fetch(T1, A, FETCH, 0) == [Start(P, T1, A, FETCH)]
+    assert held.fetch(T1, A, FETCH, 0) == [StartTransfer(P, T1, A, FETCH)]
     return held
 
 
@@ -54,7 +62,7 @@ def test_the_good_way() -> None:
 def test_a_fetch_waits_for_its_prefill() -> None:
     held = table()
     assert held.fetch(T1, A, FETCH, 0) == [Waiting(P)]
-    assert held.offer(P, 1) == [Start(P, T1, A, FETCH)]
+    assert held.offer(P, 1) == [StartTransfer(P, T1, A, FETCH)]
     assert not held.waiting
 
 
@@ -65,7 +73,7 @@ def test_the_table_of_waiting_fetches_is_bounded() -> None:
     assert held.fetch(T2, A, other, 0) == [aborted("busy", transfer=T2)]
     # A newer FETCH for the same id takes its place.
     assert held.fetch(T2, B, FETCH, 0) == [aborted("superseded")]
-    assert held.offer(P, 1) == [Start(P, T2, B, FETCH)]
+    assert held.offer(P, 1) == [StartTransfer(P, T2, B, FETCH)]
 
 
 def test_waiting_ends_by_abort_deadline_session_or_drain() -> None:
@@ -87,18 +95,22 @@ def test_waiting_ends_by_abort_deadline_session_or_drain() -> None:
 def test_abort_makes_it_ready_again() -> None:
     held = streaming()
     held.begin_send(T1, 1)
-    assert held.abort(T1, "integrity", 2) == [aborted("integrity", 1), Stop(P, T1)]
+    assert held.abort(T1, "integrity", 2) == [aborted("integrity", 1), StopTransfer(P, T1)]
     assert held.held[P].state is HoldState.READY
     assert not held.begin_send(T1, 2), "a queued frame of an ended transfer must not leave"
     assert held.abort(T1, "integrity", 2) == []
-    assert held.fetch(T2, A, FETCH, 3) == [Start(P, T2, A, FETCH)]
+    assert held.fetch(T2, A, FETCH, 3) == [StartTransfer(P, T2, A, FETCH)]
     assert held.ack(T1, 4) == [], "only the current transfer's ACK counts"
 
 
 def test_superseded() -> None:
     held = streaming()
     held.begin_send(T1, 1)
-    assert held.fetch(T2, B, FETCH, 2) == [aborted("superseded", 1), Stop(P, T1), Start(P, T2, B, FETCH)]
+    assert held.fetch(T2, B, FETCH, 2) == [
+        aborted("superseded", 1),
+        StopTransfer(P, T1),
+        StartTransfer(P, T2, B, FETCH),
+    ]
     assert held.abort(T1, "cancelled", 3) == []
     assert held.session_down(A, 3) == []
     held.commit(T2, COMMIT, 4)
@@ -132,7 +144,7 @@ def test_a_committed_transfer_survives_its_session() -> None:
     """Decode has everything; its ACK comes over the next session."""
     held = streaming()
     held.commit(T1, COMMIT, 1)
-    assert held.session_down(A, 2) == [Stop(P, T1)]
+    assert held.session_down(A, 2) == [StopTransfer(P, T1)]
     assert held.ack(T1, 3) == [Release(P, "acked")]
 
 
@@ -144,7 +156,7 @@ def pinned() -> HeldPrefills:
     held = table()
     assert held.fetch_content(T1, A, CONTENT, 0) == [Pin(PIN, CONTENT.chunks, 2)]
     fetch = Fetch(PIN, 0, 1, ((128, 256),), 0, 0, 4)
-    assert held.pinned(PIN, 2, 1) == [Send(A, T1, Have(2)), Start(PIN, T1, A, fetch)]
+    assert held.pinned(PIN, 2, 1) == [Send(A, T1, Have(2)), StartTransfer(PIN, T1, A, fetch)]
     return held
 
 
@@ -216,12 +228,12 @@ def test_a_pin_is_never_a_prefill() -> None:
     fetch = Fetch(T1, 9, 1, (), 0, 0, 4)
     assert held.fetch(T2, B, fetch, 2) == [Waiting(T1)]
     assert held.fetch_content(T1, B, CONTENT, 2) == [aborted("integrity", session=B)]
-    assert held.offer(T1, 3) == [Start(T1, T2, B, fetch)]
-    assert held.ack(T2, 4) == [aborted("integrity", session=B, transfer=T2), Stop(T1, T2)]
+    assert held.offer(T1, 3) == [StartTransfer(T1, T2, B, fetch)]
+    assert held.ack(T2, 4) == [aborted("integrity", session=B, transfer=T2), StopTransfer(T1, T2)]
     assert held.open == {T1: held.held[PIN]}
     held.fetch_content(P, A, CONTENT, 5)
     assert held.fetch(T2, B, FETCH, 5) == [Waiting(P)], "the FETCH of a prefill stays"
-    assert held.offer(P, 6) == [Start(P, T2, B, FETCH)]
+    assert held.offer(P, 6) == [StartTransfer(P, T2, B, FETCH)]
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -231,7 +243,7 @@ def test_an_ack_that_crosses_the_deadline_counts(committed: bool) -> None:
     if committed:
         held.commit(T1, COMMIT, 1)
     held.finish(P, 1)
-    assert expire(held, 11) == ["progress", aborted("deadline"), Stop(P, T1)]
+    assert expire(held, 11) == ["progress", aborted("deadline"), StopTransfer(P, T1)]
     assert held.ack(T1, 12) == ([Release(P, "acked")] if committed else [])
     assert held.ack(T1, 13) == []
 
@@ -240,13 +252,13 @@ def test_an_ack_that_crosses_the_deadline_counts(committed: bool) -> None:
 def test_an_ack_of_what_its_receiver_ended_means_nothing(reason: Reason) -> None:
     held = streaming()
     held.commit(T1, COMMIT, 1)
-    assert held.abort(T1, reason, 2) == [aborted(reason), Stop(P, T1)]
+    assert held.abort(T1, reason, 2) == [aborted(reason), StopTransfer(P, T1)]
     assert held.ack(T1, 3) == []
 
 
 def test_an_ack_of_what_was_never_committed_is_an_error() -> None:
     held = streaming()
-    assert held.ack(T1, 1) == [aborted("integrity"), Stop(P, T1)]
+    assert held.ack(T1, 1) == [aborted("integrity"), StopTransfer(P, T1)]
 
 
 def test_a_transfer_id_is_used_once() -> None:
@@ -264,7 +276,7 @@ def test_a_peer_that_uses_a_transfer_id_again_ends_nothing(end: str) -> None:
     held.commit(T1, COMMIT, 1)
     held.session_down(A, 2)
     held.offer(Q, 2)
-    start = Start(Q, T1, B, Fetch(Q, 0, 1, (), 0, 0, 4))
+    start = StartTransfer(Q, T1, B, Fetch(Q, 0, 1, (), 0, 0, 4))
     assert held.fetch(T1, B, start.fetch, 2) == [start]
     if end == "close":
         held.close(P, "cancelled", 3)
@@ -290,7 +302,7 @@ def test_deadlines_run_only_once_it_is_computed() -> None:
     held.finish(P, 1000)
     held.begin_send(T1, 1005)
     assert expire(held, 1014) == []
-    assert expire(held, 1015) == ["progress", aborted("deadline", 1), Stop(P, T1)]
+    assert expire(held, 1015) == ["progress", aborted("deadline", 1), StopTransfer(P, T1)]
     assert expire(held, 1044) == []
     assert expire(held, 1045) == ["hold", Release(P, "deadline")]
     assert expire(held, 2000) == []
@@ -335,7 +347,7 @@ def test_neither_deadline_hits_what_still_flows(committed: bool) -> None:
         assert expire(held, now + 9, {A: now}) == []
     flow = {A: 3600.0}
     assert expire(held, 3609.9, flow) == []
-    assert expire(held, 3610, flow) == ["progress", aborted("deadline", 1), Stop(P, T1)]
+    assert expire(held, 3610, flow) == ["progress", aborted("deadline", 1), StopTransfer(P, T1)]
     assert expire(held, 3639.9, {A: 3639.0}) == []
     assert expire(held, 3640, {A: 3640.0}) == ["hold", Release(P, "deadline")], "no peer FETCHed it again"
 
@@ -369,4 +381,4 @@ def test_a_fetch_of_several_receivers_is_refused_by_name() -> None:
     held.offer(P, 0)
     several = replace(FETCH, receivers=2)
     assert held.fetch(T1, A, several, 0) == [aborted("unsupported")]
-    assert held.fetch(T2, A, FETCH, 0) == [Start(P, T2, A, FETCH)]
+    assert held.fetch(T2, A, FETCH, 0) == [StartTransfer(P, T2, A, FETCH)]

@@ -30,7 +30,7 @@ from kv_transfer.protocol.fetches import (
     Transfer,
 )
 from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.held import HeldPrefills, Release, Start
+from kv_transfer.protocol.held import HeldPrefills, Release, StartTransfer
 from kv_transfer.protocol.incoming import TransferState
 from kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToken
 
@@ -108,7 +108,7 @@ class World:
 
     def apply(self, effects: list[Any]) -> None:
         for e in effects:
-            if isinstance(e, Start):
+            if isinstance(e, StartTransfer):
                 assert not self.released, "a released prefill is served"
                 self.started = e.transfer_id
                 self.queued += [(e.transfer_id, 0), (e.transfer_id, 1)]

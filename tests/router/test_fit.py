@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from router.workers.fit import RouterModel, check_fit
-from router.workers.refusal import Refused
+from router.workers.refusal import RefusedWorker
 from rpc import worker_pb2 as pb
 
 MODEL = RouterModel("ours", vocab_size=1000, vocabulary_fingerprint="v1")
@@ -54,6 +54,6 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
     ],
 )
 def test_workers_that_do_not_fit(changes: dict[str, Any], reason: str, remedy: str) -> None:
-    with pytest.raises(Refused, match=reason) as refusal:
+    with pytest.raises(RefusedWorker, match=reason) as refusal:
         check_fit(described(**changes), MODEL, {"prefill 0 at a:1": described()})
     assert remedy in refusal.value.remedy

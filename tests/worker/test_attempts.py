@@ -53,15 +53,15 @@ def test_a_failure_ends_an_attempt_and_is_sent_after_its_tokens() -> None:
     table.token(Output(A, 0, 7, Logprobs(-1.0, (7,), (-1.0,))))
     table.fail(A, Code.HANDED_BACK, "why")
     table.fail(A, Code.ENGINE, "twice")
-    assert [type(m) for m in sent] == [messages.Tokens, messages.Failed]
-    assert sent[1] == messages.Failed(1, A, Code.HANDED_BACK, "why")
+    assert [type(m) for m in sent] == [messages.Tokens, messages.AttemptFailed]
+    assert sent[1] == messages.AttemptFailed(1, A, Code.HANDED_BACK, "why")
     assert table.of(1) == [B]
 
 
 def test_an_attempt_stays_open_when_its_kv_failed() -> None:
     table, sent = attempts()
     table.kv_failed(A, C, "gone")
-    assert sent == [messages.Failed(1, A, Code.KV_FAILED, "gone", C)]
+    assert sent == [messages.AttemptFailed(1, A, Code.KV_FAILED, "gone", C)]
     assert table.owned(1, A)
 
 
@@ -87,7 +87,7 @@ def test_a_decode_may_not_have_the_id_of_a_prefill_that_the_engine_does_not_know
     role = DecodeRole(parts, engine, unused, unused, unused)
     work = messages.Work(EngineRequest(A, [1]), timeout=1.0, name="r", traceparent="")
     role.handle(messages.Decode(2, work, None))
-    assert sent == [messages.Failed(2, A, Code.INVALID, "this id is in use")]
+    assert sent == [messages.AttemptFailed(2, A, Code.INVALID, "this id is in use")]
     assert table.owned(1, A)
     assert not role.owns(A)
 

@@ -44,7 +44,7 @@ class Worker:
         asked = request([1] * 10, sampling(), [2])
         asked.name, asked.traceparent = "mine", f"00-{self.trace_id}-{self.parent}-01"
         work = validation.work(self.attempt, asked, validation.Limits(100, 100))
-        source = messages.Source(b"", "", 0, 1)
+        source = messages.PrefillSource(b"", "", 0, 1)
         self.journal.sent(
             messages.Prefill(stream, work, handover=True)
             if self.role == "prefill"
@@ -105,7 +105,8 @@ def test_every_end_removes_the_attempt_and_only_failures_are_logged_at_info(
     journal, attempt = worker.journal, worker.attempt
     worker.submit(stream=1)
     journal.sent(messages.Cancel(2, attempt))  # of another router
-    journal.failed(messages.Failed(1, attempt, Code.KV_FAILED, "lost"))  # the attempt keeps its reservation
+    # The attempt keeps its reservation.
+    journal.failed(messages.AttemptFailed(1, attempt, Code.KV_FAILED, "lost"))
     assert len(journal._open) == 1
     journal.sent(messages.Cancel(1, attempt))
     assert journal._open == {}
@@ -113,10 +114,10 @@ def test_every_end_removes_the_attempt_and_only_failures_are_logged_at_info(
     journal.sent(messages.CancelStream(1))
     assert journal._open == {}
     worker.submit()
-    journal.failed(messages.Failed(1, attempt, Code.NO_ROOM, "full"))
+    journal.failed(messages.AttemptFailed(1, attempt, Code.NO_ROOM, "full"))
     assert journal._open == {}
     worker.submit()
-    journal.failed(messages.Failed(1, attempt, Code.ENGINE, "not finite"))
+    journal.failed(messages.AttemptFailed(1, attempt, Code.ENGINE, "not finite"))
     journal.decoded(messages.Decoded(attempt, now, now, 1))  # arrives after the end
     assert journal._open == {}
     journal.close()

@@ -35,8 +35,8 @@ WORK = messages.Work(REQUEST, 1.5, "name", "")
     [
         messages.Prefill(1, WORK, handover=True, report_start=True),
         messages.Decode(2, WORK, None),
-        messages.Decode(2, WORK, messages.Source(ID, "[::1]:80", 2**64 - 1, 3)),
-        messages.Retarget(1, ID, messages.Source(ID, "host:1", 0, 1), [1, 2]),
+        messages.Decode(2, WORK, messages.PrefillSource(ID, "[::1]:80", 2**64 - 1, 3)),
+        messages.Retarget(1, ID, messages.PrefillSource(ID, "host:1", 0, 1), [1, 2]),
         messages.Exit(),
     ],
 )

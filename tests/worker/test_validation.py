@@ -11,8 +11,8 @@ from tests.cluster_helpers import request, sampling
 from worker.messages import Code
 from worker.service_process.validation import (
     Limits,
-    ProtocolError,
-    Refused,
+    RefusedAttempt,
+    StreamError,
     attempt_id,
     output_tokens,
     source,
@@ -174,14 +174,14 @@ def test_an_invalid_request_is_refused_with_its_reason(
     good = request([1, 2], sampling())
     work(ID, good, LIMITS)
     spoil(good)
-    with pytest.raises(Refused, match=reason) as refusal:
+    with pytest.raises(RefusedAttempt, match=reason) as refusal:
         work(ID, good, LIMITS)
     assert refusal.value.code is Code.INVALID
 
 
 def test_without_handover_the_next_token_must_be_the_last() -> None:
     assert work(ID, request([1], sampling(max_tokens=3), [4, 5]), LIMITS, handover=False)
-    with pytest.raises(Refused, match=r"max_tokens is 3, .* computes only token 2: set handover"):
+    with pytest.raises(RefusedAttempt, match=r"max_tokens is 3, .* computes only token 2: set handover"):
         work(ID, request([1], sampling(max_tokens=3), [4]), LIMITS, handover=False)
 
 
@@ -194,7 +194,7 @@ def test_the_last_position_of_the_context_can_be_used() -> None:
     ["", "host", "host:", ":1", "host:0", "host:65536", "host:1x", "h" * 256 + ":1", "\n:1", "ü:1", "h: 1"],
 )
 def test_a_kv_address_must_be_host_and_port(address: str) -> None:
-    with pytest.raises(Refused, match="kv_address"):
+    with pytest.raises(RefusedAttempt, match="kv_address"):
         source(pb.PrefillSource(prefill_id=b"x" * 16, kv_address=address, incarnation=1))
 
 
@@ -204,15 +204,15 @@ def test_a_source_keeps_every_field() -> None:
 
 
 def test_an_id_without_16_bytes_breaks_the_protocol() -> None:
-    with pytest.raises(ProtocolError, match="decode_id must have 16 bytes, not 15"):
+    with pytest.raises(StreamError, match="decode_id must have 16 bytes, not 15"):
         attempt_id(b"x" * 15, "decode_id")
-    with pytest.raises(ProtocolError, match="prefill_id"):
+    with pytest.raises(StreamError, match="prefill_id"):
         source(pb.PrefillSource(prefill_id=b"", kv_address="host:1", incarnation=1))
 
 
 def test_output_ids_of_a_retarget_are_checked() -> None:
     assert output_tokens([1, 99], LIMITS) == [1, 99]
-    with pytest.raises(Refused, match="output_ids has token 100"):
+    with pytest.raises(RefusedAttempt, match="output_ids has token 100"):
         output_tokens([100], LIMITS)
-    with pytest.raises(Refused, match="fill the context"):
+    with pytest.raises(RefusedAttempt, match="fill the context"):
         output_tokens([1] * 32, LIMITS)

@@ -63,7 +63,7 @@ class Attempts:
         """Tells the router that the KV did not arrive. The attempt and its reservation stay."""
         stream = self._streams.get(attempt_id)
         if stream is not None:
-            self._send(messages.Failed(stream, attempt_id, Code.KV_FAILED, message, prefill_id))
+            self._send(messages.AttemptFailed(stream, attempt_id, Code.KV_FAILED, message, prefill_id))
 
     def reserved(self, attempt_id: bytes) -> None:
         self._send(messages.Reserved(self._streams[attempt_id], attempt_id))
@@ -105,4 +105,4 @@ class Attempts:
 
     def _fail(self, stream: int, attempt_id: bytes, code: Code, message: str) -> None:
         self.flush()  # the router must get earlier tokens before the failure
-        self._send(messages.Failed(stream, attempt_id, code, message))
+        self._send(messages.AttemptFailed(stream, attempt_id, code, message))

@@ -24,7 +24,7 @@ from worker import messages
 from worker.messages import Code, ToEngine
 from worker.service_process import streams, validation
 from worker.service_process.streams import RouterStream
-from worker.service_process.validation import Limits, ProtocolError, Refused
+from worker.service_process.validation import Limits, RefusedAttempt, StreamError
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class AttachService(WorkerServicer):
     ) -> None:
         try:
             router, report_seconds = await _hello(request_iterator)
-        except ProtocolError as error:
+        except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         self._opened += 1
         stream = RouterStream(self._opened, report_seconds)
@@ -178,7 +178,7 @@ class AttachService(WorkerServicer):
             kind = message.WhichOneof("kind")
             handler = self._handlers.get(kind or "")
             if handler is None:
-                raise ProtocolError(f"a message of kind {kind} is not allowed here")
+                raise StreamError(f"a message of kind {kind} is not allowed here")
             await handler(stream, message)
 
     async def _prefill(self, stream: RouterStream, message: pb.RouterMessage) -> None:
@@ -188,7 +188,7 @@ class AttachService(WorkerServicer):
             self._require_accepting()
             work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
             content = validation.content_source(submit)
-        except Refused as refusal:
+        except RefusedAttempt as refusal:
             stream.put(_refused(prefill_id, refusal))
         else:
             await self._backend.send(
@@ -203,7 +203,7 @@ class AttachService(WorkerServicer):
             work = validation.work(decode_id, submit.request, self._limits)
             source = validation.source(submit.source) if submit.HasField("source") else None
             content = validation.content_source(submit)
-        except Refused as refusal:
+        except RefusedAttempt as refusal:
             stream.put(_refused(decode_id, refusal))
         else:
             await self._backend.send(messages.Decode(stream.number, work, source, content))
@@ -214,7 +214,7 @@ class AttachService(WorkerServicer):
         try:
             source = validation.source(retarget.source)
             output_ids = validation.output_tokens(retarget.output_ids, self._limits)
-        except Refused as refusal:
+        except RefusedAttempt as refusal:
             await self._backend.send(messages.Cancel(stream.number, decode_id))
             stream.put(_refused(decode_id, refusal))
         else:
@@ -225,7 +225,7 @@ class AttachService(WorkerServicer):
         try:
             request = validation.prefix(asked.prefix, self._limits)
             content = validation.content_source(asked)
-        except Refused as refusal:
+        except RefusedAttempt as refusal:
             log.info("a prefix is not fetched: %s", refusal)
             return
         if content is not None and not self._backend.draining:
@@ -243,7 +243,7 @@ class AttachService(WorkerServicer):
 
     def _require_accepting(self) -> None:
         if self._backend.draining:
-            raise Refused(Code.DRAINING, "the worker is shutting down")
+            raise RefusedAttempt(Code.DRAINING, "the worker is shutting down")
 
     def _detach(self, stream: RouterStream) -> None:
         """Removes the stream and makes the engine cancel its attempts. Idempotent."""
@@ -261,12 +261,12 @@ async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str
     try:
         first = await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT)
     except (TimeoutError, StopAsyncIteration) as error:
-        raise ProtocolError("a stream begins with a RouterHello") from error
+        raise StreamError("a stream begins with a RouterHello") from error
     if first.WhichOneof("kind") != "hello":
-        raise ProtocolError("a stream begins with a RouterHello")
+        raise StreamError("a stream begins with a RouterHello")
     name = validation.attempt_id(first.hello.router_id, "router_id").hex()[:8]
     return name, validation.report_seconds(first.hello.report_seconds)
 
 
-def _refused(attempt_id: bytes, refusal: Refused) -> pb.WorkerMessage:
-    return streams.failed(messages.Failed(0, attempt_id, refusal.code, str(refusal)))
+def _refused(attempt_id: bytes, refusal: RefusedAttempt) -> pb.WorkerMessage:
+    return streams.failed(messages.AttemptFailed(0, attempt_id, refusal.code, str(refusal)))

@@ -131,7 +131,7 @@ class Journal:
             },
         )
 
-    def failed(self, failure: messages.Failed) -> None:
+    def failed(self, failure: messages.AttemptFailed) -> None:
         """Logs a failure. KV_FAILED leaves the attempt open; every other failure ends it."""
         keep = failure.code is Code.KV_FAILED
         attempt = self._open.get(failure.attempt_id) if keep else self._open.pop(failure.attempt_id, None)

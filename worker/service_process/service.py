@@ -202,7 +202,9 @@ class Service:
         their stream. Only the engine knew which router owns an attempt, so every router is told.
         """
         for attempt_id in self._tree.crashed_step:
-            failure = messages.Failed(0, attempt_id, Code.ENGINE, f"it was being computed when {error}")
+            failure = messages.AttemptFailed(
+                0, attempt_id, Code.ENGINE, f"it was being computed when {error}"
+            )
             self._routers.broadcast(streams.failed(failure))
 
     async def _close(self) -> None:
@@ -329,7 +331,7 @@ class Service:
                 messages.Tokens() | messages.PromptScored() | messages.Reserved() | messages.PrefillStarted()
             ):
                 self._routers.deliver(message.stream, streams.progress(message))
-            case messages.Failed():
+            case messages.AttemptFailed():
                 self._journal.failed(message)
                 self._routers.deliver(message.stream, streams.failed(message))
             case EngineStatus():

@@ -118,7 +118,7 @@ def progress(
             return pb.WorkerMessage(prefill_started=pb.PrefillStarted(prefill_id=prefill_id))
 
 
-def failed(message: messages.Failed) -> pb.WorkerMessage:
+def failed(message: messages.AttemptFailed) -> pb.WorkerMessage:
     return pb.WorkerMessage(
         failed=pb.AttemptFailed(
             attempt_id=message.attempt_id,

@@ -1,9 +1,9 @@
 """Checks the messages of a router and converts them to messages for the engine process.
 
 Routers are authenticated, but nothing from the network is trusted. Sizes are bounded, ids have 16 bytes,
-tokens are in the vocabulary. A mistake in a request refuses that attempt (`Refused`). A malformed id names no
-attempt to answer, so it ends the stream (`ProtocolError`). `engine.SamplingParams` and `engine.check_request`
-define the valid requests. They are applied here, once.
+tokens are in the vocabulary. A mistake in a request refuses that attempt (`RefusedAttempt`). A malformed id
+names no attempt to answer, so it ends the stream (`StreamError`). `engine.SamplingParams` and
+`engine.check_request` define the valid requests. They are applied here, once.
 """
 
 import math
@@ -29,11 +29,11 @@ _NAME = re.compile(r"[\x21-\x7e]{1,128}")  # printable, so that it cannot forge 
 _ADDRESS = re.compile(r"([\x21-\x7e]+):([0-9]{1,5})")  # printable for the same reason
 
 
-class ProtocolError(Exception):
+class StreamError(Exception):
     """The router broke the protocol, and its stream must end."""
 
 
-class Refused(Exception):
+class RefusedAttempt(Exception):
     """This worker refuses the attempt. `code` and the text go to the router."""
 
     def __init__(self, code: Code, message: str) -> None:
@@ -50,16 +50,16 @@ class Limits:
 
 
 def attempt_id(value: bytes, name: str) -> bytes:
-    """Returns `value` if it has the length of an id. Raises ProtocolError naming the field `name`."""
+    """Returns `value` if it has the length of an id. Raises StreamError naming the field `name`."""
     if len(value) != ID_BYTES:
-        raise ProtocolError(f"{name} must have {ID_BYTES} bytes, not {len(value)}")
+        raise StreamError(f"{name} must have {ID_BYTES} bytes, not {len(value)}")
     return value
 
 
 def report_seconds(value: float) -> float:
     """Returns the least seconds between two reports to a router that asks for `value`. 0: it does not ask."""
     if not (math.isfinite(value) and value >= 0):
-        raise ProtocolError(f"report_seconds must be a number of seconds, not {value}")
+        raise StreamError(f"report_seconds must be a number of seconds, not {value}")
     return bounded_report(value) if value else LONGEST_REPORT
 
 
@@ -67,7 +67,7 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
     """Checks the request of an attempt and converts it. No later code checks it again.
 
     Without `handover` the next token must be the last, because no worker continues the request. Raises
-    Refused(INVALID), which names the field.
+    RefusedAttempt(INVALID), which names the field.
     """
     if len(asked.request_id) != ID_BYTES:
         raise _invalid(f"request_id must have {ID_BYTES} bytes, not {len(asked.request_id)}")
@@ -166,7 +166,7 @@ def _reasoning(sampling: pb.SamplingParams) -> Reasoning | None:
 
 
 def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:
-    """Checks the output ids of a Retarget. Raises Refused(INVALID)."""
+    """Checks the output ids of a Retarget. Raises RefusedAttempt(INVALID)."""
     if len(output_ids) >= limits.max_model_len:
         raise _invalid(f"{len(output_ids)} output_ids fill the context of {limits.max_model_len}")
     if output_ids and max(output_ids) >= limits.vocab_size:
@@ -176,17 +176,17 @@ def output_tokens(output_ids: Sequence[int], limits: Limits) -> list[int]:
     return list(output_ids)
 
 
-def source(value: pb.PrefillSource) -> messages.Source:
-    """Checks the source of a request's KV. Raises Refused(INVALID), or ProtocolError for a malformed id."""
+def source(value: pb.PrefillSource) -> messages.PrefillSource:
+    """Checks the source of a request's KV. Raises RefusedAttempt(INVALID); StreamError for a malformed id."""
     address = _address(value.kv_address)
     prefill_id = attempt_id(value.prefill_id, "prefill_id")
-    return messages.Source(prefill_id, address, value.incarnation, value.attempt)
+    return messages.PrefillSource(prefill_id, address, value.incarnation, value.attempt)
 
 
 def content_source(
     submit: pb.SubmitPrefill | pb.SubmitDecode | pb.FetchPrefix,
 ) -> messages.ContentSource | None:
-    """Checks the source of cached KV, if there is one. Raises Refused(INVALID)."""
+    """Checks the source of cached KV, if there is one. Raises RefusedAttempt(INVALID)."""
     if not submit.HasField("content"):
         return None
     return messages.ContentSource(
@@ -195,7 +195,7 @@ def content_source(
 
 
 def prefix(asked: pb.Prefix, limits: Limits) -> EngineRequest:
-    """A request that begins with these tokens, under a new id. Raises Refused(INVALID)."""
+    """A request that begins with these tokens, under a new id. Raises RefusedAttempt(INVALID)."""
     # It has one token more, since the last token of a prompt is never cached.
     prompt_ids = [*asked.token_ids, 0]
     request = EngineRequest(
@@ -229,5 +229,5 @@ def _address(address: str) -> str:
     return address
 
 
-def _invalid(message: str) -> Refused:
-    return Refused(Code.INVALID, message)
+def _invalid(message: str) -> RefusedAttempt:
+    return RefusedAttempt(Code.INVALID, message)

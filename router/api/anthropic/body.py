@@ -11,7 +11,7 @@ from router.api.fields import (
     ClosedPart,
     Nullable,
     Part,
-    Stop,
+    StopString,
     TemplateSettings,
     invalid,
     unsupported,
@@ -149,7 +149,7 @@ class MessagesBody(PromptBody, SamplingBody):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
-    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     metadata: Nullable[Metadata] = Metadata()
     service_tier: Annotated[
         Literal["auto", "standard_only"] | None, Field(description=f"{NO_EFFECT}: there is one tier")
