@@ -13,6 +13,9 @@ from machine import usable_cpus
 
 MAX_SLOT_BYTES = 64 << 20
 MAX_LANES = 64
+EXPORTED_SLOT_BYTES = 16 << 20
+"""The least size of a slot that peers read on a GPU. A link between GPUs carries that many bytes in 45 µs.
+A slice takes each of four processes about as long."""
 PAGE = 4096
 
 
@@ -80,6 +83,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     encrypt: bool = False  # lanes; each peer must do the same
     nixl: bool = False  # KV is read with NIXL where a test read succeeds, on both sides of sessions
     nixl_device: str | None = None  # with slots of its own for NIXL: "cuda:0" or "cpu"; None: the arenas
+    exported_slot_bytes: int = EXPORTED_SLOT_BYTES  # the least size of these on a GPU
     deadlines: TransferDeadlines = TransferDeadlines()
     trace_path: str | None = None
     logging: dict[str, Any] | None = None  # for logging.config.dictConfig; None: Python's own

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_transfer.arena import exported_bytes
+from kv_transfer.config import EXPORTED_SLOT_BYTES
 from kv_transfer.receiver_pacing import SLICES_AT_ONCE
 
 SLACK = 256 << 10
 """Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host)."""
-EXPORTED_SLOT_BYTES = 16 << 20
-"""The least size of a slot that peers read on a GPU. A link between GPUs carries that many bytes in 45 µs.
-A slice takes each of four processes about as long."""
 GATHER_BYTES = 128 << 20
 """Of slices that are gathered together. The receiver begins when all of them are gathered, so more bytes
 would wait for each other. A link between GPUs carries so many in 0.35 ms. The host needs 0.3 for the next."""

@@ -81,7 +81,7 @@ class TransferProcess:
             listen_on(config.host)
             nixl = NixlMemory(
                 config.incarnation, sending.arena, receiving.arena, device=config.nixl_device,
-                wake=self._loop.interrupt,
+                slot_bytes=config.exported_slot_bytes, wake=self._loop.interrupt,
             )  # fmt: skip
         self._counters = TransferCounters()
         self._trace = TraceWriter(config.trace_path, f"{config.name} transfer")

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kv_transfer.arena import MARK, TOKEN, Arena
-from kv_transfer.config import NIXL_WHEELS, PAGE
+from kv_transfer.config import EXPORTED_SLOT_BYTES, NIXL_WHEELS, PAGE
 from kv_transfer.cuda_memory import CudaError
 from kv_transfer.process.nixl_slots import NixlSlots, make_slots
 from kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
@@ -117,10 +117,12 @@ class NixlMemory:
         receiving: Arena,
         *,
         device: str | None = None,
+        slot_bytes: int = EXPORTED_SLOT_BYTES,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """`device` as in `TransferConfig.nixl_device`. The arenas are registered if its memory cannot be. Any
-        thread calls `wake` when `opened` or `finished` has something."""
+        """`device` and `slot_bytes`: `nixl_device` and `exported_slot_bytes` of `TransferConfig`. The arenas
+        are registered if memory of the device cannot be. Any thread calls `wake` when `opened` or `finished`
+        has something."""
         wheel = next(name for name in NIXL_WHEELS if find_spec(name))
         self._nixl: Any = importlib.import_module(f"{wheel}._bindings")
         found = vars(self._nixl).values()
@@ -139,12 +141,12 @@ class NixlMemory:
                 "devices that this machine has, or use another --kv-connector"
             ) from None
         try:
-            out, here = self._registered(sending, receiving, device)
+            out, here = self._registered(sending, receiving, device, slot_bytes)
         except (CudaError, OSError, *self._errors) as e:
             if device is None:
                 raise
             log.warning("NIXL cannot use memory of %s, and uses the host's: %s", device, e)
-            out, here = self._registered(sending, receiving, None)
+            out, here = self._registered(sending, receiving, None, slot_bytes)
         self._here = here
         place = _PLACE.pack(out.address, out.device or 0) if out.mark_bytes else _ADDRESS.pack(out.address)
         handle = place + self._agent.getLocalMD()
@@ -256,9 +258,9 @@ class NixlMemory:
     # ------------------------------------------------------------ inside
 
     def _registered(
-        self, sending: Arena, receiving: Arena, device: str | None
+        self, sending: Arena, receiving: Arena, device: str | None, slot_bytes: int
     ) -> tuple[NixlSlots, NixlSlots]:
-        out, here = make_slots(sending, device), make_slots(receiving, device)
+        out, here = make_slots(sending, device, slot_bytes), make_slots(receiving, device, slot_bytes)
         self._segment = self._nixl.DRAM_SEG if here.device is None else self._nixl.VRAM_SEG
         areas = [(out.address, out.size), (here.address, here.size), (here.tokens, PAGE)]
         registered = [(address, size, here.device or 0, b"") for address, size in areas]

@@ -20,7 +20,6 @@ from kv_transfer.config import PAGE
 from kv_transfer.cuda_memory import DeviceMemory, Slots, allocate, enter_device, read
 from kv_transfer.peer_memory import export_arena
 from kv_transfer.protocol.messages import Export
-from kv_transfer.staging import exported_slot_bytes
 
 
 class ArenaSlots(Slots):
@@ -56,10 +55,11 @@ class GpuSlots(Slots):
     kind = "nixl_cuda"
     mark_bytes = MARK
 
-    def __init__(self, arena: Arena, device: int) -> None:
-        """Slots for those of the arena. Raises CudaError."""
+    def __init__(self, arena: Arena, device: int, slot_bytes: int) -> None:
+        """As many slots as the arena has, of `slot_bytes` or what a slot of the arena has, whichever is more.
+        Raises CudaError."""
         enter_device(device)
-        memory = DeviceMemory(arena.num_slots, exported_slot_bytes(arena.slot_bytes), arena.token)
+        memory = DeviceMemory(arena.num_slots, max(slot_bytes, arena.slot_bytes), arena.token)
         super().__init__(memory.address, memory.num_slots, memory.slot_bytes)
         self.arena = arena
         self.device: int | None = device
@@ -79,13 +79,14 @@ class GpuSlots(Slots):
 NixlSlots = ArenaSlots | GpuSlots
 
 
-def make_slots(arena: Arena, device: str | None) -> NixlSlots:
-    """`device` as in `TransferConfig.nixl_device`. Raises CudaError; OSError if there is no driver."""
+def make_slots(arena: Arena, device: str | None, slot_bytes: int) -> NixlSlots:
+    """`device` and `slot_bytes` as `nixl_device` and `exported_slot_bytes` in `TransferConfig`. Raises
+    CudaError; OSError if there is no driver."""
     if device is None:
         arena.marks[:TOKEN] = arena.token
         return ArenaSlots(arena)
     kind, _, number = device.partition(":")
-    return GpuSlots(arena, int(number)) if kind == "cuda" else MarkedArenaSlots(arena)
+    return GpuSlots(arena, int(number), slot_bytes) if kind == "cuda" else MarkedArenaSlots(arena)
 
 
 def address_of(memory: memoryview) -> int:

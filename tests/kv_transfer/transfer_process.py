@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kv_transfer as kv
-from kv_transfer import spawn
+from kv_transfer import spawn, staging
 from tests.forked import ForkedPopen
 
 SECRET = b"a cluster secret for tests"
@@ -37,7 +37,10 @@ class TransferProcess:
         self.heartbeat = kv.Heartbeat.create()
         self.service, service = kv.channel_pair()
         # On every machine the same; tests of what it changes say otherwise.
-        default: Any = {"name": "worker 0", "model_fingerprint": MODEL, "movers": 0}
+        default: Any = {
+            "name": "worker 0", "model_fingerprint": MODEL, "movers": 0,
+            "exported_slot_bytes": staging.EXPORTED_SLOT_BYTES,  # which a test may have changed
+        }  # fmt: skip
         settings = default | config
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spawn, "subprocess", SimpleNamespace(Popen=self.popen, PIPE=subprocess.PIPE))
