@@ -180,14 +180,14 @@ class ArenaSender:
     def _pump(self) -> None:
         try:
             self._pool.enter_thread()
-            channel, waiting = self._channel, False
+            channel, waiting, urgent = self._channel, False, False
             if self._exports:
                 with self._awake:
                     self._send_export(exported(self._pool))
             fd = channel.fileno()
             while not self._stopping:
                 watched, look = [self._wake, fd], None
-                if waiting and self._turns.urgent:
+                if waiting and urgent:
                     look = LOOK_LAUNCHED
                 elif waiting:
                     watched, look = [self._wake], LOOK  # slots that are free are no hurry either
@@ -201,6 +201,7 @@ class ArenaSender:
                 with self._awake:
                     channel.flush()
                     waiting = self._turn()
+                    urgent = self._turns.urgent
         except Exception as e:  # noqa: BLE001  any error: poll() raises it in the engine's thread
             self._error = e
             os.eventfd_write(self._notify, 1)

@@ -14,6 +14,7 @@ import torch
 import kv_transfer as kv
 from kv_transfer import local_messages as lm
 from kv_transfer.endpoint.sender import ArenaSender
+from kv_transfer.endpoint.turns import Turns
 
 from .late_pool import Bench, LatePool, late_pools
 
@@ -234,6 +235,31 @@ def test_a_fetch_that_waited_for_a_cancelled_prefill_is_forgotten(sending: Any, 
     bench.next(until, lm.CloseOut)
     start(bench, b"p")  # what the transfer process says to the offer
     until(lambda: not sender.has_fetch(b"p"), "the FETCH to be forgotten")
+
+
+def test_the_pump_looks_at_transfers_only_under_its_lock(
+    sending: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`commit` changes them in the engine's thread."""
+    bench, sender, _ = sending
+    locked: list[bool] = []
+    urgent = Turns.urgent.fget
+    assert urgent is not None
+
+    def look(turns: Turns) -> bool:
+        locked.append(sender._awake.locked())
+        return urgent(turns)
+
+    monkeypatch.setattr(Turns, "urgent", property(look))
+    sender.open(b"p", [5, 1, 3], 40)
+    bench.next(until, lm.Offer)
+    start(bench, b"p")
+    until(lambda: sender.has_fetch(b"p"), "the start to be seen")
+    sender.ready(b"p", None, 0, 40)
+    until(lambda: len(locked) > 3, "some looks")
+    sender.close(b"p", "cancelled")
+    until(lambda: not sender._prefills, "the end of the prefill")
+    assert all(locked)
 
 
 def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:
