@@ -121,6 +121,22 @@ def reach_hub(location: str) -> None:
     )
 
 
+def check_context(location: str, revision: str | None, max_model_len: int | None) -> None:
+    """Raises ValueError for a `--max-model-len` that is longer than the model's context.
+
+    The engine would refuse it, too, but only when workers have started."""
+    if max_model_len is None:
+        return
+    from router.text.model_files import context_length
+
+    context = context_length(location, revision)
+    if max_model_len > context:
+        raise ValueError(
+            f"--max-model-len {max_model_len}: the model's context is {context} tokens; give at most "
+            f"{context}, or leave the flag out"
+        )
+
+
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows no redirect: the request carries the user's token, which no other server may see."""
 

@@ -30,6 +30,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
         model.download_to(given.model.download_dir)
         found = model.resolve(given.model.model)
         model.reach_hub(found.location)
+        model.check_context(found.location, given.model.revision, given.engine.max_model_len)
         device = given.engine.device or default_device()
         memory = None if device == "cpu" else gpu_gib()
         chosen = choose(given.engine, given.pace.ttit_target, device, memory)

@@ -58,6 +58,7 @@ def run(plan: Plan) -> int:
     model.download_to(plan.model.download_dir)
     found = model.resolve(plan.model.model)
     model.reach_hub(found.location)
+    model.check_context(found.location, plan.model.revision, plan.engine.max_model_len)
     # Each check starts a process that imports torch. It does not depend on the KV dtype.
     pools: tuple[Pool, ...] = ("prefill", "decode")
     for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in pools}:

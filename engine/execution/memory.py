@@ -117,7 +117,10 @@ def choose_limits(
     block_size = config.block_size or (128 if device.type == "cuda" else 16)
     wanted = config.max_model_len or model.max_model_len
     if wanted > model.max_model_len:
-        raise ValueError(f"--max-model-len {wanted}: the model's context is {model.max_model_len}")
+        raise ValueError(
+            f"--max-model-len {wanted}: the model's context is {model.max_model_len} tokens; give at most "
+            f"{model.max_model_len}, or leave the flag out"
+        )
     if config.enable_expert_parallel:
         model.check_expert_parallel(ranks.size)
     cache = cache_spec(model.of_rank(ranks.size), dtype, choose_kv_dtype(config, dtype, device))

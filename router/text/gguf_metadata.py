@@ -31,6 +31,15 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
 
 
+def context_length(path: Path, metadata: dict[str, Any]) -> int:
+    """Tokens of the model's context. Raises ValueError if the file does not say it."""
+    architecture = metadata.get("general.architecture")
+    length = metadata.get(f"{architecture}.context_length")
+    if length is None:
+        raise ValueError(f"{path} does not say how long {architecture}'s context is")
+    return length
+
+
 class _Metadata:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data

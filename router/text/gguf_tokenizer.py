@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from router.text.gguf_metadata import read_metadata
+from router.text.gguf_metadata import context_length, read_metadata
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -41,7 +41,8 @@ class GGUFModel:
 
 def read_gguf(path: Path) -> GGUFModel:
     """Raises ValueError when it is not a GGUF file, or has a tokenizer that is not supported."""
-    get = read_metadata(path).get
+    metadata = read_metadata(path)
+    get = metadata.get
     kind, split = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2":
         raise ValueError(f"{path} has a tokenizer of kind {kind!r}; of GGUF files only 'gpt2' is supported")
@@ -72,11 +73,8 @@ def read_gguf(path: Path) -> GGUFModel:
         if token_type in (_CONTROL, _USER_DEFINED):
             special = token_type == _CONTROL
             tokenizer.add_tokens([AddedToken(text, normalized=False, special=special)])
-    architecture = get("general.architecture")
-    max_model_len = get(f"{architecture}.context_length")
-    if max_model_len is None:
-        raise ValueError(f"{path} does not say how long {architecture}'s context is")
-    return GGUFModel(tokenizer, get("tokenizer.chat_template"), bos, token("eos"), max_model_len)
+    length = context_length(path, metadata)
+    return GGUFModel(tokenizer, get("tokenizer.chat_template"), bos, token("eos"), length)
 
 
 def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:

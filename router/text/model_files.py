@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from router.text import gguf_metadata
+
 HUB_FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -25,11 +27,19 @@ class ModelDirectory:
 
     @property
     def max_model_len(self) -> int:
-        text = self.config.get("text_config")  # of a model that also sees images
-        length = (text if isinstance(text, dict) else self.config).get("max_position_embeddings")
+        """Tokens of the model's context: what workers take by default."""
+        config = self.config
+        if isinstance(text := config.get("text_config"), dict):  # of a model that also sees images
+            config = config | {key: value for key, value in text.items() if value is not None}
+        length = config.get("max_position_embeddings")
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"{self.path / 'config.json'} has no max_position_embeddings")
-        return length
+        rope = config.get("rope_parameters") or config.get("rope_scaling")
+        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+            return length
+        original = rope.get("original_max_position_embeddings") or length
+        factor = rope.get("factor") or length / original
+        return max(length, round(factor * original))  # the length may be that before scaling
 
     def special_token(self, name: str) -> str | None:
         """Returns the text of "bos_token" or "eos_token". Older files keep it in an object."""
@@ -57,6 +67,16 @@ def locate(model: str, revision: str | None, flag: str = "--model") -> Path:
         raise ValueError(f"{flag} {model}: neither a path nor the id of a model on the hub") from error
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ValueError(f"{flag} {model}: not a path, and the hub does not provide it: {error}") from error
+
+
+def context_length(model: str, revision: str | None) -> int:
+    """Tokens of the model's context. Raises ValueError if it is not known.
+
+    Of a model on the hub it downloads the small files."""
+    path = locate(model, revision)
+    if path.is_dir():
+        return read_directory(path).max_model_len
+    return gguf_metadata.context_length(path, gguf_metadata.read_metadata(path))
 
 
 def read_directory(path: Path) -> ModelDirectory:

@@ -109,6 +109,25 @@ def test_expert_parallel_without_experts_is_refused_before_the_start(monkeypatch
         assert f"--enable-expert-parallel: {said}" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["prefill"], ["decode"]])
+def test_more_tokens_than_the_context_are_refused_before_the_start(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_CLUSTER_SECRET", "x" * 32)
+    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
+    monkeypatch.setattr("worker.service_process.service.run", None)
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 100, "rope_scaling": yarn}))
+    for context, of in ((8192, []), (200, ["--model", str(tmp_path)])):
+        flags = ["--device", "cpu", "--max-model-len", str(context + 1), *of]
+        result = CliRunner().invoke(app, [*command, *flags], env={"COLUMNS": "200"})
+        assert result.exit_code == 2
+        assert result.stderr.strip() == (
+            f"Error: --max-model-len {context + 1}: the model's context is {context} tokens; give at most "
+            f"{context}, or leave the flag out"
+        )
+
+
 def test_an_unknown_format_of_weights_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
     monkeypatch.setattr(check_model.subprocess, "run", in_this_process)

@@ -19,6 +19,7 @@ from engine.layers.weights import Weights
 from engine.loader.hf import HFCheckpoint, read_config
 from engine.loader.hf_config import model_config_from_hf
 from engine.model_config import Span
+from router.text.model_files import context_length
 from tests.device import DEVICE
 
 LLAMA3_ROPE = {
@@ -263,9 +264,9 @@ def test_yarn_equals_transformers(
 
 
 def test_yarn_extends_the_context(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
-    """Checkpoints of Qwen name the context before scaling."""
+    """Checkpoints of Qwen name the context before scaling. Routers, which have no engine, read the same."""
     save_tiny(tmp_path, "Qwen3", rope_parameters={**YARN_ROPE, "factor": 16.0}, max_position_embeddings=40)
-    assert read_config(tmp_path).max_model_len == 512
+    assert read_config(tmp_path).max_model_len == context_length(str(tmp_path), None) == 512
 
 
 def test_unsupported_models_are_refused(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
