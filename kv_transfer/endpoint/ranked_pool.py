@@ -88,9 +88,11 @@ class _PeerMemory:
     own: PeerMemory
     number: int
     channels: Sequence[Channel]
+    opening: dict[int, list[Opened | None]]  # `RankedPool._opening`
 
     def close(self) -> None:
         self.own.close()
+        self.opening.pop(self.number, None)
         with suppress(ChannelClosed):  # the other ranks then close it by themselves
             for channel in self.channels:
                 channel.send(ExportGone(self.number))
@@ -120,7 +122,8 @@ class RankedPool:
         self._rests: list[dict[int, Rest]] = [{} for _ in channels]
         self._exports: list[Exported | None] = [None] * len(channels)
         self._memories = 0  # of peers, that were opened
-        self._opened: list[dict[int, Opened]] = [{} for _ in channels]  # by number
+        # By number, what each other rank answered, until all could open the memory or it is closed.
+        self._opening: dict[int, list[Opened | None]] = {}
 
     def enter_thread(self) -> None:
         self._own.enter_thread()
@@ -175,31 +178,39 @@ class RankedPool:
 
     def adopt(self, export: Export) -> None:
         self._own.adopt(export)
-        for channel in self._channels:
-            channel.send(ExportIn(0, export))
+        answers = self._ask_to_open(0, export)
         for i, channel in enumerate(self._channels):
-            while (opened := self._opened[i].pop(0, None)) is None:
+            while answers[i] is None:
                 wait([channel.fileno()], None)
                 self._receive()
-            if not opened.reached:
-                raise Unreachable(f"rank {i + 1}: {opened.why}")
+        self._all_opened(0)
 
-    def open(self, export: Export, dtype: str) -> PeerMemory:
+    def open(self, export: Export, dtype: str) -> _PeerMemory:
         own = self._own.open(export, dtype)
         self._memories += 1
-        for channel in self._channels:
-            channel.send(ExportIn(self._memories, export, dtype))
-        return _PeerMemory(own, self._memories, self._channels)
+        self._ask_to_open(self._memories, export, dtype)
+        return _PeerMemory(own, self._memories, self._channels, self._opening)
 
     def opened(self, memory: _PeerMemory) -> bool:
         self._receive()
-        answers = [opened.get(memory.number) for opened in self._opened]
+        return self._all_opened(memory.number)
+
+    def _ask_to_open(self, number: int, export: Export, dtype: str = "") -> Sequence[Opened | None]:
+        """Returns the answers of the other ranks, which `_receive` fills in."""
+        answers: list[Opened | None] = [None] * len(self._channels)
+        self._opening[number] = answers
+        for channel in self._channels:
+            channel.send(ExportIn(number, export, dtype))
+        return answers
+
+    def _all_opened(self, number: int) -> bool:
+        """Raises Unreachable if a rank could not open the memory."""
+        answers = self._opening[number]
         for rank, answer in enumerate(answers, start=1):
             if answer and not answer.reached:
                 raise Unreachable(f"rank {rank}: {answer.why}")
         if all(answers):
-            for opened in self._opened:
-                del opened[memory.number]
+            del self._opening[number]
         return all(answers)
 
     def pull(self, memory: _PeerMemory, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
@@ -251,8 +262,8 @@ class RankedPool:
                             self._copied[i] += count
                         case Exported():
                             self._exports[i] = message
-                        case Opened(number):
-                            self._opened[i][number] = message
+                        case Opened(number) if number in self._opening:
+                            self._opening[number][i] = message
 
     def _order(self, by_rank: Sequence[Sequence[_Order]], memory: int | None = None) -> None:
         """`memory`: slots are there, and not in the arena."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 import socket
@@ -22,7 +23,8 @@ from kv_transfer.device.pool import Event, Pool, Staged
 from kv_transfer.endpoint import ranked_pool
 from kv_transfer.endpoint.ranked_pool import RankedPool, _PeerMemory, _Table, open_ranks
 from kv_transfer.layout import KVLayout, cut
-from kv_transfer.local_messages import Copied, Copy
+from kv_transfer.local_messages import Copied, Copy, Opened
+from kv_transfer.peer_memory import Unreachable
 from kv_transfer.transport import PagedKV
 
 from .ranks import Ranks, mapped, positions
@@ -172,7 +174,7 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | Non
     pool = RankedPool(
         own, PagedKV(layers, 16, layout, "cpu", 0, 4), [Channel(end, Copied) for end, _ in ends]
     )
-    table, memory = _Table(None, [0], 0), _PeerMemory(own, 1, [])
+    table, memory = _Table(None, [0], 0), _PeerMemory(own, 1, [], {})
     [piece] = cut(layout, 0, (0, 3), (0, 2), SLOT)
     event, outcome = pool.pull(memory, [Staged(piece, 0, table, None, 1)])
     assert not pool.passed(event)
@@ -183,6 +185,24 @@ def test_a_slice_is_right_if_the_rests_of_its_ranks_add_up(rests: list[int | Non
     assert not any(pool._rests)
     for end in itertools.chain(*ends):
         end.close()
+
+
+def test_an_answer_about_memory_that_was_closed_meanwhile_is_dropped() -> None:
+    own: Any = SimpleNamespace(gather_most=1, open=lambda export, dtype: io.BytesIO())
+    export: Any = None
+    near, far = channel_pair()
+    with near, far:
+        layout, layers = layout_of(2), [torch.empty(0)]
+        pool = RankedPool(own, PagedKV(layers, 16, layout, "cpu", 0, 2), [Channel(near, Opened)])
+        closed, memory, unreachable = (pool.open(export, "") for _ in range(3))
+        closed.close()
+        assert not pool.opened(memory)
+        Channel(far, Opened).send(*(Opened(number, number < 3, "why") for number in (1, 2, 3)))
+        assert pool.opened(memory)
+        with pytest.raises(Unreachable, match="rank 1: why"):
+            pool.opened(unreachable)
+        unreachable.close()
+        assert pool._opening == {}
 
 
 def test_a_rank_reports_all_copies_to_a_rank_0_that_reads_late(monkeypatch: pytest.MonkeyPatch) -> None:
