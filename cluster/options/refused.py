@@ -20,8 +20,11 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "api_server_count": (True, "Set the number of router processes with --router-processes."),
     "speculative_config": (True, "Speculative decoding is not supported."),
     "kv_transfer_config": (True, "KV transfer is always on; see --kv-port and --kv-lanes."),
-    "swap_space": (True, "KV is never swapped to host memory; a request without free blocks waits or moves."),
+    "swap_space": (
+        True,
+        "A request without free blocks waits or moves; for cached KV in host memory use --host-cache-size.",
+    ),
     "cpu_offload_gb": (True, "Weights are never offloaded; use a smaller model or more memory."),
-    "enforce_eager": (False, "Prefill always runs eagerly."),
+    "enforce_eager": (False, "CUDA graphs cannot be switched off; CPUs use none."),
     "enable_auto_tool_choice": (False, "Tool calls are always parsed; see --tool-call-parser."),
 }

@@ -40,7 +40,7 @@ class CudaPool:
     """
 
     def __init__(self, kv: PagedKV, arena: Arena, *, exported: bool) -> None:
-        """`exported` as in `pools.open_pool`."""
+        """`exported` as in `open_pool`."""
         self._device = kv.layers[0].device
         self._block_size = kv.block_size
         self._layout = kv.layout

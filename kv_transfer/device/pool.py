@@ -78,8 +78,8 @@ class Pool(Protocol):
         ...
 
     def opened(self, memory: Any) -> bool:
-        """Whether `memory`, which `open` returned, can be read by all ranks; False: this is not known yet.
-        Raises Unreachable, but if there is one rank."""
+        """Whether all ranks can read `memory`, which `open` returned. False: not all have answered yet.
+        Raises Unreachable if a rank cannot read it."""
         ...
 
     def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:

@@ -248,7 +248,7 @@ class ArenaReceiver:
                     fetch.unread -= 1
 
     def _take(self, spare: float) -> list[int]:
-        """Inject what arrived, as far as there is time. Slots of ended transfers are free at once."""
+        """Injects what arrived, as far as there is time. Returns the slots of ended transfers."""
         taken_at = time.monotonic()
         if self._arrivals and taken_at - self._oldest > PATIENCE:
             spare = math.inf
@@ -334,7 +334,7 @@ class ArenaReceiver:
             self._ending.append(fetch)
 
     def _drop(self, decode_id: bytes) -> _Fetch | None:
-        """End a live fetch; its late slices are only freed."""
+        """Ends a live fetch. The slots of its late slices are only freed."""
         fetch = self._fetches.pop(decode_id, None)
         if fetch is not None:
             del self._by_transfer[fetch.request.transfer_id]
@@ -342,7 +342,7 @@ class ArenaReceiver:
         return fetch
 
     def _unreported(self, decode_id: bytes) -> _Fetch | None:
-        """Take back its failure, which waits for its last scatter."""
+        """Takes back the failure of a fetch, if its last scatter is not over."""
         for fetch in self._ending:
             if fetch.decode_id == decode_id and isinstance(fetch.outcome, FetchFailed):
                 self._ending.remove(fetch)

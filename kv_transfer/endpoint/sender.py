@@ -190,7 +190,7 @@ class ArenaSender:
                 if waiting and urgent:
                     look = LOOK_LAUNCHED
                 elif waiting:
-                    watched, look = [self._wake], LOOK  # slots that are free are no hurry either
+                    watched, look = [self._wake], LOOK  # messages about free slots can wait, too
                 self._asleep = not waiting
                 if self._commands:  # from before it was seen to be asleep
                     look = 0

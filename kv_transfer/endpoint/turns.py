@@ -10,8 +10,8 @@ from kv_transfer.endpoint.outgoing import OutgoingTransfer
 
 
 class Turns:
-    """Round robin over the open transfers. Those of prefills that will soon be over come first: clients wait
-    for their second tokens, and slices of the others have the time of their prefill."""
+    """Round robin over the open transfers. Those whose prefill is launched up to its end come first: clients
+    wait for their second tokens. The others have time until their prefills end."""
 
     def __init__(self, num_layers: int) -> None:
         self._last_layer = num_layers - 1
@@ -41,7 +41,7 @@ class Turns:
 
     @property
     def urgent(self) -> bool:
-        """KV is still to leave of a prefill that will soon be over."""
+        """Whether KV of a prefill that is launched up to its end has not left yet."""
         return any(t.prefill.launched and (t.pending or t.prefill.gathers) for t in self._ring)
 
     def _with_room(self) -> Iterator[OutgoingTransfer]:

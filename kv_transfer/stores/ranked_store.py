@@ -31,9 +31,8 @@ class RankedStore:
         self._most = own.room // own.batch
         self._own = own
         self._channels = [Channel(sock, BlocksCopied) for sock in ranks]
-        self._whole: list[deque[bool]] = [
-            deque() for _ in range(1 + len(ranks))
-        ]  # of each rank, not reported
+        # Of each rank: copies that are over and not reported.
+        self._whole: list[deque[bool]] = [deque() for _ in range(1 + len(ranks))]
         self._batches: deque[int] = deque()  # blocks of each batch that is not over on all ranks
         self._heard = [0.0] * len(ranks)  # when a rank last copied, or had nothing to do
 
