@@ -16,89 +16,98 @@ if TYPE_CHECKING:
     from router.config import RouterConfig
     from router.workers.discovery import Discovery
     from rpc.worker_pb2 import WorkerDescription
+    from worker.config import WorkerConfig
 
 
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
     def start() -> int:
-        from cluster.gpus import default_device, gpu_gib
-        from cluster.options.declare import size_in_bytes
-        from cluster.options.optimize import choose
-        from engine import EngineConfig
         from rpc.auth import load_secret
-        from worker.config import Deadlines, WorkerConfig
 
         model.download_to(given.model.download_dir)
         found = model.resolve(given.model.model)
         model.reach_hub(found.location)
         model.check_context(found.location, given.model.revision, given.engine.max_model_len)
-        device = given.engine.device or default_device()
-        memory = None if device == "cpu" else gpu_gib()
-        chosen = choose(given.engine, given.pace.ttit_target, device, memory)
-        config = WorkerConfig(
-            role=role,
-            index=given.process.index,
-            title=given.process.title,
-            secret=load_secret(given.secret.cluster_secret_file),
-            tls=given.secret.tls(),
-            served_model_name=(given.model.served_model_name or [found.name])[0],
-            engine=EngineConfig(
-                model=found.location,
-                revision=given.model.revision,
-                tokenizer=given.model.tokenizer,
-                device=device,
-                dtype=given.engine.dtype,
-                kv_cache_dtype=given.engine.kv_cache_dtype,
-                load_format=given.engine.load_format,
-                quantization=given.engine.quantization,
-                block_size=given.engine.block_size,
-                num_blocks=given.engine.num_blocks,
-                gpu_memory_utilization=given.engine.gpu_memory_utilization,
-                max_model_len=given.engine.max_model_len,
-                max_num_seqs=chosen.max_num_seqs,
-                max_num_batched_tokens=chosen.max_num_batched_tokens,
-                enable_prefix_caching=given.engine.enable_prefix_caching is not False,
-                host_cache_size=size_in_bytes(given.engine.host_cache_size),
-                disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
-                disk_cache_dir=_path(given.engine.disk_cache_dir),
-                ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
-                ttit_target_steps=chosen.target_steps,
-                seed=given.engine.seed,
-                num_threads=given.engine.num_threads,
-                tensor_parallel_size=given.engine.tensor_parallel_size,
-                enable_expert_parallel=given.engine.enable_expert_parallel,
-            ),
-            settings=chosen.summary,
-            host=given.network.host,
-            port=given.network.port,
-            kv_host=given.network.kv_host,
-            kv_port=given.network.kv_port,
-            metrics_port=given.network.metrics_port,
-            kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
-            kv_connector=given.transfer.kv_connector,
-            kv_encrypt=given.transfer.kv_encrypt,
-            kv_lanes=given.transfer.kv_lanes,
-            kv_slot_bytes=given.transfer.kv_slot_bytes,
-            kv_slots=given.transfer.kv_slots,
-            deadlines=Deadlines(
-                hold=given.deadlines.hold_timeout,
-                transfer=given.deadlines.transfer_timeout,
-                tombstone=given.deadlines.tombstone_timeout,
-                peer=given.deadlines.peer_timeout,
-                engine=given.deadlines.engine_timeout,
-                drain=given.drain.drain_timeout,
-            ),
-            run_dir=_path(given.run_dir.run_dir),
-            trace_dir=_path(given.traces.trace_dir),
-            log_format=given.observe.log_format,
-            log_level=given.observe.log_level,
-            otlp_endpoint=given.observe.endpoint,
-            ready_fd=given.process.ready_fd,
-        )
+        config = worker_config(role, given, found, load_secret(given.secret.cluster_secret_file))
         from worker.service_process.service import run
 
         return run(config)
 
     return _supervised(given.process.ready_fd, start)
+
+
+def worker_config(
+    role: Literal["prefill", "decode"], given: options.WorkerRole, found: model.ResolvedModel, secret: bytes
+) -> WorkerConfig:
+    """The configuration of a worker on this machine. Raises ValueError for options that it cannot have."""
+    from cluster.gpus import default_device, gpu_gib
+    from cluster.options.declare import size_in_bytes
+    from cluster.options.optimize import choose
+    from engine import EngineConfig
+    from worker.config import Deadlines, WorkerConfig
+
+    device = given.engine.device or default_device()
+    memory = None if device == "cpu" else gpu_gib()
+    chosen = choose(given.engine, given.pace.ttit_target, device, memory)
+    return WorkerConfig(
+        role=role,
+        index=given.process.index,
+        title=given.process.title,
+        secret=secret,
+        tls=given.secret.tls(),
+        served_model_name=(given.model.served_model_name or [found.name])[0],
+        engine=EngineConfig(
+            model=found.location,
+            revision=given.model.revision,
+            tokenizer=given.model.tokenizer,
+            device=device,
+            dtype=given.engine.dtype,
+            kv_cache_dtype=given.engine.kv_cache_dtype,
+            load_format=given.engine.load_format,
+            quantization=given.engine.quantization,
+            block_size=given.engine.block_size,
+            num_blocks=given.engine.num_blocks,
+            gpu_memory_utilization=given.engine.gpu_memory_utilization,
+            max_model_len=given.engine.max_model_len,
+            max_num_seqs=chosen.max_num_seqs,
+            max_num_batched_tokens=chosen.max_num_batched_tokens,
+            enable_prefix_caching=given.engine.enable_prefix_caching is not False,
+            host_cache_size=size_in_bytes(given.engine.host_cache_size),
+            disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
+            disk_cache_dir=_path(given.engine.disk_cache_dir),
+            ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
+            ttit_target_steps=chosen.target_steps,
+            seed=given.engine.seed,
+            num_threads=given.engine.num_threads,
+            tensor_parallel_size=given.engine.tensor_parallel_size,
+            enable_expert_parallel=given.engine.enable_expert_parallel,
+        ),
+        settings=chosen.summary,
+        host=given.network.host,
+        port=given.network.port,
+        kv_host=given.network.kv_host,
+        kv_port=given.network.kv_port,
+        metrics_port=given.network.metrics_port,
+        kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
+        kv_connector=given.transfer.kv_connector,
+        kv_encrypt=given.transfer.kv_encrypt,
+        kv_lanes=given.transfer.kv_lanes,
+        kv_slot_bytes=given.transfer.kv_slot_bytes,
+        kv_slots=given.transfer.kv_slots,
+        deadlines=Deadlines(
+            hold=given.deadlines.hold_timeout,
+            transfer=given.deadlines.transfer_timeout,
+            tombstone=given.deadlines.tombstone_timeout,
+            peer=given.deadlines.peer_timeout,
+            engine=given.deadlines.engine_timeout,
+            drain=given.drain.drain_timeout,
+        ),
+        run_dir=_path(given.run_dir.run_dir),
+        trace_dir=_path(given.traces.trace_dir),
+        log_format=given.observe.log_format,
+        log_level=given.observe.log_level,
+        otlp_endpoint=given.observe.endpoint,
+        ready_fd=given.process.ready_fd,
+    )
 
 
 def _path(path: Path | None) -> str | None:

@@ -22,6 +22,7 @@ import setproctitle
 from cluster import model
 from cluster.autoscaling.autoscaler import Autoscaler
 from cluster.check_model import check_files
+from cluster.roles import worker_config
 from cluster.supervision.display import Display
 from cluster.supervision.janitor import Janitor
 from cluster.supervision.lifeline import adopt_orphans
@@ -59,8 +60,12 @@ def run(plan: Plan) -> int:
     found = model.resolve(plan.model.model)
     model.reach_hub(found.location)
     model.check_context(found.location, plan.model.revision, plan.engine.max_model_len)
-    # Each check starts a process that imports torch. It does not depend on the KV dtype.
     pools: tuple[Pool, ...] = ("prefill", "decode")
+    if plan.ray.ray_address is None:
+        secret = roles[0].environment["BATON_CLUSTER_SECRET"].encode()
+        for pool in pools:  # what a worker would refuse when it has started
+            worker_config(pool, plan.worker(pool), found, secret)
+    # Each check starts a process that imports torch. It does not depend on the KV dtype.
     for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in pools}:
         check_files(found, engine, plan.model.tokenizer)
     if plan.ray.ray_address is not None:

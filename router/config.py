@@ -8,7 +8,7 @@ from typing import Any
 
 from router.admission.keys import ApiKey
 from router.tools import FORMATS, REASONING
-from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
+from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery, is_address
 from rpc import TlsFiles, logs
 
 
@@ -156,8 +156,7 @@ class RouterConfig:
             valid = origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None
             require("allowed-origins", valid, "* or an origin such as https://chat.example", origin)
         for address in self.workers:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:
+            if not is_address(address):
                 raise ValueError(f"--worker must be HOST:PORT, not {address!r}")
 
     @property

@@ -139,6 +139,23 @@ class Plan:
         router = RoleSpec("router", 0, router_args, shared | keys)
         return [*workers, router]
 
+    def worker(self, pool: Pool) -> options.WorkerRole:
+        """The options of the workers that start in a pool, less those that each has for itself."""
+        return options.WorkerRole(
+            self.model,
+            self.engine_of(pool),
+            options.PaceOptions(self.pool.ttit_target),
+            options.WorkerOptions(),
+            self.transfer,
+            self.deadlines,
+            self.drain,
+            self.secret,
+            options.RoleOptions(),
+            self.run_dir,
+            self.traces,
+            self.observe,
+        )
+
     def engine_of(self, pool: Pool) -> options.EngineOptions:
         """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If
         only the other pool has several ranks, expert parallelism is for that one."""

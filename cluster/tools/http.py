@@ -45,6 +45,10 @@ async def session(
             f"{flag} {endpoint.url}: the connection was closed; use https:// if the port has TLS; a port "
             "that requires client certificates does not work with this command"
         ) from error
+    except aiohttp.ClientResponseError as error:
+        raise ValueError(
+            f"{flag} {endpoint.url}: what answers there is not the HTTP port of a router; correct {flag}"
+        ) from error
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ValueError(f"{flag} {endpoint.url}: {error or 'no answer in time'}") from error
 

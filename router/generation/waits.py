@@ -84,4 +84,5 @@ class Waits:
 
     def _timed_out(self, timeout: float) -> None:
         self._metrics.deadlines["request"].inc()
-        self._request.fail(TimedOut(f"{self._request!r} was not finished within {round(timeout, 1):g} s"))
+        seconds = f"{round(timeout, 1):g}" if timeout >= 0.1 else f"{timeout:.1g}"
+        self._request.fail(TimedOut(f"{self._request!r} was not finished within {seconds} s"))

@@ -42,6 +42,7 @@ class FileDiscovery:
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
         seen: tuple[int, int, int] | None = None
+        told = False
         current = self._always
         yield current
         while True:
@@ -49,22 +50,32 @@ class FileDiscovery:
                 status = self._path.stat()
                 version = (status.st_ino, status.st_mtime_ns, status.st_size)
                 if version != seen:
-                    seen = version
-                    found = self._always | _parse(self._path.read_text())
+                    found = self._always | _parse(self._path.read_text(), self._path)
+                    seen, told = version, False
                     if found != current:
                         current = found
                         yield current
             except (OSError, UnicodeDecodeError) as error:
-                if seen is not None:
+                if not told:
+                    reason = error.strerror if isinstance(error, OSError) else error
                     log.warning(
                         "workers file %s cannot be read (%s): the router keeps the last list",
                         self._path,
-                        error,
+                        reason,
                     )
-                    seen = None
+                    seen, told = None, True
             await asyncio.sleep(POLL_SECONDS)
 
 
-def _parse(text: str) -> frozenset[str]:
-    lines = (line.partition("#")[0].strip() for line in text.splitlines())
-    return frozenset(line for line in lines if line)
+def is_address(text: str) -> bool:
+    """Whether this is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and "/" not in host and port.isdecimal() and 1 <= int(port) <= 65_535
+
+
+def _parse(text: str, path: Path) -> frozenset[str]:
+    lines = filter(None, (line.partition("#")[0].strip() for line in text.splitlines()))
+    found = {line: is_address(line) for line in lines}
+    for line in (line for line, valid in found.items() if not valid):
+        log.warning("workers file %s: %r is left out, since it is not HOST:PORT", path, line)
+    return frozenset(line for line, valid in found.items() if valid)

@@ -128,6 +128,18 @@ def test_more_tokens_than_the_context_are_refused_before_the_start(
         )
 
 
+def test_what_a_worker_would_refuse_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
+    for flags, said in (
+        (["--max-num-batched-tokens", "10"], "raise it to at least --max-num-seqs (64)"),
+        (["--disk-cache-size", "1GiB"], "--disk-cache-size: needs --disk-cache-dir"),
+        (["--kv-slots", "7"], "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
+    ):
+        result = CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", *flags])
+        assert result.exit_code == 2
+        assert said in result.stderr
+
+
 def test_an_unknown_format_of_weights_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
     monkeypatch.setattr(check_model.subprocess, "run", in_this_process)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -270,6 +271,20 @@ def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
         wrong = baton("status", "--url", other)
         assert wrong.exit_code == 2
         assert f"--url {other}: it must begin with http:// or https://" in wrong.stderr
+    with socket.create_server(("127.0.0.1", 0)) as grpc:  # answers with a frame of HTTP/2
+        address = f"http://127.0.0.1:{grpc.getsockname()[1]}"
+
+        def answer() -> None:
+            connection, _ = grpc.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(bytes(4) + b"\x04" + bytes(4))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        other = baton("status", "--url", address)
+        answering.join()
+    assert f"--url {address}: what answers there is not the HTTP port of a router" in other.stderr
     refused = baton("status", "--url", url, "--api-key", "wrong")
     assert refused.exit_code == 2
     assert "unknown key" in refused.stderr

@@ -298,6 +298,28 @@ async def test_static_workers_stay_beside_those_of_a_file(tmp_path: Path) -> Non
         await router.until(A, C)
 
 
+async def test_a_workers_file_that_cannot_be_used_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(discovery, "POLL_SECONDS", 0.001)
+    path = tmp_path / "workers"
+    async with Follower(FileDiscovery(str(path), (C,))) as router:
+        await eventually(lambda: "cannot be read (No such file or directory)" in caplog.text)
+        write_atomically(path, f"{A}\nhost\n10.0.0.2:70001\nhttp://10.0.0.2:7001")
+        await router.until(A, C)
+        path.unlink()
+        path.mkdir()
+        await eventually(lambda: "cannot be read (Is a directory)" in caplog.text)
+    said = [record.getMessage().removeprefix(f"workers file {path}") for record in caplog.records]
+    assert said == [
+        " cannot be read (No such file or directory): the router keeps the last list",
+        ": 'host' is left out, since it is not HOST:PORT",
+        ": '10.0.0.2:70001' is left out, since it is not HOST:PORT",
+        ": 'http://10.0.0.2:7001' is left out, since it is not HOST:PORT",
+        said[4],
+    ]
+
+
 async def test_a_new_supervisor_updates_routers_after_all_roles_have_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

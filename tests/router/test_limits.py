@@ -90,6 +90,8 @@ async def test_the_client_sets_a_timeout(cluster: Cluster):
     assert all(m.prefill.request.timeout_ms <= 300 for m in prefill.submitted)
     await decode.until(lambda w: len(w.cancelled) == 2)
     await prefill.until(lambda w: len(w.cancelled) == 2)
+    async with cluster.http.post(url, json={"prompt": "x", "timeout": 0.04}) as response:
+        assert "within 0.04 s" in (await response.json())["error"]["message"]
     for wrong in ("0", "-1", "nan", "1e9", "soon"):
         sent = {"x-request-timeout": wrong}
         async with cluster.http.post(url, json={"prompt": "x"}, headers=sent) as response:
