@@ -87,7 +87,7 @@ class WorkerConfig:
 
     Empty: the kernel's route.
     """
-    kv_connector: Literal["auto", "tcp", "nixl"] = "tcp"
+    kv_connector: Literal["auto", "tcp", "nixl"] = "auto"
     """auto: workers of one host read KV from memory of each other, where a test copy succeeds. They must run
     as the same user, or use GPUs with peer access. nixl: with NIXL, from arena to arena, or from GPU to GPU
     where NICs read their memory; see `TransferConfig`."""

@@ -23,7 +23,7 @@ class TransferOptions:
             "where a test copy succeeds; all others use TCP. nixl: workers with this setting read it with "
             "NIXL, which must be installed."
         ),
-    ] = "tcp"
+    ] = "auto"
     kv_encrypt: Annotated[
         bool, opt("Encrypt KV that moves over TCP (AES-256-GCM). All workers of a cluster must use it.")
     ] = False

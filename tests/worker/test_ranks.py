@@ -44,8 +44,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
         name: {"role": "decode", "engine": engine} for name, engine in engines.items()
     }
     settings["loses a rank"]["fresh"] = True
-    for name in ("serves", "one rank"):  # pairs with the other one use TCP
-        settings[name]["kv_connector"] = "auto"
+    settings["loses a rank"]["kv_connector"] = "tcp"
     with side_by_side(tmp_path_factory.mktemp("ranks"), settings) as started:
         yield {name: worker.wait_ready() for name, worker in started.items()}
 

@@ -39,7 +39,7 @@ async def test_states_survive_damage_and_the_death_of_a_prefill_worker(tmp_path:
     """A worker has one slot for states, so a slot that is not freed fails the next request."""
     engine = {"load_format": "dummy", "num_blocks": 64, "max_num_seqs": 1, "max_num_batched_tokens": 32}
     engine |= {"enable_prefix_caching": True}
-    settings = {"model": hybrid_model(tmp_path / "hybrid"), "engine": engine}
+    settings = {"model": hybrid_model(tmp_path / "hybrid"), "engine": engine, "kv_connector": "tcp"}
     roles = {"prefill": "prefill", "other prefill": "prefill", "decode": "decode"}
     prompt, params = range(100, 170), sampling(max_tokens=8, ignore_eos=True, temperature=1.0, seed=3)
     asked = request(prompt, params)
