@@ -117,7 +117,6 @@ def _path(path: Path | None) -> str | None:
 def run_router(given: options.RouterRole) -> int:
     def start() -> int:
         import router
-        from router.config import RouterConfig
         from rpc.auth import load_secret
 
         members = given.membership
@@ -132,53 +131,7 @@ def run_router(given: options.RouterRole) -> int:
         found = None if given.model.model is None else model.resolve(given.model.model)
         if found is not None:
             model.reach_hub(found.location)
-        several = given.front.router_processes > 1
-        config = RouterConfig(
-            index=given.process.index,
-            title=given.process.title,
-            secret=load_secret(given.secret.cluster_secret_file),
-            model=None if found is None else found.location,
-            revision=given.model.revision,
-            tokenizer=given.model.tokenizer,
-            served_model_name=tuple(given.model.served_model_name or ([] if found is None else [found.name])),
-            host=given.front.host,
-            port=given.front.port,
-            grpc_port=given.front.grpc_port,
-            processes=given.front.router_processes,
-            admin_host=given.front.admin_host,
-            admin_port=0 if given.front.admin_port is None and several else given.front.admin_port,
-            command=(sys.executable, "-m", "cluster.cli", *sys.argv[1:]),
-            process_number=given.one_of_several.process_number,
-            control_fd=given.one_of_several.control_fd,
-            chat_template=_path(given.front.chat_template),
-            tool_call_parser=given.front.tool_call_parser,
-            reasoning_parser=given.front.reasoning_parser,
-            generation_config=given.front.generation_config,
-            tls=given.front.tls(),
-            cluster_tls=given.secret.tls(),
-            allowed_origins=tuple(given.front.allowed_origins),
-            api_keys=given.front.keys(),
-            read_api_keys=None if given.front.api_key_file is None else given.front.keys,
-            client_timeout=given.front.client_timeout,
-            keep_alive=given.front.timeout_keep_alive,
-            request_timeout=given.front.request_timeout,
-            worker_wait=given.front.worker_wait,
-            overflow=not given.front.no_overflow,
-            prefix_fetches=not given.front.no_prefix_fetches,
-            decode_only=members.decode_only,
-            routing_policy=given.front.routing_policy,
-            drain_timeout=given.drain.drain_timeout,
-            max_body_bytes=given.front.max_body_bytes,
-            max_waiting_tokens=given.front.max_waiting_tokens,
-            workers=tuple(members.worker),
-            workers_file=_path(members.workers_file),
-            discovery=_kubernetes(members.kubernetes_service, "grpc"),
-            log_format=given.observe.log_format,
-            log_level=given.observe.log_level,
-            otlp_endpoint=given.observe.endpoint,
-            cluster_file=_path(members.cluster_file),
-            ready_fd=given.process.ready_fd,
-        )
+        config = router_config(given, found, load_secret(given.secret.cluster_secret_file))
         if config.model is None:
             from router.workers.ask import ask_workers
 
@@ -189,6 +142,61 @@ def run_router(given: options.RouterRole) -> int:
         return router.main(config)
 
     return _supervised(given.process.ready_fd, start)
+
+
+def router_config(
+    given: options.RouterRole, found: model.ResolvedModel | None, secret: bytes
+) -> RouterConfig:
+    """The configuration of a router. Raises ValueError for options that it cannot have."""
+    from router.config import RouterConfig
+
+    several = given.front.router_processes > 1
+    return RouterConfig(
+        index=given.process.index,
+        title=given.process.title,
+        secret=secret,
+        model=None if found is None else found.location,
+        revision=given.model.revision,
+        tokenizer=given.model.tokenizer,
+        served_model_name=tuple(given.model.served_model_name or ([] if found is None else [found.name])),
+        host=given.front.host,
+        port=given.front.port,
+        grpc_port=given.front.grpc_port,
+        processes=given.front.router_processes,
+        admin_host=given.front.admin_host,
+        admin_port=0 if given.front.admin_port is None and several else given.front.admin_port,
+        command=(sys.executable, "-m", "cluster.cli", *sys.argv[1:]),
+        process_number=given.one_of_several.process_number,
+        control_fd=given.one_of_several.control_fd,
+        chat_template=_path(given.front.chat_template),
+        tool_call_parser=given.front.tool_call_parser,
+        reasoning_parser=given.front.reasoning_parser,
+        generation_config=given.front.generation_config,
+        tls=given.front.tls(),
+        cluster_tls=given.secret.tls(),
+        allowed_origins=tuple(given.front.allowed_origins),
+        api_keys=given.front.keys(),
+        read_api_keys=None if given.front.api_key_file is None else given.front.keys,
+        client_timeout=given.front.client_timeout,
+        keep_alive=given.front.timeout_keep_alive,
+        request_timeout=given.front.request_timeout,
+        worker_wait=given.front.worker_wait,
+        overflow=not given.front.no_overflow,
+        prefix_fetches=not given.front.no_prefix_fetches,
+        decode_only=given.membership.decode_only,
+        routing_policy=given.front.routing_policy,
+        drain_timeout=given.drain.drain_timeout,
+        max_body_bytes=given.front.max_body_bytes,
+        max_waiting_tokens=given.front.max_waiting_tokens,
+        workers=tuple(given.membership.worker),
+        workers_file=_path(given.membership.workers_file),
+        discovery=_kubernetes(given.membership.kubernetes_service, "grpc"),
+        log_format=given.observe.log_format,
+        log_level=given.observe.log_level,
+        otlp_endpoint=given.observe.endpoint,
+        cluster_file=_path(given.membership.cluster_file),
+        ready_fd=given.process.ready_fd,
+    )
 
 
 def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterConfig:

@@ -22,7 +22,7 @@ import setproctitle
 from cluster import model
 from cluster.autoscaling.autoscaler import Autoscaler
 from cluster.check_model import check_files
-from cluster.roles import worker_config
+from cluster.roles import router_config, worker_config
 from cluster.supervision.display import Display
 from cluster.supervision.janitor import Janitor
 from cluster.supervision.lifeline import adopt_orphans
@@ -38,6 +38,7 @@ from rpc.directories import make_directory
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ORPHAN_GRACE = 10.0  # seconds for the child processes of a killed role to end
+POOLS: tuple[Pool, ...] = ("prefill", "decode")
 LOG_TAIL = 20  # log lines shown when a role fails to start
 
 
@@ -60,19 +61,27 @@ def run(plan: Plan) -> int:
     found = model.resolve(plan.model.model)
     model.reach_hub(found.location)
     model.check_context(found.location, plan.model.revision, plan.engine.max_model_len)
-    pools: tuple[Pool, ...] = ("prefill", "decode")
     if plan.ray.ray_address is None:
-        secret = roles[0].environment["BATON_CLUSTER_SECRET"].encode()
-        for pool in pools:  # what a worker would refuse when it has started
-            worker_config(pool, plan.worker(pool), found, secret)
+        _check_roles(plan, found, roles[0].environment["BATON_CLUSTER_SECRET"].encode())
     # Each check starts a process that imports torch. It does not depend on the KV dtype.
-    for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in pools}:
+    for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in POOLS}:
         check_files(found, engine, plan.model.tokenizer)
     if plan.ray.ray_address is not None:
         from cluster.on_ray.joined import serve  # imports ray
 
         return serve(plan, roles, plan.ray.ray_address)
     return asyncio.run(LocalCluster(plan, roles, plan.gpus(roles)).run())
+
+
+def _check_roles(plan: Plan, found: model.ResolvedModel, secret: bytes) -> None:
+    """Raises ValueError for what a role would refuse when it has started."""
+    from router.api.defaults import sampling_defaults
+
+    for pool in POOLS:
+        worker_config(pool, plan.worker(pool), found, secret)
+    config = router_config(plan.router(), found, secret)
+    if Path(found.location).exists():  # else it is on the hub
+        sampling_defaults(config.generation_config, Path(found.location))
 
 
 class CannotStart(Exception):

@@ -13,7 +13,14 @@ from cluster.options.clients import (
     StatusOptions,
     TopOptions,
 )
-from cluster.options.engine import EngineOptions, ModelOptions, Optimize, PaceOptions, ServedModel
+from cluster.options.engine import (
+    EngineOptions,
+    ModelOptions,
+    Optimize,
+    PaceOptions,
+    RouterModelOptions,
+    ServedModel,
+)
 from cluster.options.front import FrontOptions
 from cluster.options.picker import PickerRole
 from cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions, StopOptions
@@ -51,6 +58,7 @@ __all__ = [
     "PoolSize",
     "RayOptions",
     "RoleOptions",
+    "RouterModelOptions",
     "RouterProcessOptions",
     "RouterRole",
     "RunDirOptions",

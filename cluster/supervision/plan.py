@@ -156,6 +156,22 @@ class Plan:
             self.observe,
         )
 
+    def router(self) -> options.RouterRole:
+        """The options of the routers, less those that each has for itself."""
+        model = self.model
+        return options.RouterRole(
+            options.RouterModelOptions(
+                model.model, model.revision, model.served_model_name, model.tokenizer, model.download_dir
+            ),
+            self.front,
+            options.MembershipOptions(decode_only=not self.pool.prefill.most),
+            self.drain,
+            self.secret,
+            options.RoleOptions(),
+            self.observe,
+            options.RouterProcessOptions(),
+        )
+
     def engine_of(self, pool: Pool) -> options.EngineOptions:
         """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If
         only the other pool has several ranks, expert parallelism is for that one."""

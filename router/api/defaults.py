@@ -39,7 +39,7 @@ def sampling_defaults(chosen: str, model: Path) -> SamplingDefaults:
         length = {"max_tokens": recommended.get("max_new_tokens"), "limits_output": chosen != "auto"}
         return validate(SamplingDefaults, fields | length)
     except OSError as error:
-        raise ValueError(f"--generation-config {chosen}: {file} cannot be read: {error}") from error
+        raise ValueError(f"--generation-config {chosen}: {file} cannot be read: {error.strerror}") from error
     except (ValueError, AttributeError, InvalidRequest) as error:
         raise ValueError(f"--generation-config {chosen}: {file}: {error}; {NONE} ignores the file") from error
 

@@ -128,11 +128,14 @@ def test_more_tokens_than_the_context_are_refused_before_the_start(
         )
 
 
-def test_what_a_worker_would_refuse_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_role_would_refuse_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
     for flags, said in (
         (["--max-num-batched-tokens", "10"], "raise it to at least --max-num-seqs (64)"),
         (["--disk-cache-size", "1GiB"], "--disk-cache-size: needs --disk-cache-dir"),
+        (["--allowed-origins", "chat.example"], "--allowed-origins must be * or an origin such as"),
+        (["--prefill", "0", "--no-overflow"], "--no-overflow: without prefill workers"),
+        (["--generation-config", "gone"], "gone/generation_config.json cannot be read: No such file or"),
         (["--kv-slots", "7"], "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
     ):
         result = CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", *flags])
