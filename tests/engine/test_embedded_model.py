@@ -25,7 +25,7 @@ def engine(embedded_model_path: Path) -> Engine:
     return build_engine(config)
 
 
-@pytest.mark.parametrize("which", [slice(2, None, 4), pytest.param(slice(None), marks=pytest.mark.long)])
+@pytest.mark.parametrize("which", [slice(2, None, 8), pytest.param(slice(None), marks=pytest.mark.long)])
 def test_greedy_tokens_equal_transformers(engine: Engine, run: Any, request_of: Any, which: slice) -> None:
     """All at once, so that chunks of long prompts share steps with decodes. The system tests use all
     prompts."""

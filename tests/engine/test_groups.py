@@ -208,9 +208,9 @@ def test_a_disaggregated_run_gives_the_tokens_of_a_single_engine(
         request_of(i, range(100 + 31 * i, 100 + 31 * i + n), max_tokens=12, ignore_eos=True)
         for i, n in enumerate(lengths)
     ]
-    single = engine()
+    single = engine(block_size=32)
     batch = {request_id: result.tokens for request_id, result in run(single, requests).items()}
     for request in requests[1:4:2]:
         assert run(single, [request])[request.id].tokens == batch[request.id]
-    pair = Pair(engine(max_num_seqs=4, max_num_batched_tokens=48), engine(block_size=32))
+    pair = Pair(engine(max_num_seqs=4, max_num_batched_tokens=48), single)
     assert pair.run(requests) == batch

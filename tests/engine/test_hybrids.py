@@ -41,7 +41,7 @@ def test_a_prompt_may_be_cut_anywhere(
 ) -> None:
     request = request_of(0, PROMPTS[4], max_tokens=4, ignore_eos=True)
     expected = tokens(run(tiny_engine(model=str(path)), [request]))
-    for budget in range(1, len(PROMPTS[4])):
+    for budget in (1, 2, 3, 4, 5, 7, 8, 10, 13, 20):
         engine = tiny_engine(model=str(path), max_num_batched_tokens=budget, max_num_seqs=1)
         assert tokens(run(engine, [request])) == expected
         engine.assert_whole()

@@ -81,15 +81,13 @@ def small(tiny_engine: Callable[..., Engine], directory: Path, **given: object) 
     )
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "overlap"),
     [
-        {Tier.HOST: 1 << 20},
-        {Tier.DISK: 1 << 20},
-        {Tier.HOST: 1 << 15, Tier.DISK: 1 << 20},
+        pytest.param({Tier.HOST: 1 << 20}, True, id="host"),
+        pytest.param({Tier.DISK: 1 << 20}, False, id="disk"),
+        pytest.param({Tier.HOST: 1 << 15, Tier.DISK: 1 << 20}, True, id="both"),
     ],
-    ids=["host", "disk", "both"],
 )
 def test_tokens_are_the_same_with_and_without_tiers(
     tiny_engine: Callable[..., Engine],

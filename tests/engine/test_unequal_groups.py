@@ -52,10 +52,13 @@ prefix in their caches."""
 KV_HEADS = (12, 2, 1)
 HEAD_DIM = 8 if DEVICE == "cpu" else 16
 TIMES_2, TIMES_3 = (0, 2, 3, 1), (0, 3, 1, 2)  # in the field of four elements, whose sum is xor
+SHORT = ((1, 1), (1, 2), (2, 4), (3, 1), (4, 3))
+"""Numbers of ranks of the cases that are not long: each number is at both ends."""
 CASES = [
     pytest.param(
         SIZES[i], SIZES[j], BLOCK_SIZES[i ^ j], BLOCK_SIZES[i ^ TIMES_2[j]], CHUNKS[i ^ TIMES_3[j]],
-        id=f"{SIZES[i]}-to-{SIZES[j]}-ranks", marks=[ON_CPU] if i or j else [],
+        id=f"{SIZES[i]}-to-{SIZES[j]}-ranks",
+        marks=[*[ON_CPU] * (i + j > 0), *[pytest.mark.long] * ((SIZES[i], SIZES[j]) not in SHORT)],
     )
     for i in range(4) for j in range(4)
 ]  # fmt: skip
