@@ -82,7 +82,9 @@ class World:
             out.append(("close",))
         if self.used < 2 and not self.live:
             out.append(("fetch",))
-        out += [("begin", i) for i in range(len(self.queued))]
+        # The frames of a transfer are alike, so its first one stands for all.
+        queued = [transfer_id for transfer_id, _ in self.queued]
+        out += [("begin", queued.index(transfer_id)) for transfer_id in dict.fromkeys(queued)]
         out += [("frame", i) for i in range(len(self.flying))]
         if self.to_decode:
             out.append(("to_decode",))
@@ -314,7 +316,7 @@ def test_every_order_of_events() -> None:
         world.settled()
         ends[(world.released or ["-"])[0]] += 1
     assert ends["acked"] > 0
-    assert ends.total() > 10_000, "the exploration became trivial"
+    assert ends.total() > 8_000, "the exploration became trivial"
 
 
 @pytest.mark.parametrize("seed", range(4))
