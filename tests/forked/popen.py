@@ -35,6 +35,8 @@ KINDS = {
 """The fork server of each module, which is named after `-m`. That of `roles` has torch."""
 LAST = "worker.engine_process"
 """A worker starts no fork after this one."""
+ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""Signals that a program ignores if the process that starts it does."""
 _AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "TORCH", "TRITON_", "SSL_", "HF_")
 """Variables that begin so change what an interpreter or an import does, but for these:"""
 _HARMLESS = ("PYTHONPATH", "PYTHONSAFEPATH")  # `_imports_from_here` looks at the paths
@@ -132,6 +134,7 @@ class ForkedPopen(subprocess.Popen[AnyStr]):
             "cwd": os.fspath(given["cwd"] or os.getcwd()),
             "session": given["start_new_session"],
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            "ignored": [int(number) for number in ENDS if signal.getsignal(number) is signal.SIG_IGN],
             "numbers": [0, 1, 2, *pass_fds],
         }
         if (pid := server.start(request, [*fds, *pass_fds])) is None:

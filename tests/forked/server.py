@@ -180,6 +180,9 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     os.chdir(request["cwd"])
     if request["session"]:
         os.setsid()
+    for number in popen.ENDS:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     sys.argv = [*request["command"]]
     tempfile.tempdir = None  # TMPDIR may differ

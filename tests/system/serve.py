@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.chaos.cluster import free_port, leaks_when_idle
 from cluster.supervision.processes import Process
+from tests.forked import FreshPopen
 
 from .machine import BATON, Machine, alive, answers, listening, titled, tree, until
 
@@ -17,29 +18,31 @@ START_S, STOP_S = 120.0, 60.0
 
 
 class Serve:
-    """On its way up until `until_ready` returns. `ignoring`: signals, as for what a shell starts with `&`.
-
-    All of its processes are fresh ones if it ignores signals, and forks otherwise (`tests.forked`).
+    """On its way up until `until_ready` returns. `in_background`: as a shell starts it with `&`. `fresh`: its
+    processes are no forks (`tests.forked`).
     """
 
-    def __init__(self, machine: Machine, *flags: str, ignoring: tuple[int, ...] = ()) -> None:
-        def ignore() -> None:
-            for signum in ignoring:
-                signal.signal(signum, signal.SIG_IGN)
-
+    def __init__(
+        self, machine: Machine, *flags: str, in_background: bool = False, fresh: bool = False
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = machine.outputs / f"{self.port}.log"
         self.machine = machine
+        before = signal.getsignal(signal.SIGINT)
         with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [*BATON, "serve", "--port", str(self.port), "--dtype", "float32", *flags],
-                env=machine.environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=ignore if ignoring else None,
-            )
+            if in_background:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            try:
+                self.process = (FreshPopen if fresh else subprocess.Popen)(
+                    [*BATON, "serve", "--port", str(self.port), "--dtype", "float32", *flags],
+                    env=machine.environment,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            finally:
+                signal.signal(signal.SIGINT, before)
 
     def output(self) -> str:
         return self.log.read_text()
