@@ -258,13 +258,15 @@ def test_runs_discovery(run: Callable[..., dict[str, Any]], monkeypatch: pytest.
 def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     from bench.routing_sim import __main__ as sim
 
-    monkeypatch.setattr(sim, "SHORT", {4: 0.05, 64: 0.05, 1_000: 0.0005})
+    monkeypatch.setattr(sim, "MAIN", 8)
+    monkeypatch.setattr(sim, "SCALES", {4: (4, 10, 3), 8: (4, 5, 3), 16: (1, 2, 3)})
+    monkeypatch.setattr(sim, "SHORT", {4: 1, 8: 1, 16: 1})
     monkeypatch.setattr(sim, "PLACED_SHORT", (2,))
     monkeypatch.setattr(sim, "PLACED_REQUESTS_SHORT", 20)
     monkeypatch.setattr(sim, "CHATS", 20)
     monkeypatch.setattr(sim, "CHATS_DRAWS", 1)
     rows = run("routing_sim", "--short")
-    assert {"routing_sim.multi_turn.w64.changes.sticky.hits", "routing_sim.mooncake.w4.bound"} <= {*rows}
+    assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.mooncake.w4.bound"} <= {*rows}
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
     assert rows["routing_sim.chats.x1.ttft"] > 0
 
