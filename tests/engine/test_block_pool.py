@@ -94,7 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40)
+TestPool.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 def test_evicts_the_least_recently_used_and_the_end_of_a_prefix_before_its_beginning() -> None:

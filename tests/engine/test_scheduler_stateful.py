@@ -196,4 +196,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestAccounts = SchedulerMachine.TestCase
-TestAccounts.settings = settings(max_examples=150, stateful_step_count=50)
+TestAccounts.settings = settings(max_examples=80, stateful_step_count=50)

@@ -73,4 +73,4 @@ class Lifecycle(RuleBasedStateMachine):
 
 
 TestLifecycle = Lifecycle.TestCase
-TestLifecycle.settings = settings(max_examples=150, stateful_step_count=50)
+TestLifecycle.settings = settings(max_examples=80, stateful_step_count=50)

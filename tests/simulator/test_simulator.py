@@ -75,7 +75,7 @@ def test_every_request_is_answered_while_workers_join_and_leave():
 
 def test_sticky_finds_prefixes_without_long_queues():
     """Hits against a policy that only balances; TTFT against a policy that only looks at queues."""
-    trace = multi_turn(2000, 1)
+    trace = multi_turn(1000, 1)
     found = {name: simulate(trace, name) for name in ("sticky", "least_loaded", "round_robin")}
     p99 = {name: sorted(o.ttft)[int(0.99 * len(o.ttft))] for name, o in found.items()}
     assert hits(found["sticky"]) > 0.6 > hits(found["round_robin"]) + 0.2
@@ -85,14 +85,14 @@ def test_sticky_finds_prefixes_without_long_queues():
 
 def test_sticky_finds_a_document_that_another_session_cached():
     rng = random.Random(1)
-    trace = shared_prefix(1500, 1)
+    trace = shared_prefix(800, 1)
     trace = Trace("", [replace(s, key=rng.getrandbits(64)) for s in trace.sessions])
     found = {name: hits(simulate(trace, name)) for name in ("sticky", "pure_hash")}
     assert found["sticky"] > found["pure_hash"] + 0.2
 
 
 def test_workers_that_leave_move_few_sessions():
-    trace = multi_turn(3000, 1)
+    trace = multi_turn(1500, 1)
     still = simulate(trace, "sticky", workers=16)
     moved = simulate(trace, "sticky", workers=16, changes=[(0.6, -2)])
     assert moved.moved / moved.turns < still.moved / still.turns + 2 / 16
