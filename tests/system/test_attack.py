@@ -28,7 +28,7 @@ from .machine import command_lines
 from .recovery import FLAGS
 
 KEY, ATTACKER = "sk-of-a-client-who-is-served", "sk-of-the-client-who-attacks"
-STREAMS = 6
+STREAMS = 4
 GROWTH = 64 << 20
 """Bytes by which a process may grow while it is attacked: allocators keep what they once had."""
 POOL = 600 * 16 * LAYERS * 2 * 3 * 64 * 4

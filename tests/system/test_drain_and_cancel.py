@@ -34,7 +34,7 @@ async def test_sigterm_moves_streams_on_and_exits_cleanly(broken: Broken) -> Non
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("requests", [60, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [32, pytest.param(500, marks=pytest.mark.long)])
 async def test_half_of_all_clients_go_at_random_moments(broken: Broken, requests: int) -> None:
     """In the queue, in the prefill, in the transfer, while decoding: nothing of them stays anywhere."""
     await asyncio.to_thread(broken.all_back)
