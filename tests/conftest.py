@@ -37,6 +37,9 @@ if DEVICE == "cpu":
     # Tests run side by side: several threads of one process would only wait for each other. Torch reads this
     # when it is imported, here and in the processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # For its caches of RDMA and GPUs, UCX replaces the calls that unmap memory in each library of a process.
+    # That takes a fifth of a second.
+    os.environ.setdefault("UCX_MEM_EVENTS", "n")
 
 
 @pytest.hookimpl(tryfirst=True)
