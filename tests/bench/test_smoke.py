@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import typer
 import typer.main
 
 import rpc
@@ -129,12 +130,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------- stand-ins
 
 
+@cache
+def commands_of(app: typer.Typer) -> dict[str, Any]:
+    found: Any = typer.main.get_command(app)
+    return found.commands
+
+
 def check_flags(command: str, *flags: str) -> None:
     """Raises an error for flags that `baton COMMAND` does not take."""
     from cluster.cli import app
 
-    found: Any = typer.main.get_command(app)
-    found.commands[command].make_context(command, [*flags])
+    commands_of(app)[command].make_context(command, [*flags])
 
 
 class StandInRoles(Roles):
@@ -151,11 +157,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     from bench.load.cli import app
 
     sent: list[list[str]] = []
-    command: Any = typer.main.get_command(app)
+    commands = commands_of(app)
 
     def stand_in(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert line[:4] == [sys.executable, "-m", "cluster.cli", "bench"], line
-        context = command.commands[line[4]].make_context(line[4], line[5:])
+        context = commands[line[4]].make_context(line[4], line[5:])
         rows = [{"name": name, "value": value} for name, value in RESULTS.items()]
         detail = {"valid": True, "invalid_reasons": [], "notes": [], "errors": {}}
         Path(context.params["json"]).write_text(json.dumps({"results": rows, "detail": detail}))

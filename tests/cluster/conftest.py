@@ -3,18 +3,29 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+import typer.testing
 
 from cluster.supervision.python_path import PACKAGES
 from cluster.supervision.role_process import RoleProcess, RoleState
 from cluster.supervision.runner import RoleRunner
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def commands_are_made_once() -> Iterator[None]:
+    """By default each call of `CliRunner` makes all commands of its app, which takes a tenth of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.main.get_command))
+        yield
 
 
 async def until(changing: RoleProcess | RoleRunner, condition: Callable[[RoleState], bool]) -> RoleState:

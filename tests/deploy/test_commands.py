@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,12 +58,17 @@ def here(text: str, container: Object, root: Path) -> str:
     return text.replace("$(POD_IP)", "10.0.0.1")
 
 
+@cache
+def group() -> TyperGroup:
+    made = typer.main.get_command(app)
+    assert isinstance(made, TyperGroup)
+    return made
+
+
 def parse(words: list[str]) -> None:
     program, command, *arguments = words
     assert program == "baton", words
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
-    group.commands[command].make_context(command, arguments)
+    group().commands[command].make_context(command, arguments)
 
 
 def test_baton_takes_every_flag_and_variable(

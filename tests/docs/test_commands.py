@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,15 +36,20 @@ def baton_lines(page: Path) -> Iterator[list[str]]:
                 yield words[:end]
 
 
+@cache
+def group_of(app: typer.Typer) -> TyperGroup:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    return group
+
+
 def wrong(words: list[str]) -> str | None:
     """What `baton` would say of the values of its arguments; None if it takes them. A file need not exist.
 
     Raises the parser's own exception for a flag that does not exist."""
     app, words = (bench_app, words[2:]) if words[1] == "bench" else (baton_app, words[1:])
-    group = typer.main.get_command(app)
-    assert isinstance(group, TyperGroup)
     try:
-        group.commands[words[0]].make_context(words[0], words[1:])
+        group_of(app).commands[words[0]].make_context(words[0], words[1:])
     except typer.BadParameter as error:
         return None if "does not exist" in str(error) else str(error)
     except typer.Exit:  # --help
