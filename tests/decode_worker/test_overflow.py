@@ -122,13 +122,13 @@ async def test_a_local_prefill_without_room_is_refused_and_the_youngest_is_preem
     caching_workers: Workers,
 ) -> None:
     async with attached(caching_workers[1]) as decode:
-        grow = sampling(max_tokens=800, ignore_eos=True)
-        old, young = [await submit_here(decode, request(prompt(2000 + i), grow)) for i in range(2)]
+        grow = sampling(max_tokens=300, ignore_eos=True)
+        old, young = [await submit_here(decode, request(prompt(2250 + i), grow)) for i in range(2)]
         for decode_id in (old, young):
             await decode.reserved(decode_id)
         third = await submit_here(decode, request(prompt(BLOCKS * 16 // 2), grow))
         assert (await decode.failure(third)).code == pb.FAILURE_CODE_NO_ROOM
-        assert len(await decode.tokens(old)) == 800
+        assert len(await decode.tokens(old)) == 300
         events = decode.events[young]
         last = [events.get_nowait().message for _ in range(events.qsize())][-1]
         assert isinstance(last, pb.AttemptFailed)
