@@ -115,6 +115,19 @@ def requests_of(request_of: Any) -> list[EngineRequest]:
     return requests
 
 
+@pytest.fixture(scope="module")
+def requests(request_of: Any) -> list[EngineRequest]:
+    return requests_of(request_of)
+
+
+@pytest.fixture(scope="module")
+def alone(
+    tiny_engine: Callable[..., Engine], spelled_path: Path, run: Any, requests: list[EngineRequest]
+) -> dict[bytes, Any]:
+    """The results of an engine that does nothing else."""
+    return run(tiny_engine(model=str(spelled_path), num_blocks=1024), requests)
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -125,10 +138,12 @@ def requests_of(request_of: Any) -> list[EngineRequest]:
     ],
 )
 def test_tokens_do_not_depend_on_the_way_that_a_request_takes(
-    tiny_engine: Callable[..., Engine], spelled_path: Path, run: Any, request_of: Any, config: dict[str, Any]
+    tiny_engine: Callable[..., Engine],
+    spelled_path: Path,
+    requests: list[EngineRequest],
+    alone: dict[bytes, Any],
+    config: dict[str, Any],
 ) -> None:
-    requests = requests_of(request_of)
-    alone = run(tiny_engine(model=str(spelled_path), num_blocks=1024), requests)
     engine = tiny_engine(model=str(spelled_path), **config)
     served = Everything(engine)
     outputs = served.serve(requests, [way for way, _ in zip(itertools.cycle(WAYS), requests, strict=False)])

@@ -184,10 +184,11 @@ def test_a_request_in_a_batch_gets_the_same_tokens_as_alone(
     results = run(engine, requests)
     assert (engine.stats().preemptions > 0) == (config.get("num_blocks") == 20)
     engine.assert_whole()
-    again = run(engine, requests)  # with a prefix cache: hits all the way
     assert {key: result.tokens for key, result in results.items()} == alone
-    assert {key: result.tokens for key, result in again.items()} == alone
-    engine.assert_whole()
+    if not config or "enable_prefix_caching" in config:
+        again = run(engine, requests)  # with a prefix cache: hits all the way
+        assert {key: result.tokens for key, result in again.items()} == alone
+        engine.assert_whole()
 
 
 def test_prefix_cache_saves_work_and_reports_it(

@@ -193,6 +193,16 @@ def chats(run: Any, request_of: Any, engine: Engine, turns: int = 4) -> tuple[li
     return found, cached
 
 
+@pytest.fixture(scope="module")
+def chats_without_a_cache(
+    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+) -> list[Any]:
+    """The tokens of all turns of `chats`."""
+    found, none = chats(run, request_of, tiny_engine(model=str(path), num_blocks=200))
+    assert not any(none)
+    return found
+
+
 @pytest.mark.parametrize(
     ("num_copies", "config", "overlap"),
     [
@@ -210,16 +220,15 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
     caching: Callable[..., dict[str, Any]],
     run: Any,
     request_of: Any,
+    chats_without_a_cache: list[Any],
     num_copies: int,
     config: dict[str, Any],
     overlap: bool,
 ) -> None:
     """Also when copies or blocks are evicted, and with requests that are preempted."""
-    expected, none = chats(run, request_of, tiny_engine(model=str(path), num_blocks=200))
-    assert not any(none)
     engine = (late_engine if overlap else tiny_engine)(model=str(path), **caching(num_copies, **config))
     found, cached = chats(run, request_of, engine)
-    assert found == expected
+    assert found == chats_without_a_cache
     assert any(cached)
     assert all(count % 4 == 0 for count in cached), "whole blocks"
     cache = engine._scheduler.cache
