@@ -1,11 +1,14 @@
 """Matrix products with `Groups`.
 
 CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in the same way among any rows
-                  prompts    oneDNN, from a copy in bfloat16, in tiles of equally many rows
+                  prompts    oneDNN, from a copy in bfloat16 or float32, in tiles of equally many rows
 GPU, 16 bits      few rows   a kernel that reads the codes, from Hopper on (`engine.kernels.int4_linear`)
                   many rows  dequantized for each product
 other             dequantized at load
 """
+
+import functools
+import platform
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +43,7 @@ def bytes_per_parameter(bits: int, size: int, dtype: torch.dtype, device: torch.
     if not packs(bits, dtype, device):
         return dtype.itemsize
     packed = bits / 4 * (1 / 2 + 4 / size)  # each half of 8 bits has scales
-    return packed if device.type == "cuda" else packed + dtype.itemsize
+    return packed if device.type == "cuda" else packed + dtype_of_prompts().itemsize
 
 
 def grouped_linear(
@@ -52,8 +55,27 @@ def grouped_linear(
         return _on_gpu(groups, bias, weights)
     if not packs(groups.bits, weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
         return PlainLinear(groups.values().to(weights.dtype), bias)
-    plain = PlainLinear(groups.values().bfloat16(), bias)
+    plain = for_prompts(groups.values(), bias)
     return ByRows(PackedLinear(groups, bias), plain, None if output else weights.step_rows)
+
+
+@functools.cache
+def dtype_of_prompts() -> torch.dtype:
+    """The type of a CPU's products for prompts.
+
+    Without instructions for bfloat16 a CPU converts each number. On such a Xeon of 2.8 GHz, one thread, a
+    tile of the embedded model took 1.1 to 1.5 s, and takes 0.3 to 0.6 s in float32."""
+    if platform.machine() != "x86_64":
+        return torch.bfloat16
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def for_prompts(values: Tensor, bias: Tensor | None) -> LinearMethod:
+    """The product of prompts on a CPU, from a copy of the weights that is not packed."""
+    dtype = dtype_of_prompts()
+    linear = PlainLinear(values.to(dtype), None if bias is None else bias.to(dtype))
+    return linear if dtype is torch.bfloat16 else lambda x: linear(x.to(dtype)).to(x.dtype)
 
 
 def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMethod:

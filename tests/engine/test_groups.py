@@ -12,12 +12,15 @@ import torch
 from gguf.quants import dequantize
 
 from engine import EngineConfig, build_engine
+from engine.layers import grouped_linear
 from engine.layers.grouped_linear import (
     MOST_DECODES,
     TILE,
     ByRows,
     PackedLinear,
     bytes_per_parameter,
+    dtype_of_prompts,
+    for_prompts,
     packs,
 )
 from engine.layers.groups import Groups
@@ -71,19 +74,24 @@ def test_memory_planning_counts_codes_scales_and_the_copy_for_prompts(bits: int)
     linear = PackedLinear(random_groups(64, 256, 32, bits), None)
     packed = sum(tensor.nbytes for half in linear.halves for tensor in half)
     planned = bytes_per_parameter(bits, 32, torch.bfloat16, torch.device("cpu"))
-    assert planned == packed / (64 * 256) + 2
+    assert planned == packed / (64 * 256) + dtype_of_prompts().itemsize
 
 
 @needs_packing
-def test_a_row_does_not_depend_on_the_other_rows_of_its_step() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_does_not_depend_on_the_other_rows_of_its_step(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not on the number of decodes up to `MOST_DECODES`, nor on the prompts of the step and their chunks."""
     groups, rows = random_groups(96, 256, 32), StepRows()
-    linear = ByRows(PackedLinear(groups, None), PlainLinear(groups.values().bfloat16()), rows)
+    monkeypatch.setattr(grouped_linear, "dtype_of_prompts", lambda: dtype)
+    linear = ByRows(PackedLinear(groups, None), for_prompts(groups.values(), None), rows)
     x = torch.randn(3 * TILE, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows.decodes = 1
     decoded = torch.cat([linear(row[None]) for row in x[:MOST_DECODES]])
     rows.decodes = 0
     prompts = linear(x)
+    torch.testing.assert_close(prompts, (x.float() @ groups.values().T).bfloat16(), rtol=0.02, atol=0.02)
     for decodes, count in ((0, 1), (0, 200), (1, 0), (1, 5), (MOST_DECODES, 0), (MOST_DECODES, TILE + 3)):
         rows.decodes = decodes
         y = linear(torch.cat((x[:decodes], x[7 : 7 + count])))
