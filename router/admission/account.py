@@ -29,6 +29,7 @@ class Account:
     def __init__(self, key: ApiKey, share: float = 1.0, clock: Clock = time.monotonic) -> None:
         self.key = key
         self.share = share
+        self._where = "" if share == 1 else " in this router process, which has a share of the key's limit"
         self.requests = self.waiting_tokens = self.sent_tokens = self.running = self.positions = 0
         self._clock = clock
         self._max_requests = None if key.max_requests is None else max(1, round(key.max_requests * share))
@@ -41,13 +42,14 @@ class Account:
         name = self.key.name
         if self._max_requests is not None and self.requests >= self._max_requests:
             text = f"key {name!r} has {self.requests} requests running, and may have {self._max_requests}"
-            raise RateLimited(text, retry_after=1)
+            raise RateLimited(text + self._where, retry_after=1)
         if self._per_minute is not None:
             self._refill(self._per_minute)
             if self._left <= 0:
                 wait = -self._left / self._per_minute * _MINUTE
+                seconds = max(1, min(MAX_RETRY_AFTER, round(wait + 0.5)))
                 text = f"key {name!r} has used its {self._per_minute:g} tokens per minute"
-                raise RateLimited(text, retry_after=max(1, min(MAX_RETRY_AFTER, round(wait + 0.5))))
+                raise RateLimited(text + self._where, retry_after=seconds)
         self.requests += 1
 
     def leave(self) -> None:

@@ -170,6 +170,8 @@ async def test_what_is_not_served_is_refused_by_name(cluster: Cluster):
         status, result = await cluster.post(PATH, **{"input": "Hi", **body})
         assert (status, result["error"]["param"]) == (400, param), result
         assert param.partition("[")[0] in result["error"]["message"]
+    _, result = await cluster.post(PATH, input=5)
+    assert result["error"]["message"] == "input: must be a string or a list of items"
 
 
 async def test_stored_responses_belong_to_one_key(tokenizer: ModelTokenizer, tmp_path: Path):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from router.api.fields import Part, TextPart, tag, text, union_of
+from router.api.fields import Part, TextPart, invalid, tag, text, union_of
 from router.api.messages import FUNCTION_NAME
 
 _TEXT = ("input_text", "output_text", "text")
@@ -71,6 +71,8 @@ AnyItem = Annotated[
 
 
 def _items(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise invalid("must be a string or a list of items")
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
