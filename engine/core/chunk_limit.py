@@ -1,13 +1,15 @@
 """How many prompt tokens a decode step may take.
 
 This is stall-free batching (Sarathi-Serve, Agrawal 2024), but the budget is measured and follows need. There
-are two bounds for the time of a step that both decodes and prefills:
+are three bounds for the time of a step that both decodes and prefills:
 
     short   hardly felt by the decoding requests; always allowed
+    middle  a little longer; allowed only so far as a prompt would otherwise be computed just before it is due
     long    the gap target; allowed only so far as a waiting prompt would otherwise miss its due time
 
-Both are longer while a prompt is late by a second and more. Then requests come faster than they are served,
-and their clients wait for the throughput.
+Short prompts are due so late that many of them may wait, each for a few short steps. Middle steps keep their
+queue short. Long steps are longer still while a prompt would miss its due time by far in spite of them. Then
+many prompts have come at once, and the last of them waits the longest.
 
 The limit learns two costs from past steps: that of a step that only decodes, and that of each prompt token
 beside decodes. The scheduler lets a step only decode now and then, also if prompts are waiting. Pure.
@@ -41,11 +43,18 @@ model on an H200 this is 15 ms."""
 LONG_NOW = 1.5
 """A long step may take this many times a recent step that only decodes, if this is more and no target in
 seconds is given."""
-LATE_SECONDS = 1.0
-"""A prompt that is late by this has waited in a queue that does not shrink."""
-LATE = 1.25
-"""Short and long steps may take this many times as long while a prompt is so late. An 8B model then generates
-4 % more tokens in all (simulated)."""
+MIDDLE = 1.8
+"""A middle step may take this many times the fastest step that only decodes. An 8B model on an H200
+then computes a prompt of 200 tokens in one step."""
+EARLIER = 0.025
+"""Middle steps are allowed so that prompts are computed so many seconds before they are due."""
+LATE_SECONDS = 0.15
+"""A prompt that would be late by this, if all steps are long, is behind many others."""
+LATE = 1.35
+"""A long step may take this many times as long while a prompt would be so late."""
+BACKLOG_SECONDS = 1.0
+"""A prompt that is late by this has waited in a queue that does not shrink. Then a step that requests join
+may also take `LATE` times as long. An 8B model then generates 3 % more tokens in all (simulated)."""
 FIRST = 64
 """Tokens of the first chunk, while the cost of a prompt token is unknown."""
 LEAST = 16
@@ -177,23 +186,42 @@ class ChunkLimit:
         `prompts`: of each prompt, in order, the tokens that are left and the time when they should be
         computed. `begins`: when the step should begin. `joins_at`: when a request from another worker joins,
         which waits until the step is over.
-        The result is the fewest tokens with which all prompts are in time. It is bounded by a long step, and
-        by one that ends a short step after a request joins. So a request that joins waits for a short step
-        at most, and for its own, which is short, too. While the first prompt is late by `LATE_SECONDS`, both
-        bounds are longer. A target in seconds, or one of short steps, is kept.
+
+        The result is the fewest tokens with which all prompts are in time, and `EARLIER` so far as middle
+        steps suffice. It is bounded by a long step, and by one that ends a short step after a request joins.
+        So a request that joins waits for a short step at most, and for its own, which is short, too. While a
+        prompt would be late by `LATE_SECONDS`, a long step is longer, and while the first one is late by
+        `BACKLOG_SECONDS`, both bounds are. A target in seconds, or one of short steps, is kept.
         """
-        tokens = self.short_tokens
-        until_joined = max(0.0, joins_at - begins)
-        most = ahead = 0
+        prompts, tokens = list(prompts), self.short_tokens
+        long, short = self.long_seconds, self.short_seconds
+        if self._may_be_late and self._late(prompts, begins):
+            long *= LATE
+            short *= LATE if prompts[0][1] < begins - BACKLOG_SECONDS else 1.0
+        longest = min(long, max(0.0, joins_at - begins) + short)
+        most = max(tokens, self.fitting(longest))
+        middle = max(tokens, self.fitting(min(longest, MIDDLE * self._fastest)))
+        ahead = 0
         for left, due in prompts:
-            if not ahead:
-                late = LATE if self._may_be_late and due < begins - LATE_SECONDS else 1.0
-                longest = min(late * self.long_seconds, until_joined + late * self.short_seconds)
-                most = max(tokens, self.fitting(longest))
             if tokens >= most:
                 break
             ahead += left
-            spare = due - begins - ahead * self.token_seconds
-            # ahead / tokens steps must decode in the time that the prompts leave
-            tokens = max(tokens, min(most, int(ahead * self.step_seconds / spare) + 1 if spare > 0 else most))
+            tokens = max(tokens, min(middle, self._needed(ahead, due - EARLIER - begins)))
+            tokens = max(tokens, min(most, self._needed(ahead, due - begins)))
         return tokens
+
+    def _needed(self, prompt_tokens: int, seconds: float) -> int:
+        """Prompt tokens of each step with which so many are computed within `seconds`."""
+        spare = seconds - prompt_tokens * self.token_seconds
+        # prompt_tokens / result steps must decode in the time that the prompts leave
+        return int(prompt_tokens * self.step_seconds / spare) + 1 if spare > 0 else self._most
+
+    def _late(self, prompts: Sequence[tuple[int, float]], begins: float) -> bool:
+        """Whether a prompt would be late by `LATE_SECONDS`, if all steps are long."""
+        token_seconds = self.long_seconds / max(LEAST, self.fitting(self.long_seconds))
+        ends = begins
+        for left, due in prompts:
+            ends += left * token_seconds
+            if ends > due + LATE_SECONDS:
+                return True
+        return False

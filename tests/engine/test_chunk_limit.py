@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from engine import Engine, MixedStep
-from engine.core.chunk_limit import FIRST, LEAST, LONG, SHORT, ChunkLimit
+from engine.core.chunk_limit import EARLIER, FIRST, LEAST, LONG, MIDDLE, SHORT, ChunkLimit
 
 STEP, TOKEN = 0.010, 0.0001
-LATE = [(10**6, 0.0)]
+LATE = [(500, 0.0)]
 """A prompt that is late already: it takes as many tokens as a long step has room for."""
 
 
@@ -77,24 +77,40 @@ def test_the_engine_passes_its_targets_on(
 
 
 def test_a_prompt_takes_only_what_it_needs_to_be_in_time() -> None:
-    """500 tokens take 50 ms beside the decodes. In 300 ms there is time for 25 steps that decode."""
+    """500 tokens take 50 ms beside the decodes. In 300 ms there is time for 22 steps that decode."""
     limit = fed(ChunkLimit(None, 2048))
     assert limit.tokens([], 0.0) == limit.tokens([(500, math.inf)], 0.0) == limit.short_tokens
     assert limit.tokens([(500, 5.3)], 5.0) == limit.short_tokens, "short steps suffice"
-    assert limit.tokens([(500, 5.15)], 5.0) == pytest.approx(500 * STEP / (0.15 - 500 * TOKEN), abs=2)
-    assert limit.tokens([(500, 5.06)], 5.0) == limit.tokens([(500, 4.0)], 5.0) == limit.tokens(LATE, 0.0)
+    for due, seconds in ((5.15, 0.15 - EARLIER), (5.11, 0.11)):  # steps of 110 tokens are no middle steps
+        assert limit.tokens([(500, due)], 5.0) == pytest.approx(500 * STEP / (seconds - 500 * TOKEN), abs=2)
+    assert limit.tokens([(500, 5.06)], 5.0) == limit.tokens([(500, 4.95)], 5.0) == limit.tokens(LATE, 0.0)
 
 
-def test_steps_are_longer_while_a_prompt_is_late_by_a_second() -> None:
-    limit, queue = fed(ChunkLimit(None, 2048)), [(500, 4.0), (500, 9.0)]
-    long, longer = (round((steps * limit.long_seconds - STEP) / TOKEN) for steps in (1, 1.25))
-    assert limit.tokens(queue, 5.0) == pytest.approx(long, abs=1)
-    assert limit.tokens(queue, 5.01) == pytest.approx(longer, abs=1)
-    joins_now = 1.25 * limit.short_seconds - STEP
-    assert limit.tokens(queue, 5.01, joins_at=5.01) == pytest.approx(joins_now / TOKEN, abs=1)
-    assert fed(ChunkLimit(0.030, 2048)).tokens(queue, 5.01) == pytest.approx(200, abs=1), "in seconds: kept"
+def test_steps_are_longer_while_a_prompt_would_be_late_by_far_in_spite_of_long_steps() -> None:
+    """A long step of 35 ms has 250 tokens, so the second prompt would be computed after 140 ms."""
+    limit, prompt = fed(ChunkLimit(None, 2048)), (500, 9.0)
+    in_time, late = ([prompt, (500, due), prompt] for due in (5.0, 4.98))
+    long, longer = (round((steps * limit.long_seconds - STEP) / TOKEN) for steps in (1, 1.35))
+    assert limit.tokens(in_time, 5.0) == pytest.approx(long, abs=1)
+    assert limit.tokens(late, 5.0) == pytest.approx(longer, abs=1)
+    assert limit.tokens(late, 5.0, joins_at=5.0) == limit.short_tokens, "what joins waits no longer"
+    joins_now = round((1.35 * limit.short_seconds - STEP) / TOKEN)
+    assert limit.tokens([(500, 3.99)], 5.0, joins_at=5.0) == pytest.approx(joins_now, abs=1), "now it does"
+    assert fed(ChunkLimit(0.030, 2048)).tokens(late, 5.0) == pytest.approx(200, abs=1), "in seconds: kept"
     gaps_first = fed(ChunkLimit(None, 2048, 1.5))
-    assert gaps_first.tokens(queue, 5.01) == gaps_first.tokens(queue, 5.0)
+    assert gaps_first.tokens(late, 5.0) == gaps_first.tokens(in_time, 5.0)
+
+
+def test_steps_are_a_little_longer_so_that_short_prompts_do_not_wait_until_they_are_due() -> None:
+    """200 tokens take 20 ms beside the decodes, and 40 more in short steps of 50."""
+    limit = fed(ChunkLimit(None, 2048))
+    middle = pytest.approx((MIDDLE - 1) * STEP / TOKEN, abs=1)
+    assert limit.tokens([(200, 0.09)], 0.0) == limit.short_tokens
+    assert limit.tokens([(200, 0.061)], 0.0) == middle, "15 ms before it is due in steps of 80 tokens"
+    assert limit.tokens([(100, 9.0), (200, 0.075)], 0.0) == middle, "behind another prompt"
+    assert limit.tokens([(200, 0.061)], 0.0, joins_at=0.0) == limit.short_tokens
+    assert limit.tokens([(200, 0.04)], 0.0) == pytest.approx(100, abs=2), "it would miss its due time"
+    assert fed(ChunkLimit(0.016, 2048)).tokens([(200, 0.061)], 0.0) == pytest.approx(60, abs=1), "the target"
 
 
 def test_a_prompt_behind_others_is_in_time_too() -> None:
@@ -109,7 +125,7 @@ def test_a_prompt_that_is_in_time_finishes_in_time() -> None:
     while left:
         chunk = min(left, limit.tokens([(left, 0.2)], now))
         left, now = left - chunk, now + STEP + chunk * TOKEN
-    assert 0.19 <= now <= 0.2 + STEP
+    assert 0.19 <= now + EARLIER <= 0.2 + STEP
 
 
 def test_a_step_ends_a_short_step_after_a_request_joins_at_most() -> None:
