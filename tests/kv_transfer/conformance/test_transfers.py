@@ -102,7 +102,7 @@ def test_many_at_once_huge_and_tiny_through_a_small_arena(make_pair: Any) -> Non
         {"slots": 6, "blocks": 2600, **both}, {"slots": 5, "blocks": 1300, "block_size": 32, **both}
     )
     random.seed(1)
-    sizes = [32_768, 1, 3000, *(random.randrange(1, 60) for _ in range(12)), 1500]
+    sizes = [12_288, 1, 3000, *(random.randrange(1, 60) for _ in range(12)), 1500]
     early, late = sizes[:8], sizes[8:]
     jobs = []
     for n in early:
