@@ -60,8 +60,13 @@ def reply_to(request: bytes, tokenizer: ModelTokenizer) -> bytes:
 
 
 def _read() -> bytes | None:
+    """Returns the next frame. None: the router has closed the pipe, or ended within a frame."""
     head = sys.stdin.buffer.read(_LENGTH.size)
-    return sys.stdin.buffer.read(*_LENGTH.unpack(head)) if head else None
+    if len(head) < _LENGTH.size:
+        return None
+    [size] = _LENGTH.unpack(head)
+    frame = sys.stdin.buffer.read(size)
+    return frame if len(frame) == size else None
 
 
 def _write(reply: bytes) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import io
 import json
 import os
 import select
@@ -23,6 +24,7 @@ from router.admission.keys import ANY_CLIENT, ApiKey
 from router.api.bodies import ChatBody, ChatOptions, CompletionBody
 from router.endpoints.grpc_server import SERVICE
 from router.errors import ApiError, ContextLengthExceeded, InvalidRequest
+from router.preparation import child
 from router.preparation.child import reply_to
 from router.preparation.prepare import Kind, Prepared, Served, prepare
 from router.preparation.preparer import SMALL_BYTES, Preparer
@@ -45,6 +47,16 @@ SAMPLED = {
 }  # fmt: skip
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "é": [1, 2.5]}}}
 LONG = "a b " * SMALL_BYTES
+
+
+@pytest.mark.parametrize("cut", [1, 4, 6])
+def test_a_child_ends_quietly_if_its_router_ends_within_a_frame(
+    monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """A router that is killed while its children start leaves a part of the tokenizer in the pipe."""
+    frame = struct.pack("<I", 3) + b"abc"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(frame + frame[:cut])))
+    assert [child._read(), child._read()] == [b"abc", None]
 
 
 def in_child(kind: Kind, raw: bytes, tokenizer: ModelTokenizer) -> Prepared | bytes:
