@@ -43,7 +43,7 @@ def requests_of(request_of: Any) -> list[EngineRequest]:
     rng = random.Random(5)
     trunks = [[rng.randrange(3, 190) for _ in range(40)] for _ in range(3)]
     requests = []
-    for number in range(64):
+    for number in range(128):
         prompt = rng.choice(trunks)[: rng.choice([1, 4, 8, 9, 16, 21, 33])]
         prompt = prompt + [rng.randrange(3, 190) for _ in range(rng.choice([0, 1, 5]))]
         kind = rng.choice(KINDS)
@@ -245,8 +245,8 @@ def test_random_lives(
     for _ in range(2):
         lives = Lives(prefill, decode, expected)
         lives.live(requests, rng)
-        assert lives.ahead > 20, "or this shows nothing"
-        assert lives.unsampled > 5, "nor of grammars"
-        assert len(lives.resumed) > 2
+        assert lives.ahead > 30, "or this shows nothing"
+        assert lives.unsampled > 10, "nor of grammars"
+        assert len(lives.resumed) > 5
         assert bool(lives.cached) == config.get("enable_prefix_caching", False)
     assert bool(decode.stats().preemptions) == ("num_blocks" in config)
