@@ -41,8 +41,7 @@ class FileDiscovery:
         self._always = frozenset(addresses)
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
-        seen: tuple[int, int, int] | None = None
-        told = False
+        seen: tuple[int, ...] | None = ()  # None: it cannot be read, as the log says
         current = self._always
         yield current
         while True:
@@ -51,19 +50,19 @@ class FileDiscovery:
                 version = (status.st_ino, status.st_mtime_ns, status.st_size)
                 if version != seen:
                     found = self._always | _parse(self._path.read_text(), self._path)
-                    seen, told = version, False
+                    seen = version
                     if found != current:
                         current = found
                         yield current
             except (OSError, UnicodeDecodeError) as error:
-                if not told:
+                if seen is not None:
                     reason = error.strerror if isinstance(error, OSError) else error
                     log.warning(
                         "workers file %s cannot be read (%s): the router keeps the last list",
                         self._path,
                         reason,
                     )
-                    seen, told = None, True
+                    seen = None
             await asyncio.sleep(POLL_SECONDS)
 
 
@@ -74,8 +73,8 @@ def is_address(text: str) -> bool:
 
 
 def _parse(text: str, path: Path) -> frozenset[str]:
-    lines = filter(None, (line.partition("#")[0].strip() for line in text.splitlines()))
-    found = {line: is_address(line) for line in lines}
-    for line in (line for line, valid in found.items() if not valid):
+    lines = dict.fromkeys(filter(None, (line.partition("#")[0].strip() for line in text.splitlines())))
+    wrong = [line for line in lines if not is_address(line)]
+    for line in wrong:
         log.warning("workers file %s: %r is left out, since it is not HOST:PORT", path, line)
-    return frozenset(line for line, valid in found.items() if valid)
+    return frozenset(lines).difference(wrong)

@@ -287,7 +287,8 @@ class WorkerPool:
         self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
     ) -> Place | None:
         """Chooses the prefill worker that computes a request and decodes it, while no decode worker has room
-        for it, or while there is none. The arguments are those of `choose_prefill`. None: it waits."""
+        for the request, or while there is no decode worker. The arguments are those of `choose_prefill`.
+        Returns None if the request has to wait."""
         if not self._may_overflow or not (self.has_decode or self._lost_decode):
             return None
         targets = self._candidates.prefill_targets(key, chunks, tokens, self._rng, avoid)
