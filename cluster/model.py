@@ -127,14 +127,10 @@ def check_context(location: str, revision: str | None, max_model_len: int | None
     The engine would refuse it, too, but only when workers have started."""
     if max_model_len is None:
         return
+    from engine.api.config import check_max_model_len
     from router.text.model_files import context_length
 
-    context = context_length(location, revision)
-    if max_model_len > context:
-        raise ValueError(
-            f"--max-model-len {max_model_len}: the model's context is {context} tokens; give at most "
-            f"{context}, or leave the flag out"
-        )
+    check_max_model_len(max_model_len, context_length(location, revision))
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -144,3 +144,12 @@ class EngineConfig:
             f"a step decodes one token of each running request; raise it to at least --max-num-seqs "
             f"({self.max_num_seqs}), or lower --max-num-seqs",
         )
+
+
+def check_max_model_len(max_model_len: int, context: int) -> None:
+    """Raises ValueError if the limit is longer than the model's context."""
+    if max_model_len > context:
+        raise ValueError(
+            f"--max-model-len {max_model_len}: the model's context is {context} tokens; give at most "
+            f"{context}, or leave the flag out"
+        )

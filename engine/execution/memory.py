@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.api.config import EngineConfig
+from engine.api.config import EngineConfig, check_max_model_len
 from engine.kernels import FP8
 from engine.layers.ranks import Ranks
 from engine.layers.weights import WeightFormat
@@ -116,11 +116,7 @@ def choose_limits(
     dtype = choose_dtype(config, model, weight_format, device)
     block_size = config.block_size or (128 if device.type == "cuda" else 16)
     wanted = config.max_model_len or model.max_model_len
-    if wanted > model.max_model_len:
-        raise ValueError(
-            f"--max-model-len {wanted}: the model's context is {model.max_model_len} tokens; give at most "
-            f"{model.max_model_len}, or leave the flag out"
-        )
+    check_max_model_len(wanted, model.max_model_len)
     if config.enable_expert_parallel:
         model.check_expert_parallel(ranks.size)
     cache = cache_spec(model.of_rank(ranks.size), dtype, choose_kv_dtype(config, dtype, device))
