@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ def default_device() -> str:
     return "cuda" if visible_gpus() else "cpu"
 
 
+@functools.cache  # it starts nvidia-smi
 def gpu_gib() -> float | None:
     """Memory of the smallest GPU of this machine; None if no driver tells it."""
     found = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits") or []

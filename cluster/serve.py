@@ -27,7 +27,7 @@ from cluster.supervision.display import Display
 from cluster.supervision.janitor import Janitor
 from cluster.supervision.lifeline import adopt_orphans
 from cluster.supervision.local import Gpus, LocalRole
-from cluster.supervision.plan import Plan, Pool, RoleSpec
+from cluster.supervision.plan import POOLS, Plan, RoleSpec
 from cluster.supervision.ports import check_ports
 from cluster.supervision.processes import end_descendants, reap_orphans
 from cluster.supervision.role_process import RoleState
@@ -38,7 +38,6 @@ from rpc.directories import make_directory
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ORPHAN_GRACE = 10.0  # seconds for the child processes of a killed role to end
-POOLS: tuple[Pool, ...] = ("prefill", "decode")
 LOG_TAIL = 20  # log lines shown when a role fails to start
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rpc import TlsFiles
 
 Pool = Literal["prefill", "decode"]
+POOLS: tuple[Pool, ...] = get_args(Pool)
 RoleName = Literal["prefill", "decode", "router"]
 Placement = Literal["spread", "pack", "pair"]
 
@@ -104,7 +105,7 @@ class Plan:
         shared_args = to_argv(
             named, self.drain, observe, replace(self.secret, cluster_secret_file=None), title=self.title
         )
-        engines = {pool: self._engine(pool, device) for pool in get_args(Pool)}
+        engines = {pool: self._engine(pool, device) for pool in POOLS}
         more = to_argv(self.transfer, self.deadlines, self.traces, ttit_target=self.pool.ttit_target)
         worker_args = {pool: (*shared_args, *to_argv(engine), *more) for pool, engine in engines.items()}
         pairs = self._pairs()

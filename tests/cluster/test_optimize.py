@@ -89,9 +89,14 @@ def test_the_summary_says_what_was_chosen_and_what_was_given(
     [(["143771"], 140.4), (["81559", " 24564"], 24.0), (["[N/A]"], None), ([], None), (None, None)],
 )
 def test_the_smallest_gpu_counts(
-    lines: list[str] | None, expected: float | None, monkeypatch: pytest.MonkeyPatch
+    lines: list[str] | None,
+    expected: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setattr("cluster.gpus.nvidia_smi", lambda *_: lines)
+    gpu_gib.cache_clear()
+    request.addfinalizer(gpu_gib.cache_clear)
     assert gpu_gib() == (expected and pytest.approx(expected, abs=0.05))
 
 
