@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from kv_transfer.wait import wait
 from tests import leftovers
 
 SLEEP = "import time; time.sleep(60)"
@@ -29,7 +29,7 @@ def test_an_orphan_of_the_run_is_found_and_ended(monkeypatch: pytest.MonkeyPatch
     assert orphan not in leftovers.left_behind(orphan.create_time()), "it is older than the run"
     ended = os.pidfd_open(orphan.pid)
     assert leftovers.end([orphan]) == [line]
-    assert select.select([ended], [], [], 5)[0]
+    assert wait([ended], 5)
     os.close(ended)
 
 

@@ -7,7 +7,6 @@ cases run in which both engines have one rank.
 import itertools
 import os
 import random
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from engine.execution.rank_files import RankFiles
 from engine.kernels import KV, Fp8KV, parts
 from kv_transfer.endpoint.rank_copier import RankCopier
 from kv_transfer.layout import heads_of
+from kv_transfer.wait import wait
 from prefill_worker.sink import SenderSink
 from tests.device import DEVICE
 from tests.engine.test_models import scores
@@ -181,7 +181,7 @@ class Pair:
             self.reserved[request.id] = self._submit(request)
         while not (prefill.engine.idle and decode.engine.idle and prefill.sender.idle):
             if not (prefill.engine.has_work or decode.engine.has_work):
-                select.select([prefill.sender, decode.receiver], [], [], 0.001)
+                wait([prefill.sender.fileno(), decode.receiver.fileno()], 0.001)
             for released in prefill.sender.poll():
                 assert isinstance(released, kv.Released)
                 assert released.reason == "acked"

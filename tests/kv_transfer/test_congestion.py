@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from kv_transfer.process.__main__ import _listen
 from kv_transfer.process.tcp import _connecting, use_cubic
+from kv_transfer.wait import wait
 
 
 def congestion_control(sock: socket.socket) -> bytes:
@@ -34,7 +34,7 @@ def test_both_ends_of_a_lane() -> None:
     with socket.socket() as plain, _listen("127.0.0.1", 0) as listener:
         assert congestion_control(plain) == b"reno"
         with _connecting(listener.getsockname(), None) as near:
-            select.select([listener], [], [])
+            wait([listener.fileno()], None)
             with listener.accept()[0] as far:
                 assert [congestion_control(near), congestion_control(far)] == [b"cubic", b"cubic"]
 

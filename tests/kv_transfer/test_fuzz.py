@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch
 
 import kv_transfer as kv
 from bench.chaos.processes import resident_bytes
+from kv_transfer.wait import wait
 
 from .second_wire import (
     ABORT,
@@ -153,7 +153,7 @@ class Flat:
 
 def drained(sock: socket.socket) -> bool:
     """Reads away what the other side said; False once it has closed."""
-    while select.select([sock], [], [], 0)[0]:
+    while wait([sock.fileno()], 0):
         try:
             if not sock.recv(1 << 16):
                 return False
@@ -264,15 +264,15 @@ class Source(FakePrefill):
         engine has its turn first."""
         self._decode.poll()
         waiting = [self.listener, *([self.lane.sock] if self.lane else [])]
-        readable = select.select(waiting, [], [], 0.02)[0]
+        readable = wait([each.fileno() for each in waiting], 0.02)
         try:
-            if self.lane is not None and self.lane.sock in readable:
+            if self.lane is not None and self.lane.sock.fileno() in readable:
                 kind, transfer, _, _ = self.lane.read()
                 if kind == 0:
                     self.lost()
                 elif kind == FETCH:
                     self.transfer = transfer
-            elif self.listener in readable:
+            elif self.listener.fileno() in readable:
                 self.lost()
                 self.lane = self.accept()
         except (OSError, AssertionError, ValueError):

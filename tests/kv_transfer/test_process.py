@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 
 import kv_transfer as kv
 from kv_transfer.process.tcp import _connecting
+from kv_transfer.wait import wait
 from rpc import url_host
 from tests.kv_transfer.transfer_process import TransferProcess
 
@@ -160,13 +160,13 @@ def test_it_dies_with_its_parent_and_on_sigterm(how: signal.Signals) -> None:
         "c.recv(1000); print(child.pid, flush=True)\n"
         "sys.exit(child.wait() if 'wait' in sys.argv else time.sleep(60))"
     )
-    wait = ["wait"] if how is signal.SIGTERM else []
-    parent = subprocess.Popen([sys.executable, "-c", code, *wait], stdout=subprocess.PIPE, text=True)
+    waits = ["wait"] if how is signal.SIGTERM else []
+    parent = subprocess.Popen([sys.executable, "-c", code, *waits], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     watch = os.pidfd_open(child)
     assert resource.prlimit(child, resource.RLIMIT_NOFILE) == (2000, 2000), "many peers have many lanes"
     os.kill(child if how is signal.SIGTERM else parent.pid, how)
-    assert select.select([watch], [], [], 10)[0], "the transfer process lives on"
+    assert wait([watch], 10), "the transfer process lives on"
     os.close(watch)
     assert parent.wait(10) == (0 if how is signal.SIGTERM else -signal.SIGKILL)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import random
-import select
 from typing import Any
 
 import pytest
 
 import kv_transfer as kv
+from kv_transfer.wait import wait
 
 from .second_wire import (
     ABORT,
@@ -94,7 +94,7 @@ def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: 
         (head, body), *_ = slices(10)
         lane.send(KV, body, transfer, **head, checksum=1)
         lane.expect(ABORT)
-        until(lambda: select.select([decode.receiver], [], [], 0)[0], "the engine to be told")
+        until(lambda: wait([decode.receiver.fileno()], 0), "the engine to be told")
         decode.poll()
         if attempt < 2:
             transfer, _ = lane.expect(FETCH)
@@ -146,7 +146,7 @@ def test_what_ends_the_session(fetching: Any, until: Any, how: str) -> None:
 
 def kv_refetched(decode: Any, fake: FakePrefill) -> Lane:
     """The lane of decode's next session; its engine must poll to ask for it."""
-    while not select.select([fake.listener], [], [], 0.05)[0]:
+    while not wait([fake.listener.fileno()], 0.05):
         decode.poll()
     return fake.accept()
 
@@ -225,7 +225,7 @@ def test_mutated_frames(fetching: Any, until: Any) -> None:
         if b"d" in decode.events:
             break
         lane.sock.setblocking(False)
-        if select.select([fake.listener], [], [], 0.1)[0]:
+        if wait([fake.listener.fileno()], 0.1):
             lane = fake.accept()
             transfer = asked(lane)
     decode.poll()

@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import os
-import select
 import signal
 import struct
 import subprocess
@@ -18,6 +17,7 @@ import grpc
 import psutil
 import pytest
 
+from kv_transfer.wait import wait
 from router.active_request import ActiveRequests
 from router.admission.account import Account
 from router.admission.keys import ANY_CLIENT, ApiKey
@@ -302,7 +302,7 @@ def test_a_busy_child_dies_with_its_router(tokenizer: ModelTokenizer) -> None:
             stdin.flush()
             assert parent.stdout.read(4) == bytes(4), "the child is ready"
             parent.kill()
-            assert select.select([parent.stdout], [], [], 10)[0], "the child is dead"
+            assert wait([parent.stdout.fileno()], 10), "the child is dead"
             assert parent.stdout.read() == b""
 
 

@@ -1,7 +1,6 @@
 """The local socket between service and engine process."""
 
 import os
-import select
 import stat
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import msgspec
 import pytest
 import zmq
 
+from kv_transfer.wait import wait
 from worker import messages
 from worker.failure import StartError
 from worker.ipc import EngineLink, ServiceLink
@@ -31,9 +31,7 @@ async def test_messages_travel_both_ways_and_the_socket_file_is_removed(tmp_path
         while len(arrived) < len(work):
             # Sending clears the signal of a message that arrived meanwhile, so `has_messages` must find it.
             engine.send(messages.Progress("loading", 0.5))
-            assert engine.has_messages or select.select([engine], [], [], 5)[0], (
-                "neither signal nor has_messages"
-            )
+            assert engine.has_messages or wait([engine.fileno()], 5), "neither signal nor has_messages"
             arrived += engine.receive_all()
         assert arrived == work
         assert engine.receive_all() == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import select
 import time
 from collections import Counter
 from typing import Any
@@ -353,7 +352,7 @@ def test_drain_lets_what_runs_end(make_pair: Any) -> None:
     assert isinstance(pair.event(decode_id), kv.Injected)
 
     def drained() -> bool:
-        if not select.select([pair.prefill.service], [], [], 0)[0]:
+        if not wait([pair.prefill.service.fileno()], 0):
             return False  # both engines go on meanwhile: the ACK is theirs
         return kv.decode_from_transfer(pair.prefill.service.recv(1 << 16)) == kv.Drained(0)
 
