@@ -19,7 +19,7 @@ UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBr
     require("stream/promises").pipeline(createReadStream(process.argv[1]), createBrotliDecompress(), \
     createWriteStream(process.argv[2], {mode: 0o755}));
 
-.PHONY: prometheus venv serve test test-long lint bench proto reference pins clean
+.PHONY: prometheus venv serve test test-long lint bench proto reference shape pins clean
 venv: $(ALL)
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
@@ -65,19 +65,23 @@ test-long: venv $(NODE_MODULES)
 	$(BIN)/python -m pytest -m 'long and not gpu' --timeout 3600 $(ARGS)
 
 bench: venv
-	$(BIN)/python -m bench.engine $(ARGS)
-	$(BIN)/python -m bench.kv $(ARGS)
-	$(BIN)/python -m bench.overlap $(ARGS)
-	$(BIN)/python -m bench.router $(ARGS)
-	$(BIN)/python -m bench.disagg $(ARGS)
-	$(BIN)/python -m bench.discovery $(ARGS)
-	$(BIN)/python -m bench.flip $(ARGS)
-	$(BIN)/python -m bench.reuse $(ARGS)
-	$(BIN)/python -m bench.routing_sim $(ARGS)
+	$(BIN)/python -m baton.bench.engine $(ARGS)
+	$(BIN)/python -m baton.bench.kv $(ARGS)
+	$(BIN)/python -m baton.bench.overlap $(ARGS)
+	$(BIN)/python -m baton.bench.router $(ARGS)
+	$(BIN)/python -m baton.bench.disagg $(ARGS)
+	$(BIN)/python -m baton.bench.discovery $(ARGS)
+	$(BIN)/python -m baton.bench.flip $(ARGS)
+	$(BIN)/python -m baton.bench.reuse $(ARGS)
+	$(BIN)/python -m baton.bench.routing_sim $(ARGS)
 
-# The virtual path rpc= makes protoc write `from rpc import ..._pb2` into the stubs.
+# The virtual path baton/rpc= makes protoc write `from baton.rpc import ..._pb2` into the stubs.
 proto: venv
-	$(BIN)/python -m grpc_tools.protoc -Irpc=proto --python_out=. --pyi_out=. --grpc_python_out=. rpc/worker.proto rpc/inference.proto rpc/ext_proc.proto
+	$(BIN)/python -m grpc_tools.protoc -Ibaton/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. baton/rpc/worker.proto baton/rpc/inference.proto baton/rpc/ext_proc.proto
+
+# Lines, files, Protocols and words, by which a change of the tree's shape can be judged.
+shape:
+	@$(PYTHON) tests/shape.py
 
 reference: venv
 	$(BIN)/python -m docs.reference.generate

@@ -1,4 +1,6 @@
-"""Baton's benches: `python -m bench.NAME [--json PATH] [--device cpu|cuda] [--short]`. README.md lists them.
+"""Baton's benches: `python -m baton.bench.NAME [--json PATH] [--device cpu|cuda] [--short]`.
+
+README.md lists them.
 
 Life of a bench:
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from machine import usable_cpus
+from baton.machine import usable_cpus
 
 EXIT_CANNOT_MEASURE = 2
 MIN_PAIRS = 5
@@ -103,7 +103,7 @@ class Report:
 
     def finish(self) -> None:
         """Prints the table and calls `write`."""
-        table = Table(title=f"bench.{self.bench}  {self.parameters}", title_justify="left")
+        table = Table(title=f"baton.bench.{self.bench}  {self.parameters}", title_justify="left")
         for column in ("name", "value", "p99", "ratio", "to", "spread", "goal"):
             table.add_column(column, justify="left" if column in ("name", "to") else "right")
         for row in self.rows:

@@ -20,15 +20,15 @@ import tempfile
 import time
 from pathlib import Path
 
-import bench.contract as contract
-from bench.contract import Report, Row, percentile
-from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from cluster.supervision.runner import write_atomically
-from router.policy import PREFILL_POLICIES
-from router.workers.discovery import FileDiscovery
-from router.workers.fit import RouterModel
-from router.workers.pool import WorkerPool
-from rpc import worker_pb2 as pb
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row, percentile
+from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.cluster.supervision.runner import write_atomically
+from baton.router.policy import PREFILL_POLICIES
+from baton.router.workers.discovery import FileDiscovery
+from baton.router.workers.fit import RouterModel
+from baton.router.workers.pool import WorkerPool
+from baton.rpc import worker_pb2 as pb
 
 ROUNDS = 50
 KNOWN_GOAL_MS, LOST_GOAL_MS = 1000.0, 2000.0  # p99

@@ -1,6 +1,6 @@
 """How soon a worker serves prompts after its pool was changed, and whether a client notices.
 
-    python -m bench.flip [--json PATH] [--device cpu|cuda] [--short]
+    python -m baton.bench.flip [--json PATH] [--device cpu|cuda] [--short]
 
 A cluster has one prefill worker, two decode workers and a router. Clients send one greedy request after
 another. The second decode worker is flipped to the prefill pool and back, again and again. A flip takes from
@@ -30,17 +30,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import bench.contract as contract
-import rpc
-from bench.chaos.cluster import LocalCluster, leaks_when_idle
-from bench.chaos.load import Load, Verdict, judge
-from bench.chaos.streams import Case, expected
-from bench.contract import Report, Row, percentile
-from bench.overlap.trace import events
-from bench.shapes import write_shape
-from cluster.supervision.workers import set_pool
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
+import baton.bench.contract as contract
+from baton import rpc
+from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
+from baton.bench.chaos.load import Load, Verdict, judge
+from baton.bench.chaos.streams import Case, expected
+from baton.bench.contract import Report, Row, percentile
+from baton.bench.overlap.trace import events
+from baton.bench.shapes import write_shape
+from baton.cluster.supervision.workers import set_pool
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 
 FLIPS = 20
 SHORT_FLIPS = 5

@@ -37,87 +37,87 @@ tests() {
         tests/engine tests/kv_transfer tests/decode_worker/test_tokens.py
 }
 kernels() {
-    python3 -m bench.kernels --device cuda --json "$out/kernels.json"
-    python3 -m bench.kernels --device cuda --model-shape qwen3-30b-a3b --json "$out/moe_kernels.json"
+    python3 -m baton.bench.kernels --device cuda --json "$out/kernels.json"
+    python3 -m baton.bench.kernels --device cuda --model-shape qwen3-30b-a3b --json "$out/moe_kernels.json"
 }
-sweep() { python3 -m bench.kernels --device cuda --sweep --json "$out/sweep.json"; }
+sweep() { python3 -m baton.bench.kernels --device cuda --sweep --json "$out/sweep.json"; }
 fp8_sweep() {
-    python3 -m bench.kernels --device cuda --quantization fp8 --sweep --json "$out/fp8_sweep.json"
+    python3 -m baton.bench.kernels --device cuda --quantization fp8 --sweep --json "$out/fp8_sweep.json"
 }
 int4_sweep() {
-    python3 -m bench.kernels --device cuda --quantization int4 --sweep --json "$out/int4_sweep.json"
+    python3 -m baton.bench.kernels --device cuda --quantization int4 --sweep --json "$out/int4_sweep.json"
 }
-engine() { python3 -m bench.engine --device cuda --json "$out/engine.json"; }
+engine() { python3 -m baton.bench.engine --device cuda --json "$out/engine.json"; }
 fp8() {
-    python3 -m bench.engine --device cuda --quantization fp8 --json "$out/fp8.json"
-    python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --quantization fp8 --json "$out/fp8_moe.json"
-    python3 -m bench.kernels --device cuda --quantization fp8 --json "$out/fp8_kernels.json"
+    python3 -m baton.bench.engine --device cuda --quantization fp8 --json "$out/fp8.json"
+    python3 -m baton.bench.engine --device cuda --model-shape qwen3-30b-a3b --quantization fp8 --json "$out/fp8_moe.json"
+    python3 -m baton.bench.kernels --device cuda --quantization fp8 --json "$out/fp8_kernels.json"
 }
 hybrid() {
     for shape in bamba-9b granite-4.0-h-tiny; do
-        python3 -m bench.engine --device cuda --model-shape $shape --json "$out/$shape.json"
-        python3 -m bench.overlap --device cuda --model-shape $shape --tokens 2000 --tokens 8000 --batch 32 \
+        python3 -m baton.bench.engine --device cuda --model-shape $shape --json "$out/$shape.json"
+        python3 -m baton.bench.overlap --device cuda --model-shape $shape --tokens 2000 --tokens 8000 --batch 32 \
             --long 128000 --json "$out/overlap_$shape.json"
     done
-    python3 -m bench.overlap --device cuda --long 128000 --json "$out/overlap_long.json"
-    python3 -m bench.kernels --device cuda --model-shape bamba-9b --json "$out/bamba_kernels.json"
+    python3 -m baton.bench.overlap --device cuda --long 128000 --json "$out/overlap_long.json"
+    python3 -m baton.bench.kernels --device cuda --model-shape bamba-9b --json "$out/bamba_kernels.json"
 }
 hybrid_sweep() {
-    python3 -m bench.kernels --device cuda --model-shape bamba-9b --sweep --json "$out/hybrid_sweep.json"
+    python3 -m baton.bench.kernels --device cuda --model-shape bamba-9b --sweep --json "$out/hybrid_sweep.json"
 }
 fp8_kv() {
-    python3 -m bench.kernels --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv_kernels.json"
-    python3 -m bench.engine --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv.json"
-    python3 -m bench.engine --device cuda --quantization fp8 --kv-cache-dtype fp8 --json "$out/fp8_fp8_kv.json"
+    python3 -m baton.bench.kernels --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv_kernels.json"
+    python3 -m baton.bench.engine --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv.json"
+    python3 -m baton.bench.engine --device cuda --quantization fp8 --kv-cache-dtype fp8 --json "$out/fp8_fp8_kv.json"
     for prefill in auto fp8; do
-        python3 -m bench.overlap --device cuda --prefill-kv-cache-dtype $prefill --decode-kv-cache-dtype fp8 \
+        python3 -m baton.bench.overlap --device cuda --prefill-kv-cache-dtype $prefill --decode-kv-cache-dtype fp8 \
             --json "$out/overlap_$prefill-to-fp8.json"
     done
 }
 int4() {
-    python3 -m bench.engine --device cuda --quantization int4 --json "$out/int4.json"
-    python3 -m bench.kernels --device cuda --quantization int4 --json "$out/int4_kernels.json"
+    python3 -m baton.bench.engine --device cuda --quantization int4 --json "$out/int4.json"
+    python3 -m baton.bench.kernels --device cuda --quantization int4 --json "$out/int4_kernels.json"
 }
-moe() { python3 -m bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }
-kv() { python3 -m bench.kv --json "$out/kv.json"; }
+moe() { python3 -m baton.bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }
+kv() { python3 -m baton.bench.kv --json "$out/kv.json"; }
 overlap() {
     local growth=()
     for tokens in 1000 2000 4000 8000 16000 32000; do growth+=(--growth "$tokens"); done
-    python3 -m bench.overlap --device cuda --batch 32 --batch 64 "${growth[@]}" \
+    python3 -m baton.bench.overlap --device cuda --batch 32 --batch 64 "${growth[@]}" \
         --json "$out/overlap.json"
-    python3 -m bench.overlap --device cuda --kv-connector auto --batch 64 --json "$out/overlap_auto.json"
+    python3 -m baton.bench.overlap --device cuda --kv-connector auto --batch 64 --json "$out/overlap_auto.json"
 }
-overlap_8000() { python3 -m bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
+overlap_8000() { python3 -m baton.bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
 disagg() {
-    python3 -m bench.disagg --device cuda --seconds 20 --logs "$out/disagg" --html "$out/disagg.html" \
+    python3 -m baton.bench.disagg --device cuda --seconds 20 --logs "$out/disagg" --html "$out/disagg.html" \
         --json "$out/disagg.json"
 }
 groups() { # a handover between workers with several GPUs
     local prefill decode tokens
     while read -r prefill decode; do
         for tokens in 2000 8000; do
-            python3 -m bench.overlap --device cuda --prefill-ranks "$prefill" --decode-ranks "$decode" \
+            python3 -m baton.bench.overlap --device cuda --prefill-ranks "$prefill" --decode-ranks "$decode" \
                 --tokens "$tokens" --batch 32 --json "$out/overlap_${prefill}to${decode}_$tokens.json" </dev/null
         done
     done <<< $'2 1\n1 2\n2 2'
 }
 disagg_70b() { # on four GPUs
-    python3 -m bench.disagg --device cuda --model-shape llama-3.1-70b --tensor-parallel-size 2 --loads 2000/150 \
+    python3 -m baton.bench.disagg --device cuda --model-shape llama-3.1-70b --tensor-parallel-size 2 --loads 2000/150 \
         --rates 1,2 --seconds 40 --logs "$out/disagg_70b" --html "$out/disagg_70b.html" --json "$out/disagg_70b.json"
 }
 reuse() {
-    python3 -m bench.reuse --device cuda --json "$out/reuse.json"
-    python3 -m bench.reuse --device cuda --trace default --json "$out/reuse_trace.json"
+    python3 -m baton.bench.reuse --device cuda --json "$out/reuse.json"
+    python3 -m baton.bench.reuse --device cuda --trace default --json "$out/reuse_trace.json"
 }
-flip() { python3 -m bench.flip --device cuda --logs "$out/flip" --json "$out/flip.json"; }
+flip() { python3 -m baton.bench.flip --device cuda --logs "$out/flip" --json "$out/flip.json"; }
 
 ranks() {
     local size
     for size in 2 4 8; do
         (($(nvidia-smi --list-gpus | wc -l) < size)) ||
             {
-                python3 -m bench.engine --device cuda --tensor-parallel-size "$size" --json "$out/ranks$size.json"
-                python3 -m bench.engine --device cuda --tensor-parallel-size "$size" \
+                python3 -m baton.bench.engine --device cuda --tensor-parallel-size "$size" --json "$out/ranks$size.json"
+                python3 -m baton.bench.engine --device cuda --tensor-parallel-size "$size" \
                     --model-shape qwen3-30b-a3b --json "$out/moe_ranks$size.json"
             }
     done

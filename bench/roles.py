@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any, TextIO
 
-import rpc
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
+from baton import rpc
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 
 STOP_TIMEOUT_S = 20.0
 
@@ -39,7 +39,7 @@ def spawn(
     read_end, write_end = os.pipe()
     try:
         child = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", role, "--ready-fd", str(write_end), *flags],
+            [sys.executable, "-m", "baton.cluster.cli", role, "--ready-fd", str(write_end), *flags],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -11,8 +11,8 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from bench.load.target.tokenization import WORDS
-from cluster.tools.sizing.models import MODELS
+from baton.bench.load.target.tokenization import WORDS
+from baton.cluster.tools.sizing.models import MODELS
 
 DENSE, MOE = "llama-3.1-8b", "qwen3-30b-a3b"
 """What benches of one GPU measure by default, and what they measure of mixtures of experts."""

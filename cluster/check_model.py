@@ -12,8 +12,8 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cluster.model import EMBEDDED_NAME, ResolvedModel
-from cluster.options.engine import EngineOptions
+from baton.cluster.model import EMBEDDED_NAME, ResolvedModel
+from baton.cluster.options.engine import EngineOptions
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def faults(
     arguments = [
         found.location, load_format, quantization, tensor_parallel_size, enable_expert_parallel, tokenizer,
     ]  # fmt: skip
-    command = [sys.executable, "-m", "cluster.check_model", json.dumps(arguments)]
+    command = [sys.executable, "-m", "baton.cluster.check_model", json.dumps(arguments)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
@@ -79,13 +79,13 @@ def _faults(
     enable_expert_parallel: bool,
     tokenizer: str | None,
 ) -> list[Fault]:
-    from router.text.tokenizer import load_tokenizer
+    from baton.router.text.tokenizer import load_tokenizer
 
     found: list[Fault] = []
     what = "weights"
     try:
-        from engine.api.config import EngineConfig
-        from engine.loader import check_model
+        from baton.engine.api.config import EngineConfig
+        from baton.engine.loader import check_model
 
         engine = EngineConfig(model=location, load_format=load_format, quantization=quantization)
         check_model(engine)

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cluster import options
-from cluster.options.parameters import takes_options, unknown_variables
-from cluster.supervision.plan import Plan
+from baton.cluster import options
+from baton.cluster.options.parameters import takes_options, unknown_variables
+from baton.cluster.supervision.plan import Plan
 
 app = typer.Typer(
     name="baton",
@@ -33,7 +33,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from rpc.version import version
+        from baton.rpc.version import version
 
         typer.echo(f"baton {version()}")
         raise typer.Exit
@@ -113,7 +113,7 @@ def serve(given: options.ServedModel, plan: Plan) -> int:
     each role. Ctrl-C stops every process and removes all temporary files; a second Ctrl-C kills them at once.
     SIGTERM lets running requests finish first.
     """
-    from cluster.serve import run
+    from baton.cluster.serve import run
 
     if given.model_argument is not None:
         plan = replace(plan, model=replace(plan.model, model=given.model_argument))
@@ -123,7 +123,7 @@ def serve(given: options.ServedModel, plan: Plan) -> int:
 @command(CLUSTER, "baton stop --ray-address 10.0.0.1:6379")
 def stop(ray: options.RayOptions, what: options.StopOptions) -> int:
     """Stop a cluster that was started with --ray-address. (A local one stops with Ctrl-C.)"""
-    from cluster.on_ray.joined import stop as stop_cluster
+    from baton.cluster.on_ray.joined import stop as stop_cluster
 
     if ray.ray_address is None:
         raise ValueError(
@@ -140,7 +140,7 @@ def restart(ray: options.RayOptions) -> int:
     Each worker drains first. The next worker follows when the restarted one serves again. To restart the
     workers of a local cluster, send SIGUSR1 to its `baton serve`.
     """
-    from cluster.on_ray.joined import restart as restart_workers
+    from baton.cluster.on_ray.joined import restart as restart_workers
 
     if ray.ray_address is None:
         raise ValueError(
@@ -157,7 +157,7 @@ def restart(ray: options.RayOptions) -> int:
 )
 def router(router: options.RouterRole) -> int:
     """Run a router: the OpenAI API in front of the given workers."""
-    from cluster.roles import run_router
+    from baton.cluster.roles import run_router
 
     return run_router(router)
 
@@ -165,7 +165,7 @@ def router(router: options.RouterRole) -> int:
 @command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton prefill --host 10.0.0.5 --port 7001 --kv-port 7002")
 def prefill(worker: options.WorkerRole) -> int:
     """Run a prefill worker: it computes prompts and streams their KV to decode workers."""
-    from cluster.roles import run_worker
+    from baton.cluster.roles import run_worker
 
     return run_worker("prefill", worker)
 
@@ -173,7 +173,7 @@ def prefill(worker: options.WorkerRole) -> int:
 @command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton decode --host 10.0.0.6 --port 7001")
 def decode(worker: options.WorkerRole) -> int:
     """Run a decode worker: it receives the KV of a prompt and generates every token after the first."""
-    from cluster.roles import run_worker
+    from baton.cluster.roles import run_worker
 
     return run_worker("decode", worker)
 
@@ -188,7 +188,7 @@ def picker(picker: options.PickerRole) -> int:
 
     For gateways with the inference extension of the Kubernetes Gateway API, and for Envoy's ext_proc filter.
     """
-    from cluster.roles import run_picker
+    from baton.cluster.roles import run_picker
 
     return run_picker(picker)
 
@@ -196,7 +196,7 @@ def picker(picker: options.PickerRole) -> int:
 @command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")
 def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> int:
     """Show the workers of a cluster: pool, state, load, KV use."""
-    from cluster.tools.status import run
+    from baton.cluster.tools.status import run
 
     return run(endpoint, output)
 
@@ -214,7 +214,7 @@ def flip(flip: options.FlipOptions, endpoint: options.EndpointOptions, secret: o
 
     Needs the secret of the cluster. `baton serve` makes its own unless BATON_CLUSTER_SECRET is set.
     """
-    from cluster.tools.flip import run
+    from baton.cluster.tools.flip import run
 
     return run(flip, endpoint, secret)
 
@@ -226,7 +226,7 @@ def top(endpoint: options.EndpointOptions, top: options.TopOptions) -> int:
     Rates and latencies cover the time between two samples. A dash means that the value is unknown, for
     example because the metrics port of the worker cannot be reached from here.
     """
-    from cluster.tools.top.command import run
+    from baton.cluster.tools.top.command import run
 
     return run(endpoint, top)
 
@@ -245,7 +245,7 @@ def doctor(
 
     The exit code is 1 when a check fails. Warnings do not change the exit code.
     """
-    from cluster.tools.doctor.command import run
+    from baton.cluster.tools.doctor.command import run
 
     return run(doctor, endpoint, output)
 
@@ -257,7 +257,7 @@ def doctor(
 )
 def plan(sizing: options.SizingOptions) -> int:
     """Compute how many prefill and decode workers a load needs, from measured speeds and a simulation."""
-    from cluster.tools.sizing.command import run
+    from baton.cluster.tools.sizing.command import run
 
     return run(sizing)
 
@@ -268,7 +268,7 @@ def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
 
     Ctrl-C interrupts an answer. Ctrl-D ends the chat.
     """
-    from cluster.tools.chat import run
+    from baton.cluster.tools.chat import run
 
     return run(endpoint, chat)
 
@@ -278,7 +278,7 @@ class _BenchGroup(TyperGroup):
 
     @cached_property
     def _group(self) -> TyperGroup:
-        from bench.load.cli import app as bench_app
+        from baton.bench.load.cli import app as bench_app
 
         group = typer.main.get_command(bench_app)
         assert isinstance(group, TyperGroup)

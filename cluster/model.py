@@ -127,8 +127,8 @@ def check_context(location: str, revision: str | None, max_model_len: int | None
     The engine would refuse it, too, but only when workers have started."""
     if max_model_len is None:
         return
-    from engine.api.config import check_max_model_len
-    from router.text.model_files import context_length
+    from baton.engine.api.config import check_max_model_len
+    from baton.router.text.model_files import context_length
 
     check_max_model_len(max_model_len, context_length(location, revision))
 

@@ -8,27 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster import model, options
-from cluster.options.parameters import to_argv
-from cluster.supervision import lifeline
+from baton.cluster import model, options
+from baton.cluster.options.parameters import to_argv
+from baton.cluster.supervision import lifeline
 
 if TYPE_CHECKING:
-    from router.config import RouterConfig
-    from router.workers.discovery import Discovery
-    from rpc.worker_pb2 import WorkerDescription
-    from worker.config import WorkerConfig
+    from baton.router.config import RouterConfig
+    from baton.router.workers.discovery import Discovery
+    from baton.rpc.worker_pb2 import WorkerDescription
+    from baton.worker.config import WorkerConfig
 
 
 def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
     def start() -> int:
-        from rpc.auth import load_secret
+        from baton.rpc.auth import load_secret
 
         model.download_to(given.model.download_dir)
         found = model.resolve(given.model.model)
         model.reach_hub(found.location)
         model.check_context(found.location, given.model.revision, given.engine.max_model_len)
         config = worker_config(role, given, found, load_secret(given.secret.cluster_secret_file))
-        from worker.service_process.service import run
+        from baton.worker.service_process.service import run
 
         return run(config)
 
@@ -39,11 +39,11 @@ def worker_config(
     role: Literal["prefill", "decode"], given: options.WorkerRole, found: model.ResolvedModel, secret: bytes
 ) -> WorkerConfig:
     """The configuration of a worker on this machine. Raises ValueError for options that it cannot have."""
-    from cluster.gpus import default_device, gpu_gib
-    from cluster.options.declare import size_in_bytes
-    from cluster.options.optimize import choose
-    from engine import EngineConfig
-    from worker.config import Deadlines, WorkerConfig
+    from baton.cluster.gpus import default_device, gpu_gib
+    from baton.cluster.options.declare import size_in_bytes
+    from baton.cluster.options.optimize import choose
+    from baton.engine import EngineConfig
+    from baton.worker.config import Deadlines, WorkerConfig
 
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
@@ -116,8 +116,8 @@ def _path(path: Path | None) -> str | None:
 
 def run_router(given: options.RouterRole) -> int:
     def start() -> int:
-        import router
-        from rpc.auth import load_secret
+        from baton import router
+        from baton.rpc.auth import load_secret
 
         members = given.membership
         if members.kubernetes_service and (members.worker or members.workers_file is not None):
@@ -133,7 +133,7 @@ def run_router(given: options.RouterRole) -> int:
             model.reach_hub(found.location)
         config = router_config(given, found, load_secret(given.secret.cluster_secret_file))
         if config.model is None:
-            from router.workers.ask import ask_workers
+            from baton.router.workers.ask import ask_workers
 
             described = ask_workers(config.discovered(), config.secret, config.cluster_tls, config.logging())
             if described is None:
@@ -148,7 +148,7 @@ def router_config(
     given: options.RouterRole, found: model.ResolvedModel | None, secret: bytes
 ) -> RouterConfig:
     """The configuration of a router. Raises ValueError for options that it cannot have."""
-    from router.config import RouterConfig
+    from baton.router.config import RouterConfig
 
     several = given.front.router_processes > 1
     return RouterConfig(
@@ -165,7 +165,7 @@ def router_config(
         processes=given.front.router_processes,
         admin_host=given.front.admin_host,
         admin_port=0 if given.front.admin_port is None and several else given.front.admin_port,
-        command=(sys.executable, "-m", "cluster.cli", *sys.argv[1:]),
+        command=(sys.executable, "-m", "baton.cluster.cli", *sys.argv[1:]),
         process_number=given.one_of_several.process_number,
         control_fd=given.one_of_several.control_fd,
         chat_template=_path(given.front.chat_template),
@@ -214,8 +214,8 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
 
 
 def run_picker(given: options.PickerRole) -> int:
-    from endpoint_picker import PickerConfig, main
-    from router.workers.discovery import StaticDiscovery
+    from baton.endpoint_picker import PickerConfig, main
+    from baton.router.workers.discovery import StaticDiscovery
 
     picker = given.picker
     if bool(picker.router) == bool(picker.kubernetes_service):
@@ -237,7 +237,7 @@ def _kubernetes(services: Sequence[str], port: str) -> Discovery | None:
     """Finds the ready endpoints of `services`, at the Service port of this name."""
     if not services:
         return None
-    from cluster.discovery.kubernetes_discovery import KubernetesDiscovery
+    from baton.cluster.discovery.kubernetes_discovery import KubernetesDiscovery
 
     return KubernetesDiscovery(services, port)
 

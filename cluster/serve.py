@@ -19,22 +19,22 @@ from typing import Any
 
 import setproctitle
 
-from cluster import model
-from cluster.autoscaling.autoscaler import Autoscaler
-from cluster.check_model import check_files
-from cluster.roles import router_config, worker_config
-from cluster.supervision.display import Display
-from cluster.supervision.janitor import Janitor
-from cluster.supervision.lifeline import adopt_orphans
-from cluster.supervision.local import Gpus, LocalRole
-from cluster.supervision.plan import POOLS, Plan, RoleSpec
-from cluster.supervision.ports import check_ports
-from cluster.supervision.processes import end_descendants, reap_orphans
-from cluster.supervision.role_process import RoleState
-from cluster.supervision.rundir import RunDir
-from cluster.supervision.signals import StopSignals
-from cluster.supervision.supervisor import Supervisor
-from rpc.directories import make_directory
+from baton.cluster import model
+from baton.cluster.autoscaling.autoscaler import Autoscaler
+from baton.cluster.check_model import check_files
+from baton.cluster.roles import router_config, worker_config
+from baton.cluster.supervision.display import Display
+from baton.cluster.supervision.janitor import Janitor
+from baton.cluster.supervision.lifeline import adopt_orphans
+from baton.cluster.supervision.local import Gpus, LocalRole
+from baton.cluster.supervision.plan import POOLS, Plan, RoleSpec
+from baton.cluster.supervision.ports import check_ports
+from baton.cluster.supervision.processes import end_descendants, reap_orphans
+from baton.cluster.supervision.role_process import RoleState
+from baton.cluster.supervision.rundir import RunDir
+from baton.cluster.supervision.signals import StopSignals
+from baton.cluster.supervision.supervisor import Supervisor
+from baton.rpc.directories import make_directory
 
 CANCEL_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ORPHAN_GRACE = 10.0  # seconds for the child processes of a killed role to end
@@ -66,7 +66,7 @@ def run(plan: Plan) -> int:
     for engine in {replace(plan.engine_of(pool), kv_cache_dtype="auto") for pool in POOLS}:
         check_files(found, engine, plan.model.tokenizer)
     if plan.ray.ray_address is not None:
-        from cluster.on_ray.joined import serve  # imports ray
+        from baton.cluster.on_ray.joined import serve  # imports ray
 
         return serve(plan, roles, plan.ray.ray_address)
     return asyncio.run(LocalCluster(plan, roles, plan.gpus(roles)).run())
@@ -74,7 +74,7 @@ def run(plan: Plan) -> int:
 
 def _check_roles(plan: Plan, found: model.ResolvedModel, secret: bytes) -> None:
     """Raises ValueError for what a role would refuse when it has started."""
-    from router.api.defaults import sampling_defaults
+    from baton.router.api.defaults import sampling_defaults
 
     for pool in POOLS:
         worker_config(pool, plan.worker(pool), found, secret)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from worker.messages import PrefillSource
+from baton.worker.messages import PrefillSource
 
 
 class AttemptPhase(Enum):

@@ -4,13 +4,13 @@ import time
 from collections.abc import Iterator
 from typing import ClassVar, Protocol
 
-from decode_worker.attempt import Attempt, AttemptPhase
-from engine import Engine, EngineRequest, Logprobs, Output, StepResult
-from kv_transfer import Closed, FetchFailed, Injected, Receiver
-from worker import messages
-from worker.engine_process.loop import Parts
-from worker.engine_process.prefix_fetches import PrefixFetches
-from worker.messages import Code, ToEngine
+from baton.decode_worker.attempt import Attempt, AttemptPhase
+from baton.engine import Engine, EngineRequest, Logprobs, Output, StepResult
+from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver
+from baton.worker import messages
+from baton.worker.engine_process.loop import Parts
+from baton.worker.engine_process.prefix_fetches import PrefixFetches
+from baton.worker.messages import Code, ToEngine
 
 _WAITING = (AttemptPhase.FETCHING, AttemptPhase.TAKING, AttemptPhase.FAILED)
 

@@ -16,7 +16,7 @@ Life of a request:
 A picker keeps nothing between requests, so several of them can stand side by side.
 """
 
-from endpoint_picker.config import PickerConfig
-from endpoint_picker.server import main
+from baton.endpoint_picker.config import PickerConfig
+from baton.endpoint_picker.server import main
 
 __all__ = ["PickerConfig", "main"]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from router.workers.discovery import Discovery
-from rpc import TlsFiles, logs
+from baton.router.workers.discovery import Discovery
+from baton.rpc import TlsFiles, logs
 
 
 @dataclass(frozen=True, kw_only=True)

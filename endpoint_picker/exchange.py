@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping
 
 from google.protobuf import struct_pb2
 
-from endpoint_picker.conversation import conversation
-from endpoint_picker.routers import Routers
-from router.errors import ApiError, NoWorker
-from rpc import ext_proc_pb2 as pb
+from baton.endpoint_picker.conversation import conversation
+from baton.endpoint_picker.routers import Routers
+from baton.router.errors import ApiError, NoWorker
+from baton.rpc import ext_proc_pb2 as pb
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import Collection
 
 import aiohttp
 
-from endpoint_picker.conversation import Conversation
-from router.endpoints.stored_responses import home_tag
-from router.policy.ring import Ring
-from router.policy.sticky import BOUND
-from router.workers.discovery import Discovery
+from baton.endpoint_picker.conversation import Conversation
+from baton.router.endpoints.stored_responses import home_tag
+from baton.router.policy.ring import Ring
+from baton.router.policy.sticky import BOUND
+from baton.router.workers.discovery import Discovery
 
 log = logging.getLogger(__name__)
 

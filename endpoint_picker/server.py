@@ -17,12 +17,12 @@ import uvloop
 from grpc.aio import ServicerContext
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from endpoint_picker.config import PickerConfig
-from endpoint_picker.exchange import Exchange
-from endpoint_picker.routers import Routers
-from rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
-from rpc import ext_proc_pb2 as pb
-from rpc.ext_proc_pb2_grpc import ExternalProcessorServicer, add_ExternalProcessorServicer_to_server
+from baton.endpoint_picker.config import PickerConfig
+from baton.endpoint_picker.exchange import Exchange
+from baton.endpoint_picker.routers import Routers
+from baton.rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
+from baton.rpc import ext_proc_pb2 as pb
+from baton.rpc.ext_proc_pb2_grpc import ExternalProcessorServicer, add_ExternalProcessorServicer_to_server
 
 log = logging.getLogger(__name__)
 

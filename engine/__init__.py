@@ -26,11 +26,11 @@ nothing that pickles.
 
 from typing import TYPE_CHECKING, Any
 
-from engine.api.config import EngineConfig
-from engine.api.expert_stats import ExpertStats
-from engine.api.offload_stats import OffloadStats
-from engine.api.reasoning import Reasoning
-from engine.api.request import (
+from baton.engine.api.config import EngineConfig
+from baton.engine.api.expert_stats import ExpertStats
+from baton.engine.api.offload_stats import OffloadStats
+from baton.engine.api.reasoning import Reasoning
+from baton.engine.api.request import (
     CachedBlock,
     CachedPrefix,
     CacheObserver,
@@ -46,12 +46,12 @@ from engine.api.request import (
     StepResult,
     check_request,
 )
-from engine.api.sampling_params import SamplingParams
-from engine.api.structured_output import StructuredOutput
+from baton.engine.api.sampling_params import SamplingParams
+from baton.engine.api.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
-    from engine.build import build_engine
-    from engine.engine import Engine
+    from baton.engine.build import build_engine
+    from baton.engine.engine import Engine
 
 __all__ = [
     "CacheObserver",
@@ -82,11 +82,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Torch costs a second and 250 MB: only a process that runs an engine imports it.
     if name == "Engine":
-        from engine.engine import Engine
+        from baton.engine.engine import Engine
 
         return Engine
     if name == "build_engine":
-        from engine.build import build_engine
+        from baton.engine.build import build_engine
 
         return build_engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

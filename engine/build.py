@@ -3,15 +3,15 @@
 import logging
 from collections.abc import Callable, Collection
 
-from engine.api.config import EngineConfig
-from engine.api.request import CacheObserver, KVSink
-from engine.engine import Engine
-from engine.execution.join import join
-from engine.execution.rank import commands
-from engine.execution.rank_files import RankFiles
-from engine.execution.start import start_rank
-from engine.grammar import Grammars
-from engine.loader import tokenizer_source
+from baton.engine.api.config import EngineConfig
+from baton.engine.api.request import CacheObserver, KVSink
+from baton.engine.engine import Engine
+from baton.engine.execution.join import join
+from baton.engine.execution.rank import commands
+from baton.engine.execution.rank_files import RankFiles
+from baton.engine.execution.start import start_rank
+from baton.engine.grammar import Grammars
+from baton.engine.loader import tokenizer_source
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from engine.api.config import EngineConfig
-from engine.api.request import (
+from baton.engine.api.config import EngineConfig
+from baton.engine.api.request import (
     CacheObserver,
     EngineRequest,
     EngineStats,
@@ -17,26 +17,26 @@ from engine.api.request import (
     Reservation,
     StepResult,
 )
-from engine.core import making_room
-from engine.core.block_pool import BlockPool
-from engine.core.chunk_limit import FULL_STEP, ChunkLimit
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.meters import Meters
-from engine.core.offload_tier import OffloadTier
-from engine.core.prefix_exchange import PrefixExchange
-from engine.core.scheduler import Scheduler
-from engine.core.state_copies import StateCopies
-from engine.core.state_pool import StatePool
-from engine.execution.memory import COPY_TOKENS
-from engine.execution.runner import ModelRunner
-from engine.grammar import Grammars
-from engine.model_config import ModelConfig
-from engine.models import cache_bytes_per_token
-from engine.models.cache_spec import CacheSpec
-from engine.step_loop import StepLoop
+from baton.engine.core import making_room
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.meters import Meters
+from baton.engine.core.offload_tier import OffloadTier
+from baton.engine.core.prefix_exchange import PrefixExchange
+from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.state_copies import StateCopies
+from baton.engine.core.state_pool import StatePool
+from baton.engine.execution.memory import COPY_TOKENS
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.grammar import Grammars
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import cache_bytes_per_token
+from baton.engine.models.cache_spec import CacheSpec
+from baton.engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
-    from engine.kernels import KV, LayerState
+    from baton.engine.kernels import KV, LayerState
 
 
 class Engine:

@@ -8,9 +8,9 @@ before has landed; the device computes the forward pass meanwhile.
 
 from dataclasses import dataclass, field
 
-from engine.core.live_request import LiveRequest
-from engine.core.schedule import Chunk, Schedule
-from engine.execution.runner import Launched
+from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.schedule import Chunk, Schedule
+from baton.engine.execution.runner import Launched
 
 
 @dataclass(slots=True, eq=False)

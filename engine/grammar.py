@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from engine.api.reasoning import Reasoning
-from engine.api.request import EngineRequest
-from engine.api.structured_output import StructuredOutput
-from engine.core.live_request import Grammar
-from engine.loader.tokenizer_json import tokenizer_json
+from baton.engine.api.reasoning import Reasoning
+from baton.engine.api.request import EngineRequest
+from baton.engine.api.structured_output import StructuredOutput
+from baton.engine.core.live_request import Grammar
+from baton.engine.loader.tokenizer_json import tokenizer_json
 
 LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,

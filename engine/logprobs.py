@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from engine.api.request import PROMPT_PIECE, Logprobs, PromptLogprobs
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.schedule import Chunk
-from engine.step import RowLogprobs, ScoredLogprobs
+from baton.engine.api.request import PROMPT_PIECE, Logprobs, PromptLogprobs
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.schedule import Chunk
+from baton.engine.step import RowLogprobs, ScoredLogprobs
 
 
 def of_prompts(scored: Sequence[Chunk], of_step: ScoredLogprobs) -> list[PromptLogprobs]:

@@ -12,21 +12,21 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 
-from engine.api.request import KVSink, Logprobs, Output, PrefillChunk, StepResult
-from engine.core.chunk_limit import ChunkLimit
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.meters import Meters
-from engine.core.pace import Pace
-from engine.core.schedule import Schedule
-from engine.core.scheduler import Scheduler
-from engine.core.step_builder import build_adjustments, build_step, is_plain
-from engine.execution.moments import Landings
-from engine.execution.runner import ModelRunner
-from engine.flight import Flight
-from engine.grammar import Grammars
-from engine.logprobs import of_outputs, of_prompts
-from engine.model_config import ModelConfig
-from engine.step import NO_CHOICE, NOT_FINITE
+from baton.engine.api.request import KVSink, Logprobs, Output, PrefillChunk, StepResult
+from baton.engine.core.chunk_limit import ChunkLimit
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.meters import Meters
+from baton.engine.core.pace import Pace
+from baton.engine.core.schedule import Schedule
+from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.step_builder import build_adjustments, build_step, is_plain
+from baton.engine.execution.moments import Landings
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.flight import Flight
+from baton.engine.grammar import Grammars
+from baton.engine.logprobs import of_outputs, of_prompts
+from baton.engine.model_config import ModelConfig
+from baton.engine.step import NO_CHOICE, NOT_FINITE
 
 GRAMMAR_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for a grammar."""

@@ -25,13 +25,13 @@ Roles use the interfaces of `transport`. Behind them, engine processes touch KV 
 `docs/protocol.md`.
 """
 
-from kv_transfer.arena import Arena, ArenaEnd, channel_pair
-from kv_transfer.arena_transport import ArenaTransport
-from kv_transfer.config import TransferConfig, TransferDeadlines
-from kv_transfer.heartbeat import Heartbeat
-from kv_transfer.layout import KVLayout, StateType
-from kv_transfer.protocol.messages import MAX_CHUNKS, FirstToken
-from kv_transfer.spawn import (
+from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
+from baton.kv_transfer.arena_transport import ArenaTransport
+from baton.kv_transfer.config import TransferConfig, TransferDeadlines
+from baton.kv_transfer.heartbeat import Heartbeat
+from baton.kv_transfer.layout import KVLayout, StateType
+from baton.kv_transfer.protocol.messages import MAX_CHUNKS, FirstToken
+from baton.kv_transfer.spawn import (
     Drain,
     Drained,
     FromTransfer,
@@ -42,8 +42,8 @@ from kv_transfer.spawn import (
     encode,
     spawn_transfer,
 )
-from kv_transfer.trace import TraceWriter
-from kv_transfer.transport import (
+from baton.kv_transfer.trace import TraceWriter
+from baton.kv_transfer.transport import (
     Closed,
     ContentWanted,
     FetchFailed,

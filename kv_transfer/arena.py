@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.config import MAX_SLOT_BYTES, PAGE
+from baton.kv_transfer.config import MAX_SLOT_BYTES, PAGE
 
 _F_ADD_SEALS = 1033  # linux/fcntl.h; the fcntl module has no names for these before Python 3.13's
 _SEAL_SHRINK_AND_GROW = 0x0002 | 0x0004

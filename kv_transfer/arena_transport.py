@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.arena import ArenaEnd
-from kv_transfer.endpoint.receiver import ArenaReceiver
-from kv_transfer.endpoint.sender import ArenaSender
-from kv_transfer.trace import TraceWriter
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.endpoint.receiver import ArenaReceiver
+from baton.kv_transfer.endpoint.sender import ArenaSender
+from baton.kv_transfer.trace import TraceWriter
+from baton.kv_transfer.transport import PagedKV
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.layout import KVLayout
-from machine import usable_cpus
+from baton.kv_transfer.layout import KVLayout
+from baton.machine import usable_cpus
 
 MAX_SLOT_BYTES = 64 << 20
 MAX_LANES = 64
@@ -61,7 +61,7 @@ def nics_read_gpus() -> bool:
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line on stdin of `python -m kv_transfer.process`, as JSON."""
+    """The first line on stdin of `python -m baton.kv_transfer.process`, as JSON."""
 
     name: str  # "prefill 0": for the process title, logs and the peer's logs
     title: str = "baton"  # what the process title begins with

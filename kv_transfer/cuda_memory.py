@@ -10,9 +10,9 @@ import ctypes
 from ctypes import byref, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
 
-from kv_transfer.arena import MARK, TOKEN, exported_bytes
-from kv_transfer.peer_memory import Unreachable, check, host
-from kv_transfer.protocol.messages import Export
+from baton.kv_transfer.arena import MARK, TOKEN, exported_bytes
+from baton.kv_transfer.peer_memory import Unreachable, check, host
+from baton.kv_transfer.protocol.messages import Export
 
 _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kv_transfer.protocol.messages import Export, FirstToken, Reason
+from baton.kv_transfer.protocol.messages import Export, FirstToken, Reason
 
 
 class Local(msgspec.Struct, array_like=True, tag=True):

@@ -26,9 +26,9 @@ from typing import Generic, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from kv_transfer.arena import MARK, TOKEN, Arena, exported_bytes
-from kv_transfer.layout import KVLayout, Range, rank_of
-from kv_transfer.protocol.messages import Export
+from baton.kv_transfer.arena import MARK, TOKEN, Arena, exported_bytes
+from baton.kv_transfer.layout import KVLayout, Range, rank_of
+from baton.kv_transfer.protocol.messages import Export
 
 # linux/fcntl.h; the fcntl module has no names for these before Python 3.13's
 _F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x0002

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_transfer.config import GPU_TRANSPORTS
+from baton.kv_transfer.config import GPU_TRANSPORTS
 
 # Engine process. All but the last are seconds.
 EVENT_POLL = 0.00005  # between looks at CUDA events while some are awaited

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_transfer.config import GPU_TRANSPORTS
+from baton.kv_transfer.config import GPU_TRANSPORTS
 
 # Engine process. Seconds between looks at CUDA events. Each look and each gather takes the GIL from the
 # thread that launches a forward pass, and until all is launched the pass hides the transfer.

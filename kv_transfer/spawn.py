@@ -9,9 +9,9 @@ import sys
 
 import msgspec
 
-from kv_transfer.arena import ArenaEnd
-from kv_transfer.config import TransferConfig
-from kv_transfer.heartbeat import Heartbeat
+from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.heartbeat import Heartbeat
 
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 MAX_MESSAGE = 1 << 16  # bytes
@@ -79,7 +79,7 @@ def spawn_transfer(
     service: socket.socket,
     secret: bytes,
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m kv_transfer.process`. Call it from a thread that lives as long as this process.
+    """Start `python -m baton.kv_transfer.process`. Call it from a thread that lives as long as this process.
 
     The channels and `service` are the transfer process's ends: close them here afterwards, so that the other
     ends show when it dies. It ends when this process does, when `service` is closed here, or on SIGTERM.
@@ -94,7 +94,7 @@ def spawn_transfer(
     for name, numbers in fds.items():
         arguments += [name, *map(str, numbers)]
     child = subprocess.Popen(
-        [sys.executable, "-m", "kv_transfer.process", *arguments],
+        [sys.executable, "-m", "baton.kv_transfer.process", *arguments],
         stdin=subprocess.PIPE,
         pass_fds=[fd for numbers in fds.values() for fd in numbers],
         # What a process is started with stays readable in /proc/PID/environ: the secret goes through the

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kv_transfer.layout import KVLayout, Range, heads_of
-from kv_transfer.protocol.messages import FirstToken, Reason
+from baton.kv_transfer.layout import KVLayout, Range, heads_of
+from baton.kv_transfer.protocol.messages import FirstToken, Reason
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from content import CHUNK_TOKENS
-from engine import CachedPrefix
+from baton.content import CHUNK_TOKENS
+from baton.engine import CachedPrefix
 
 SECONDS = 5.0
 """A worker leaves at the latest after so many seconds, whether its prefixes are sent or not."""

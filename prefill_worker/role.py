@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from content import CHUNK_TOKENS
-from engine import CachedPrefix, Engine, Output, StepResult
-from engine.core.prefix_exchange import PrefixExchange
-from kv_transfer import ContentWanted, FirstToken, Released
-from prefill_worker.offers import PrefixOffers
-from prefill_worker.sink import SenderSink
-from worker import messages
-from worker.engine_process.loop import Parts
-from worker.engine_process.paged_kv import paged_kv
-from worker.engine_process.prefix_fetches import PrefixFetches
-from worker.messages import Code, ToEngine
+from baton.content import CHUNK_TOKENS
+from baton.engine import CachedPrefix, Engine, Output, StepResult
+from baton.engine.core.prefix_exchange import PrefixExchange
+from baton.kv_transfer import ContentWanted, FirstToken, Released
+from baton.prefill_worker.offers import PrefixOffers
+from baton.prefill_worker.sink import SenderSink
+from baton.worker import messages
+from baton.worker.engine_process.loop import Parts
+from baton.worker.engine_process.paged_kv import paged_kv
+from baton.worker.engine_process.prefix_fetches import PrefixFetches
+from baton.worker.messages import Code, ToEngine
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from engine import PrefillChunk
-from kv_transfer import Sender, TraceWriter
-from worker.engine_process.attempts import Attempts
+from baton.engine import PrefillChunk
+from baton.kv_transfer import Sender, TraceWriter
+from baton.worker.engine_process.attempts import Attempts
 
 
 class SenderSink:

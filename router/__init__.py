@@ -18,7 +18,7 @@ import gc
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from router.config import RouterConfig
+    from baton.router.config import RouterConfig
 
 
 def main(config: "RouterConfig") -> int:
@@ -26,9 +26,9 @@ def main(config: "RouterConfig") -> int:
     # Imported here, so that neither the configuration nor a child process loads a server.
     gc.disable()  # imports make no garbage, and collections would slow them by a sixth
     if config.admin_port is not None and not config.supervised:
-        from router.processes.supervise import supervise as run
+        from baton.router.processes.supervise import supervise as run
     else:
-        from router.server import main as run
+        from baton.router.server import main as run
     gc.freeze()
     gc.enable()
     return run(config)

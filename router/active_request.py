@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from router.admission.queue import Admission, Entry
-from router.api.defaults import SamplingDefaults
-from router.errors import ApiError, TooSlow
-from router.generation.choice import Choice, Delta
-from router.generation.generation import Generation
-from router.generation.token_queue import TokenQueue
-from router.job import Job
-from router.metrics import Metrics
-from router.preparation.prepare import Prepared
-from router.text.tokenizer import ModelTokenizer
-from router.workers.pool import WorkerPool
-from rpc.logs import of_request
-from rpc.tracing import Attributes, Span, Tracer
+from baton.router.admission.queue import Admission, Entry
+from baton.router.api.defaults import SamplingDefaults
+from baton.router.errors import ApiError, TooSlow
+from baton.router.generation.choice import Choice, Delta
+from baton.router.generation.generation import Generation
+from baton.router.generation.token_queue import TokenQueue
+from baton.router.job import Job
+from baton.router.metrics import Metrics
+from baton.router.preparation.prepare import Prepared
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.workers.pool import WorkerPool
+from baton.rpc.logs import of_request
+from baton.rpc.tracing import Attributes, Span, Tracer
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.admission.fairness import FairQueue
+from baton.router.admission.fairness import FairQueue
 
 Frame = bytes | bytearray
 _LENGTH = struct.Struct("<I")

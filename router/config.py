@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.admission.keys import ApiKey
-from router.tools import FORMATS, REASONING
-from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery, is_address
-from rpc import TlsFiles, logs
+from baton.router.admission.keys import ApiKey
+from baton.router.tools import FORMATS, REASONING
+from baton.router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery, is_address
+from baton.rpc import TlsFiles, logs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class RouterConfig:
             f"one of {parsers}, none",
             self.reasoning_parser,
         )
-        from router.policy import PREFILL_POLICIES  # numpy: the children that prepare bodies load none
+        from baton.router.policy import PREFILL_POLICIES  # numpy: the children that prepare bodies load none
 
         names = ", ".join(PREFILL_POLICIES)
         require(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from prometheus_client import (
     generate_latest,
 )
 
-from router.admission.queue import Admission
-from router.errors import ApiError, all_errors, error_code
-from router.policy.placement import REASONS
-from router.workers.connection import WorkerState
-from router.workers.pool import WorkerPool
-from rpc import worker_pb2 as pb
+from baton.router.admission.queue import Admission
+from baton.router.errors import ApiError, all_errors, error_code
+from baton.router.policy.placement import REASONS
+from baton.router.workers.connection import WorkerState
+from baton.router.workers.pool import WorkerPool
+from baton.rpc import worker_pb2 as pb
 
 M = TypeVar("M", Counter, Gauge, Histogram)
 

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 
 _WORD = 4  # bytes of a float and of an int
 

@@ -23,27 +23,27 @@ import setproctitle
 import uvloop
 from aiohttp import web
 
-from router.active_request import Services
-from router.admission.keys import ApiKey
-from router.admission.queue import Admission
-from router.api.defaults import SamplingDefaults, sampling_defaults, shown
-from router.config import RouterConfig
-from router.endpoints.frontend import Frontend
-from router.endpoints.grpc_server import GrpcEndpoint
-from router.endpoints.http_runner import HttpRunner
-from router.endpoints.http_server import HttpEndpoints
-from router.errors import ShuttingDown
-from router.metrics import Metrics
-from router.policy import PREFILL_POLICIES
-from router.processes.control import Commands, serve_commands
-from router.processes.listen import BACKLOG, listen
-from router.status import router_status
-from router.text.model_files import locate
-from router.text.tokenizer import ModelTokenizer, load_tokenizer
-from router.workers.fit import RouterModel
-from router.workers.pool import WorkerPool
-from rpc.ports import url_host
-from rpc.tracing import open_tracer
+from baton.router.active_request import Services
+from baton.router.admission.keys import ApiKey
+from baton.router.admission.queue import Admission
+from baton.router.api.defaults import SamplingDefaults, sampling_defaults, shown
+from baton.router.config import RouterConfig
+from baton.router.endpoints.frontend import Frontend
+from baton.router.endpoints.grpc_server import GrpcEndpoint
+from baton.router.endpoints.http_runner import HttpRunner
+from baton.router.endpoints.http_server import HttpEndpoints
+from baton.router.errors import ShuttingDown
+from baton.router.metrics import Metrics
+from baton.router.policy import PREFILL_POLICIES
+from baton.router.processes.control import Commands, serve_commands
+from baton.router.processes.listen import BACKLOG, listen
+from baton.router.status import router_status
+from baton.router.text.model_files import locate
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.router.workers.fit import RouterModel
+from baton.router.workers.pool import WorkerPool
+from baton.rpc.ports import url_host
+from baton.rpc.tracing import open_tracer
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from router.active_request import Services
-from router.config import RouterConfig
-from router.workers.connection import POOL_NAMES, WorkerConnection
+from baton.router.active_request import Services
+from baton.router.config import RouterConfig
+from baton.router.workers.connection import POOL_NAMES, WorkerConnection
 
 
 async def router_status(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:

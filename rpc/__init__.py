@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from grpc import RpcError
     from grpc.aio import Channel
 
-    from rpc.auth import load_secret
-    from rpc.channel import check_health, connect, create_public_server, create_server
-    from rpc.health import HealthServicer
-    from rpc.ports import cannot_listen, try_port, url_host
-    from rpc.tls import TlsFiles, add_port
-    from rpc.vocabulary import vocabulary_fingerprint
+    from baton.rpc.auth import load_secret
+    from baton.rpc.channel import check_health, connect, create_public_server, create_server
+    from baton.rpc.health import HealthServicer
+    from baton.rpc.ports import cannot_listen, try_port, url_host
+    from baton.rpc.tls import TlsFiles, add_port
+    from baton.rpc.vocabulary import vocabulary_fingerprint
 
 _MODULE_OF = {
     "Channel": "grpc.aio",
-    "HealthServicer": "rpc.health",
+    "HealthServicer": "baton.rpc.health",
     "RpcError": "grpc",
-    "TlsFiles": "rpc.tls",
-    "add_port": "rpc.tls",
-    "cannot_listen": "rpc.ports",
-    "check_health": "rpc.channel",
-    "connect": "rpc.channel",
-    "create_public_server": "rpc.channel",
-    "create_server": "rpc.channel",
-    "load_secret": "rpc.auth",
-    "try_port": "rpc.ports",
-    "url_host": "rpc.ports",
-    "vocabulary_fingerprint": "rpc.vocabulary",
+    "TlsFiles": "baton.rpc.tls",
+    "add_port": "baton.rpc.tls",
+    "cannot_listen": "baton.rpc.ports",
+    "check_health": "baton.rpc.channel",
+    "connect": "baton.rpc.channel",
+    "create_public_server": "baton.rpc.channel",
+    "create_server": "baton.rpc.channel",
+    "load_secret": "baton.rpc.auth",
+    "try_port": "baton.rpc.ports",
+    "url_host": "baton.rpc.ports",
+    "vocabulary_fingerprint": "baton.rpc.vocabulary",
 }
 
 

@@ -6,10 +6,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rpc.auth import ServerAuth, Signer
-from rpc.health import HealthServicer
-from rpc.patience import MessageDeadline
-from rpc.tls import WORKER_NAME, TlsFiles
+from baton.rpc.auth import ServerAuth, Signer
+from baton.rpc.health import HealthServicer
+from baton.rpc.patience import MessageDeadline
+from baton.rpc.tls import WORKER_NAME, TlsFiles
 
 MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million tokens is 3 MiB
 _MESSAGE_SECONDS = 5.0  # within which the message of a call to a worker must arrive

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from rpc.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
+from baton.rpc.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
 
 class ExternalProcessorStub:
     def __init__(self, channel: grpc.aio.Channel) -> None: ...

@@ -3,7 +3,7 @@
 import grpc
 import grpc.aio
 
-from rpc.inference_pb2 import GenerateRequest, GenerateResponse
+from baton.rpc.inference_pb2 import GenerateRequest, GenerateResponse
 
 class InferenceStub:
     def __init__(self, channel: grpc.aio.Channel) -> None: ...

@@ -14,11 +14,6 @@ from typing import Any, Literal
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
 
-_LOGGERS = (
-    "router", "rpc", "worker", "prefill_worker", "decode_worker", "engine", "kv_transfer", "endpoint_picker",
-    "baton",
-)  # fmt: skip
-
 
 class ExceptionsWithoutText(logging.Filter):
     """Removes the text of logged exceptions, which may quote a client. Type and stack remain."""
@@ -69,7 +64,7 @@ def log_config(
         "filters": {} if exception_text else {"exceptions": {"()": f"{__name__}.ExceptionsWithoutText"}},
         "handlers": {"stderr": handler},
         "root": {"level": libraries, "handlers": ["stderr"]},
-        "loggers": {logger: {"level": level.upper()} for logger in _LOGGERS},
+        "loggers": {"baton": {"level": level.upper()}},
     }
 
 

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from rpc import worker_pb2 as rpc_dot_worker__pb2
+from baton.rpc import worker_pb2 as baton_dot_rpc_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in rpc/worker_pb2_grpc.py depends on'
+        + ' but the generated code in baton/rpc/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,23 +36,23 @@ class WorkerStub:
         """
         self.Attach = channel.stream_stream(
                 '/baton.v1.Worker/Attach',
-                request_serializer=rpc_dot_worker__pb2.RouterMessage.SerializeToString,
-                response_deserializer=rpc_dot_worker__pb2.WorkerMessage.FromString,
+                request_serializer=baton_dot_rpc_dot_worker__pb2.RouterMessage.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_worker__pb2.WorkerMessage.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/baton.v1.Worker/Describe',
-                request_serializer=rpc_dot_worker__pb2.DescribeRequest.SerializeToString,
-                response_deserializer=rpc_dot_worker__pb2.WorkerDescription.FromString,
+                request_serializer=baton_dot_rpc_dot_worker__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_worker__pb2.WorkerDescription.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/baton.v1.Worker/GetStatus',
-                request_serializer=rpc_dot_worker__pb2.StatusRequest.SerializeToString,
-                response_deserializer=rpc_dot_worker__pb2.WorkerStatus.FromString,
+                request_serializer=baton_dot_rpc_dot_worker__pb2.StatusRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
         self.SetPool = channel.unary_unary(
                 '/baton.v1.Worker/SetPool',
-                request_serializer=rpc_dot_worker__pb2.SetPoolRequest.SerializeToString,
-                response_deserializer=rpc_dot_worker__pb2.WorkerStatus.FromString,
+                request_serializer=baton_dot_rpc_dot_worker__pb2.SetPoolRequest.SerializeToString,
+                response_deserializer=baton_dot_rpc_dot_worker__pb2.WorkerStatus.FromString,
                 _registered_method=True)
 
 
@@ -92,23 +92,23 @@ def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=rpc_dot_worker__pb2.RouterMessage.FromString,
-                    response_serializer=rpc_dot_worker__pb2.WorkerMessage.SerializeToString,
+                    request_deserializer=baton_dot_rpc_dot_worker__pb2.RouterMessage.FromString,
+                    response_serializer=baton_dot_rpc_dot_worker__pb2.WorkerMessage.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
-                    request_deserializer=rpc_dot_worker__pb2.DescribeRequest.FromString,
-                    response_serializer=rpc_dot_worker__pb2.WorkerDescription.SerializeToString,
+                    request_deserializer=baton_dot_rpc_dot_worker__pb2.DescribeRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_worker__pb2.WorkerDescription.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=rpc_dot_worker__pb2.StatusRequest.FromString,
-                    response_serializer=rpc_dot_worker__pb2.WorkerStatus.SerializeToString,
+                    request_deserializer=baton_dot_rpc_dot_worker__pb2.StatusRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_worker__pb2.WorkerStatus.SerializeToString,
             ),
             'SetPool': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPool,
-                    request_deserializer=rpc_dot_worker__pb2.SetPoolRequest.FromString,
-                    response_serializer=rpc_dot_worker__pb2.WorkerStatus.SerializeToString,
+                    request_deserializer=baton_dot_rpc_dot_worker__pb2.SetPoolRequest.FromString,
+                    response_serializer=baton_dot_rpc_dot_worker__pb2.WorkerStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,8 +136,8 @@ class Worker:
             request_iterator,
             target,
             '/baton.v1.Worker/Attach',
-            rpc_dot_worker__pb2.RouterMessage.SerializeToString,
-            rpc_dot_worker__pb2.WorkerMessage.FromString,
+            baton_dot_rpc_dot_worker__pb2.RouterMessage.SerializeToString,
+            baton_dot_rpc_dot_worker__pb2.WorkerMessage.FromString,
             options,
             channel_credentials,
             insecure,
@@ -163,8 +163,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/Describe',
-            rpc_dot_worker__pb2.DescribeRequest.SerializeToString,
-            rpc_dot_worker__pb2.WorkerDescription.FromString,
+            baton_dot_rpc_dot_worker__pb2.DescribeRequest.SerializeToString,
+            baton_dot_rpc_dot_worker__pb2.WorkerDescription.FromString,
             options,
             channel_credentials,
             insecure,
@@ -190,8 +190,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/GetStatus',
-            rpc_dot_worker__pb2.StatusRequest.SerializeToString,
-            rpc_dot_worker__pb2.WorkerStatus.FromString,
+            baton_dot_rpc_dot_worker__pb2.StatusRequest.SerializeToString,
+            baton_dot_rpc_dot_worker__pb2.WorkerStatus.FromString,
             options,
             channel_credentials,
             insecure,
@@ -217,8 +217,8 @@ class Worker:
             request,
             target,
             '/baton.v1.Worker/SetPool',
-            rpc_dot_worker__pb2.SetPoolRequest.SerializeToString,
-            rpc_dot_worker__pb2.WorkerStatus.FromString,
+            baton_dot_rpc_dot_worker__pb2.SetPoolRequest.SerializeToString,
+            baton_dot_rpc_dot_worker__pb2.WorkerStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterable, AsyncIterator
 import grpc
 import grpc.aio
 
-from rpc.worker_pb2 import (
+from baton.rpc.worker_pb2 import (
     DescribeRequest,
     RouterMessage,
     SetPoolRequest,

@@ -4,8 +4,8 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from router.policy import report_seconds
-from rpc.reports import LONGEST_REPORT
+from baton.router.policy import report_seconds
+from baton.rpc.reports import LONGEST_REPORT
 
 
 def report_interval(workers: int, routers: int) -> float:

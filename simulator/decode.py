@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from router.policy import DecodeLoad
-from rpc.reports import LONGEST_REPORT
-from simulator.clock import Clock
+from baton.router.policy import DecodeLoad
+from baton.rpc.reports import LONGEST_REPORT
+from baton.simulator.clock import Clock
 
 BLOCK = 128
 POOL = 2_000

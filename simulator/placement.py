@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
-from engine.core.chunk_limit import LONG
-from router.policy import (
+from baton.engine.core.chunk_limit import LONG
+from baton.router.policy import (
     DecodeLoad,
     Placement,
     PrefillLoads,
@@ -39,10 +39,10 @@ from router.policy import (
     sticky,
     two_choices,
 )
-from rpc import worker_pb2 as pb
-from simulator.arrivals import Arrival, Load, arrivals
-from simulator.clock import Clock, report_interval
-from simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
+from baton.rpc import worker_pb2 as pb
+from baton.simulator.arrivals import Arrival, Load, arrivals
+from baton.simulator.clock import Clock, report_interval
+from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
 
 SEATS = 256
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from content import CHUNK_TOKENS
-from router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
-from rpc.reports import LONGEST_REPORT
-from simulator.clock import Clock, report_interval
-from simulator.trace import Session, Trace, Turn, hit_tokens
-from simulator.worker import Queued, SimWorker, Speed
+from baton.content import CHUNK_TOKENS
+from baton.router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
+from baton.rpc.reports import LONGEST_REPORT
+from baton.simulator.clock import Clock, report_interval
+from baton.simulator.trace import Session, Trace, Turn, hit_tokens
+from baton.simulator.worker import Queued, SimWorker, Speed
 
 
 @dataclass(frozen=True, slots=True)

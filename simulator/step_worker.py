@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from content import CHUNK_TOKENS
-from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, ChunkLimit, without_padding
-from engine.core.meters import Meters
-from engine.core.pace import EARLY
-from rpc import worker_pb2 as pb
-from simulator.clock import Clock
-from simulator.steps import GRAPH_ROWS, step_seconds
+from baton.content import CHUNK_TOKENS
+from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, ChunkLimit, without_padding
+from baton.engine.core.meters import Meters
+from baton.engine.core.pace import EARLY
+from baton.rpc import worker_pb2 as pb
+from baton.simulator.clock import Clock
+from baton.simulator.steps import GRAPH_ROWS, step_seconds
 
 BLOCK = 128
 BLOCKS = 6_888

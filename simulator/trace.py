@@ -6,7 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from itertools import takewhile
 
-from content import CHUNK_TOKENS
+from baton.content import CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from simulator.trace import Turn, hit_tokens
+from baton.simulator.trace import Turn, hit_tokens
 
 Speed = Callable[[int, int], float]
 """Takes the uncached and the cached tokens of one prompt. Returns the seconds that the prompt takes."""

@@ -22,10 +22,10 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-import rpc
-from content import prompt_hints
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
+from baton import rpc
+from baton.content import prompt_hints
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.device import DEVICE, environment
 from tests.forked import FreshPopen
 

@@ -15,7 +15,7 @@ HEADER = struct.Struct("<4sIQQ")
 
 def shallow(source: Path, target: Path) -> Path:
     """Writes the GGUF file `source` with its first `LAYERS` layers to `target`. Returns `target`."""
-    from engine.loader.gguf_file import GGUFFile  # imports torch
+    from baton.engine.loader.gguf_file import GGUFFile  # imports torch
 
     file, parsed = source.read_bytes(), GGUFFile(source)
     first = next(iter(parsed.tensors)).encode()

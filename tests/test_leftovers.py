@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from kv_transfer.wait import wait
+from baton.kv_transfer.wait import wait
 from tests import leftovers
 
 SLEEP = "import time; time.sleep(60)"

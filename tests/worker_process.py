@@ -3,9 +3,9 @@
 import json
 import sys
 
-from engine import EngineConfig
-from worker import Deadlines, WorkerConfig
-from worker.service_process.service import run
+from baton.engine import EngineConfig
+from baton.worker import Deadlines, WorkerConfig
+from baton.worker.service_process.service import run
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rpc import logs
+from baton.rpc import logs
 
 if TYPE_CHECKING:
-    from engine import EngineConfig
-    from rpc import TlsFiles
+    from baton.engine import EngineConfig
+    from baton.rpc import TlsFiles
 
 Role = Literal["prefill", "decode"]
 
@@ -128,7 +128,7 @@ class WorkerConfig:
         ):
             if not 0 <= port <= 65_535:
                 raise ValueError(f"{flag}: {port} is not a port (1 to 65535, or 0 to have one chosen)")
-        from kv_transfer.heartbeat import MAX_STEP_IDS  # late: `baton --help` imports this module
+        from baton.kv_transfer.heartbeat import MAX_STEP_IDS  # late: `baton --help` imports this module
 
         most = MAX_STEP_IDS // 2  # two steps may be under way
         if self.engine.max_num_seqs > most:
@@ -164,14 +164,14 @@ class WorkerConfig:
 
     def nixl_device(self) -> str | None:
         """As in `TransferConfig`."""
-        from kv_transfer.config import nics_read_gpus
+        from baton.kv_transfer.config import nics_read_gpus
 
         kind, _, number = self.engine.device.partition(":")
         is_gpu = self.kv_connector == "nixl" and kind == "cuda" and nics_read_gpus()
         return f"cuda:{number or 0}" if is_gpu else None
 
     def _check_nixl(self) -> None:
-        from kv_transfer.config import nixl_installed
+        from baton.kv_transfer.config import nixl_installed
 
         if self.kv_encrypt:
             raise ValueError("--kv-encrypt: NIXL does not encrypt; use another --kv-connector")

@@ -12,9 +12,9 @@ import tempfile
 import zmq
 import zmq.asyncio
 
-from worker import messages
-from worker.failure import StartError
-from worker.messages import Exit, FromEngine, ToEngine
+from baton.worker import messages
+from baton.worker.failure import StartError
+from baton.worker.messages import Exit, FromEngine, ToEngine
 
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_QUEUED = 4096

@@ -11,9 +11,9 @@ from enum import IntEnum
 import msgspec
 from msgspec import Struct
 
-from content import Tier
-from engine import EngineRequest, EngineStats, Output, PromptLogprobs
-from kv_transfer import InjectStats, KVLayout
+from baton.content import Tier
+from baton.engine import EngineRequest, EngineStats, Output, PromptLogprobs
+from baton.kv_transfer import InjectStats, KVLayout
 
 
 class Code(IntEnum):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from kv_transfer.spawn import SECRET_VARIABLE
+from baton.kv_transfer.spawn import SECRET_VARIABLE
 
 
 def spawn(module: str, config: bytes, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Kills, stops, cuts off and flips the workers of a real cluster under load: `python -m bench.chaos`.
+"""Kills, stops, cuts off and flips the workers of a real cluster under load: `python -m baton.bench.chaos`.
 
 The cluster has two workers of each role and a router, in float32 on a CPU. Clients send one request after
 another, greedy or seeded. Every answer must equal the answer that the same cluster gave without faults.
@@ -16,11 +16,11 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from bench.chaos.cluster import LocalCluster, leaks_when_idle
-from bench.chaos.faults import Happened, plan, torment
-from bench.chaos.load import Load, judge, pauses
-from bench.chaos.streams import Stream, cases, expected
-from bench.contract import Report, Row, parser, percentile
+from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
+from baton.bench.chaos.faults import Happened, plan, torment
+from baton.bench.chaos.load import Load, judge, pauses
+from baton.bench.chaos.streams import Stream, cases, expected
+from baton.bench.contract import Report, Row, parser, percentile
 
 WORKERS = ("prefill", "decode")
 ROLES = (*WORKERS, "router")

@@ -25,12 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-import rpc
-from bench import roles
-from bench.chaos import processes
-from cluster.model import EMBEDDED_NAME
-from cluster.supervision.plan import Pool
-from cluster.supervision.workers import set_pool
+from baton import rpc
+from baton.bench import roles
+from baton.bench.chaos import processes
+from baton.cluster.model import EMBEDDED_NAME
+from baton.cluster.supervision.plan import Pool
+from baton.cluster.supervision.workers import set_pool
 
 START_S = 180.0
 STOP_S = 30.0

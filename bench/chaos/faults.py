@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.chaos import processes
-from bench.chaos.cluster import LocalCluster, Worker
+from baton.bench.chaos import processes
+from baton.bench.chaos.cluster import LocalCluster, Worker
 
 Do = Callable[[LocalCluster, Worker], None]
 """May block."""

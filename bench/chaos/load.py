@@ -7,8 +7,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.chaos.faults import Happened
-from bench.chaos.streams import Case, Stream, new_session, read
+from baton.bench.chaos.faults import Happened
+from baton.bench.chaos.streams import Case, Stream, new_session, read
 
 RECONNECT_S = 0.2
 

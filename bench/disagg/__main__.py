@@ -1,7 +1,7 @@
 """Is disaggregation better than colocated engines? TTFT, gaps, throughput and goodput under seven loads.
 
-    python -m bench.disagg [--layout 1p1d] [--against 'NAME=URL[,URL] FLAGS' …] [--loads L,L] [--rates R,R]
-                           [--seconds S] [--only NAME,NAME] [--html PATH] [--json PATH] [--short]
+    python -m baton.bench.disagg [--layout 1p1d] [--against 'NAME=URL[,URL] FLAGS' …] [--loads L,L]
+        [--rates R,R] [--seconds S] [--only NAME,NAME] [--html PATH] [--json PATH] [--short]
 
 The sides are each endpoint of --against, Baton colocated (decode workers only), and Baton with the layout.
 --only can also name "split": the layout with --no-overflow, so that every request is handed over.
@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import bench.contract as contract
-from bench.contract import Report
-from bench.disagg.loads import LOADS, MIN_SECONDS, SHORT, Load, Pace, command, warm_up
-from bench.disagg.page import page
-from bench.disagg.results import Point, line, point, rows, run
-from bench.disagg.sides import COLOCATED, LAYOUTS, SPLIT, Side, against, baton, pools
-from bench.shapes import DENSE, SHAPES
+import baton.bench.contract as contract
+from baton.bench.contract import Report
+from baton.bench.disagg.loads import LOADS, MIN_SECONDS, SHORT, Load, Pace, command, warm_up
+from baton.bench.disagg.page import page
+from baton.bench.disagg.results import Point, line, point, rows, run
+from baton.bench.disagg.sides import COLOCATED, LAYOUTS, SPLIT, Side, against, baton, pools
+from baton.bench.shapes import DENSE, SHAPES
 
 REQUESTS = {"cuda": (300, 50), "cpu": (20, 4)}  # of each rate; with --short
 

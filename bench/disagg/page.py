@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from bench.disagg.results import Point, interval
-from bench.load.report.page import document
-from bench.load.report.svg import Chart, Line
+from baton.bench.disagg.results import Point, interval
+from baton.bench.load.report.page import document
+from baton.bench.load.report.svg import Chart, Line
 
 Sides = Mapping[str, Mapping[str, Any]]
 # title -> y label, and the rows of the solid and the dashed line

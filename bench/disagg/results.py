@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.contract import Row
-from bench.disagg.loads import Load
+from baton.bench.contract import Row
+from baton.bench.disagg.loads import Load
 
 # name -> unit. These rows of `baton bench` become rows of the report.
 RESULTS = {
@@ -38,7 +38,7 @@ def run(url: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
     """
     out.unlink(missing_ok=True)
     command = [
-        sys.executable, "-m", "cluster.cli", "bench", *arguments,
+        sys.executable, "-m", "baton.cluster.cli", "bench", *arguments,
         "--url", url, "--quiet", "--json", str(out),
     ]  # fmt: skip
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.chaos.cluster import LocalCluster
-from bench.shapes import DENSE, write_shape
+from baton.bench.chaos.cluster import LocalCluster
+from baton.bench.shapes import DENSE, write_shape
 
 COLOCATED = "colocated"
 SPLIT = "split"

@@ -1,4 +1,4 @@
-"""How fast one engine is: `python -m bench.engine`.
+"""How fast one engine is: `python -m baton.bench.engine`.
 
 On a CPU (`on_cpu`) the embedded model runs in turns with transformers. On a GPU (`on_cuda`) the 8B Llama
 shape runs with random weights. Each figure has a *floor* (`floor`): the time of the plain GEMMs of that work

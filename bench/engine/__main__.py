@@ -1,13 +1,13 @@
-"""`python -m bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]
+"""`python -m baton.bench.engine [--json PATH] [--device cpu|cuda] [--short] [--tensor-parallel-size N]
 [--model-shape NAME] [--quantization fp8|int4] [--kv-cache-dtype fp8]`."""
 
 from __future__ import annotations
 
 import sys
 
-import bench.contract as contract
-from bench.contract import Report
-from bench.shapes import DENSE, HYBRIDS, MOE
+import baton.bench.contract as contract
+from baton.bench.contract import Report
+from baton.bench.shapes import DENSE, HYBRIDS, MOE
 
 
 def main() -> int:
@@ -28,17 +28,17 @@ def main() -> int:
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)
     if args.tensor_parallel_size > 1:
-        from bench.engine.on_ranks import measure
+        from baton.bench.engine.on_ranks import measure
     elif args.device == "cuda" and args.model_shape == MOE:
-        from bench.engine.on_moe import measure
+        from baton.bench.engine.on_moe import measure
     elif args.device == "cuda" and args.model_shape in HYBRIDS:
-        from bench.engine.on_hybrid import measure
+        from baton.bench.engine.on_hybrid import measure
     elif args.device == "cuda" and (args.quantization or args.kv_cache_dtype):
-        from bench.engine.on_quantized import measure
+        from baton.bench.engine.on_quantized import measure
     elif args.device == "cuda":
-        from bench.engine.on_cuda import measure
+        from baton.bench.engine.on_cuda import measure
     else:
-        from bench.engine.on_cpu import measure
+        from baton.bench.engine.on_cpu import measure
     measure(args, report)
     report.finish()
     return 0

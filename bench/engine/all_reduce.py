@@ -1,6 +1,7 @@
 """A sum over ranks with the residual add and norm after it, by each algorithm, in CUDA graphs, by rows.
 
-`python -m bench.engine.all_reduce RANK RANKS STORE` is one rank. Rank 0 prints JSON: µs by algorithm, rows.
+`python -m baton.bench.engine.all_reduce RANK RANKS STORE` is one rank. Rank 0 prints JSON: µs by algorithm,
+rows.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from bench.contract import Report, Row
-from engine.execution.cuda_ranks import CudaRanks
-from engine.kernels import kernels_for
+from baton.bench.contract import Report, Row
+from baton.engine.execution.cuda_ranks import CudaRanks
+from baton.engine.kernels import kernels_for
 
 ROWS = (1, 8, 32, 64, 128, 256, 1024, 2000, 8000)
 HIDDEN = 4096
@@ -33,7 +34,7 @@ def measure(report: Report, ranks: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
         commands = [
-            [sys.executable, "-m", "bench.engine.all_reduce", str(rank), str(ranks), store]
+            [sys.executable, "-m", "baton.bench.engine.all_reduce", str(rank), str(ranks), store]
             for rank in range(ranks)
         ]
         processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]

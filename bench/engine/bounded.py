@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.contract import Report, Row
+from baton.bench.contract import Report, Row
 
 
 def add_bounded(report: Report, name: str, took: float, p99: float, bounds: tuple[float, float]) -> None:

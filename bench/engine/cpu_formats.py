@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.engine.drive import decode_step_seconds, median_ms, prefill_seconds, prompt
-from engine import EngineConfig, build_engine
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.engine.drive import decode_step_seconds, median_ms, prefill_seconds, prompt
+from baton.engine import EngineConfig, build_engine
 
 DEFAULT = "default"
 """What `baton serve` takes: 4-bit weights that stay packed, where the CPU can multiply them."""

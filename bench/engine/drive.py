@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engine import EngineRequest, SamplingParams
+from baton.engine import EngineRequest, SamplingParams
 
 
 def greedy(prompt_ids: Sequence[int], max_tokens: int, **sampling: Any) -> EngineRequest:

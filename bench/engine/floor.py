@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.kernels import Quantized
-from engine.kernels.torch_kernels import TorchKernels
+from baton.engine.kernels import Quantized
+from baton.engine.kernels.torch_kernels import TorchKernels
 
 KV_READ_BYTES_PER_S = 4.3e12
 """What a good decode attention reads on an H200, whose datasheet says 4.8 TB/s."""

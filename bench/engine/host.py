@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.engine.drive import greedy, prompt
-from bench.shapes import write_shape
-from engine import EngineConfig, build_engine
-from engine.execution.runner import Launched
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.engine.drive import greedy, prompt
+from baton.bench.shapes import write_shape
+from baton.engine import EngineConfig, build_engine
+from baton.engine.execution.runner import Launched
 
 CONTEXT = 1000
 MODEL = "one-small-layer"

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-import bench.contract as contract
-import bench.engine.cpu_formats as cpu_formats
-import bench.engine.host as host
-from bench.contract import MIN_PAIRS, Report, Row
-from bench.engine.drive import drain, greedy, prompt
-from cluster.model import embedded_path
-from engine import Engine, EngineConfig, build_engine
+import baton.bench.contract as contract
+import baton.bench.engine.cpu_formats as cpu_formats
+import baton.bench.engine.host as host
+from baton.bench.contract import MIN_PAIRS, Report, Row
+from baton.bench.engine.drive import drain, greedy, prompt
+from baton.cluster.model import embedded_path
+from baton.engine import Engine, EngineConfig, build_engine
 
 PROMPT_TOKENS = 64
 BATCH = 16
@@ -70,7 +70,7 @@ def _start(path: Path, report: Report, rounds: int) -> None:
     parts: list[dict[str, float]] = []
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        command = [sys.executable, "-m", "bench.engine.start", str(path)]
+        command = [sys.executable, "-m", "baton.bench.engine.start", str(path)]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         totals.append(time.perf_counter() - began)
         parts.append(json.loads(said))

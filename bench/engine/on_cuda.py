@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
-from bench.engine.floor import Floor, Shape
-from bench.shapes import DENSE, SHAPES, write_shape
-from engine import Engine, EngineConfig, build_engine
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
+from baton.bench.engine.floor import Floor, Shape
+from baton.bench.shapes import DENSE, SHAPES, write_shape
+from baton.engine import Engine, EngineConfig, build_engine
 
 CONTEXT = 1064
 DECODE_MUST_MS = {1: 4.5, 8: 4.8, 32: 5.8, 64: 6.9, 128: 9.8, 256: 16.8}  # by batch

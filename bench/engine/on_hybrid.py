@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.engine.drive import decode_step_seconds, median_ms, prefill_seconds, prompt
-from bench.engine.on_cuda import CONTEXT, HBM_BYTES_PER_S, dummy_engine
-from bench.engine.profile import STEPS, add_profile, profiled_decodes
-from bench.shapes import DENSE
-from engine.models import cache_bytes_per_token, state_bytes_per_request
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.engine.drive import decode_step_seconds, median_ms, prefill_seconds, prompt
+from baton.bench.engine.on_cuda import CONTEXT, HBM_BYTES_PER_S, dummy_engine
+from baton.bench.engine.profile import STEPS, add_profile, profiled_decodes
+from baton.bench.shapes import DENSE
+from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
 
 BATCHES = (1, 8, 32, 64, 128, 256)
 PROFILED_BATCHES = (1, 32, 256)

@@ -14,15 +14,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.engine.bounded import add_bounded
-from bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
-from bench.engine.on_cuda import CONTEXT, GEMM_FLOPS, HBM_BYTES_PER_S, dummy_engine
-from bench.engine.profile import STEPS, add_profile, profiled, profiled_decodes
-from bench.shapes import MOE
-from engine import Engine
-from engine.models import cache_bytes_per_token
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.engine.bounded import add_bounded
+from baton.bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
+from baton.bench.engine.on_cuda import CONTEXT, GEMM_FLOPS, HBM_BYTES_PER_S, dummy_engine
+from baton.bench.engine.profile import STEPS, add_profile, profiled, profiled_decodes
+from baton.bench.shapes import MOE
+from baton.engine import Engine
+from baton.engine.models import cache_bytes_per_token
 
 DECODE_MS = {
     1: (4.0, 3.0),

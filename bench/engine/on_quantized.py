@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.engine.bounded import add_bounded
-from bench.engine.drive import decode_step_seconds, median_ms, prefill_seconds, prompt
-from bench.engine.floor import Floor, Fp8Floor
-from bench.engine.on_cuda import CONTEXT, HBM_BYTES_PER_S, dense_shape, dummy_engine
-from bench.shapes import DENSE
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.engine.bounded import add_bounded
+from baton.bench.engine.drive import decode_step_seconds, median_ms, prefill_seconds, prompt
+from baton.bench.engine.floor import Floor, Fp8Floor
+from baton.bench.engine.on_cuda import CONTEXT, HBM_BYTES_PER_S, dense_shape, dummy_engine
+from baton.bench.shapes import DENSE
 
 Bounds = tuple[float, float] | None
 """Must and goal, in ms."""

@@ -2,8 +2,8 @@
 
 On GPUs: the shapes of Llama 3.1 8B and 70B with random weights, and each all-reduce (`all_reduce`). With
 `--model-shape qwen3-30b-a3b` a mixture of experts, by tensor and by expert parallelism. On a CPU: the
-embedded model. Every engine runs in a child process of its own (`python -m bench.engine.on_ranks`). It reads
-its work as JSON from stdin, and prints what it measured as its last line.
+embedded model. Every engine runs in a child process of its own (`python -m baton.bench.engine.on_ranks`).
+It reads its work as JSON from stdin, and prints what it measured as its last line.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.engine.drive import (
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.engine.drive import (
     decode_step_seconds,
     drain,
     fill,
@@ -31,11 +31,11 @@ from bench.engine.drive import (
     prompt,
     run_steps,
 )
-from bench.engine.profile import STEPS, profiled_decodes
-from bench.engine.ranks import running
-from bench.shapes import MOE, write_shape
-from cluster.model import embedded_path
-from engine import Engine, EngineConfig
+from baton.bench.engine.profile import STEPS, profiled_decodes
+from baton.bench.engine.ranks import running
+from baton.bench.shapes import MOE, write_shape
+from baton.cluster.model import embedded_path
+from baton.engine import Engine, EngineConfig
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}
 """What the 8B shape must reach over one rank, by ranks."""
@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
             engine = _shape(MOE, directory, max_num_seqs=256)
             _experts(Work(engine, [1, 64, 256], [8000], 1064, steps, profiled=64), size, report)
         return
-    from bench.engine import all_reduce
+    from baton.bench.engine import all_reduce
 
     all_reduce.measure(report, size)
     with tempfile.TemporaryDirectory() as directory:
@@ -170,7 +170,7 @@ def _child(work: Work, size: int) -> dict[str, Any]:
     given = asdict(work)
     given["engine"]["tensor_parallel_size"] = size
     child = subprocess.run(
-        [sys.executable, "-m", "bench.engine.on_ranks"],
+        [sys.executable, "-m", "baton.bench.engine.on_ranks"],
         input=json.dumps(given), stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
     return json.loads(child.stdout.splitlines()[-1])

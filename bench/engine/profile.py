@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from bench.contract import Report, Row
-from bench.engine.drive import drain, fill, run_steps
+from baton.bench.contract import Report, Row
+from baton.bench.engine.drive import drain, fill, run_steps
 
 STEPS = 64
 """Decode steps of a profile."""

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine import Engine, EngineConfig, build_engine
-from engine.execution.rank_files import RankFiles
-from rpc import logs
-from worker.engine_process.rank_process import RankProcessConfig, spawn_rank
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.execution.rank_files import RankFiles
+from baton.rpc import logs
+from baton.worker.engine_process.rank_process import RankProcessConfig, spawn_rank
 
 
 @contextmanager

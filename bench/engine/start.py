@@ -1,4 +1,4 @@
-"""A new process from its first import to the first token: `python -m bench.engine.start MODEL`.
+"""A new process from its first import to the first token: `python -m baton.bench.engine.start MODEL`.
 
 Prints the seconds of each part as JSON.
 """
@@ -15,8 +15,8 @@ PROMPT_TOKENS = 64
 
 def main() -> None:
     marks = [time.perf_counter()]
-    from bench.engine.drive import greedy, prompt
-    from engine import EngineConfig, build_engine
+    from baton.bench.engine.drive import greedy, prompt
+    from baton.engine import EngineConfig, build_engine
 
     marks.append(time.perf_counter())
     engine = build_engine(EngineConfig(sys.argv[1], dtype="float32"))

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from content import Tier
-from rpc import TlsFiles, add_port, create_server
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from baton.content import Tier
+from baton.rpc import TlsFiles, add_port, create_server
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 SECRET = b"a secret of the cluster"
 EOS = 2

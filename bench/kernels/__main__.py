@@ -4,14 +4,14 @@ import sys
 
 import torch
 
-from bench import kernels
-from bench.contract import Report, parser
-from bench.kernels.cases import Cases, Shape
-from bench.kernels.fp8 import Fp8Cases
-from bench.kernels.fp8_kv import Fp8KVCases
-from bench.kernels.int4 import Int4Cases
-from bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
-from bench.kernels.measure import (
+from baton.bench import kernels
+from baton.bench.contract import Report, parser
+from baton.bench.kernels.cases import Cases, Shape
+from baton.bench.kernels.fp8 import Fp8Cases
+from baton.bench.kernels.fp8_kv import Fp8KVCases
+from baton.bench.kernels.int4 import Int4Cases
+from baton.bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
+from baton.bench.kernels.measure import (
     choices,
     fp8_choices,
     fp8_kv_choices,
@@ -23,9 +23,9 @@ from bench.kernels.measure import (
     moe_choices,
     sweep,
 )
-from bench.kernels.moe import MoeCases, MoeShape
-from bench.shapes import BAMBA, DENSE, MOE
-from engine.kernels import kernels_for
+from baton.bench.kernels.moe import MoeCases, MoeShape
+from baton.bench.shapes import BAMBA, DENSE, MOE
+from baton.engine.kernels import kernels_for
 
 
 def main() -> int:

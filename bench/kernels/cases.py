@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.kernels import KV, AttentionMetadata, Kernels, parts
-from engine.kernels.tiles import SHORT, tile_work
-from engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
+from baton.engine.kernels import KV, AttentionMetadata, Kernels, parts
+from baton.engine.kernels.tiles import SHORT, tile_work
+from baton.engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
 """Limits of an H200: bandwidth by its datasheet, bfloat16 products of random numbers as measured (cuBLAS,
@@ -202,8 +202,8 @@ class Cases:
     def _slice(self, *, into_pool: bool) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:
         """The cache of a layer as rows, the rows of a slice of a prompt, the slice, and a function that moves
         it."""
-        from kv_transfer.device import copy_kernels
-        from kv_transfer.layout import Slice
+        from baton.kv_transfer.device import copy_kernels
+        from baton.kv_transfer.layout import Slice
 
         tokens, shape = self.shape.prompts[0], self.shape
         cache, tables = self.cache([tokens] * 4)
@@ -280,7 +280,7 @@ class Cases:
                 )
 
     def greedy(self, rows: int) -> Case:
-        from engine.kernels.sampling import greedy
+        from baton.engine.kernels.sampling import greedy
 
         logits = torch.randn(rows, self.shape.vocabulary, device=self.device)
         return Case(
@@ -293,8 +293,8 @@ class Cases:
         )
 
     def draw(self, rows: int) -> Case:
-        from engine.kernels.sampling import draw
-        from engine.kernels.torch_kernels import exponentials
+        from baton.engine.kernels.sampling import draw
+        from baton.engine.kernels.torch_kernels import exponentials
 
         logits = torch.randn(rows, self.shape.vocabulary, device=self.device)
         temperatures = torch.ones(rows, device=self.device)
@@ -310,7 +310,7 @@ class Cases:
         )
 
     def thresholds(self, rows: int, name: str, top_k: int, top_p: float) -> Case:
-        from engine.kernels.thresholds import thresholds
+        from baton.engine.kernels.thresholds import thresholds
 
         probs = (2.5 * torch.randn(rows, self.shape.vocabulary, device=self.device)).softmax(-1)
         limits = [torch.full((rows,), x, device=self.device) for x in (top_p, 0.0)]

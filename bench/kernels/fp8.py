@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from bench.kernels.cases import Case, Make, nbytes
-from bench.kernels.layer import EPS, LayerCases
-from engine.kernels import FP8_GROUP, Quantized
-from engine.kernels.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
-from engine.kernels.split_k import multiprocessors
-from engine.kernels.torch_kernels import TorchKernels
+from baton.bench.kernels.cases import Case, Make, nbytes
+from baton.bench.kernels.layer import EPS, LayerCases
+from baton.engine.kernels import FP8_GROUP, Quantized
+from baton.engine.kernels.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
+from baton.engine.kernels.split_k import multiprocessors
+from baton.engine.kernels.torch_kernels import TorchKernels
 
 
 class Fp8Cases(LayerCases):

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.kernels.cases import Case, Cases, Make, Shape, nbytes
-from engine.kernels import FP8, KV, Fp8KV, Kernels
+from baton.bench.kernels.cases import Case, Cases, Make, Shape, nbytes
+from baton.engine.kernels import FP8, KV, Fp8KV, Kernels
 
 
 class _Fp8Caches(Cases):
@@ -61,8 +61,8 @@ class Fp8KVCases:
 
     def convert(self) -> Case:
         """A slice of plain KV into the cache, against the same into a plain cache."""
-        from kv_transfer.device import copy_kernels
-        from kv_transfer.layout import Slice
+        from baton.kv_transfer.device import copy_kernels
+        from baton.kv_transfer.layout import Slice
 
         tokens, shape = self.shape.prompts[0], self.shape
         kv, tables = self.fp8.cache([tokens] * 4)

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from bench.kernels.cases import Case, Make
-from bench.kernels.layer import LayerCases
-from engine.kernels.int4_linear import Int4Linear
-from engine.kernels.split_k import multiprocessors
+from baton.bench.kernels.cases import Case, Make
+from baton.bench.kernels.layer import LayerCases
+from baton.engine.kernels.int4_linear import Int4Linear
+from baton.engine.kernels.split_k import multiprocessors
 
 GROUP, SMALL_GROUP = 128, 32
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bench.kernels.cases import Shape
-from engine.kernels import Kernels
-from engine.layers.linear import PlainLinear
-from engine.layers.weights import GatedMethod
+from baton.bench.kernels.cases import Shape
+from baton.engine.kernels import Kernels
+from baton.engine.layers.linear import PlainLinear
+from baton.engine.layers.weights import GatedMethod
 
 EPS = 1e-5
 

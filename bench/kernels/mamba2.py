@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels import ssd_chain
-from bench.kernels.cases import Case, Make, nbytes
-from engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2, ssd
-from engine.kernels.split_k import multiprocessors
-from engine.kernels.tiles import scan_work
+from baton.bench.kernels import ssd_chain
+from baton.bench.kernels.cases import Case, Make, nbytes
+from baton.engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2, ssd
+from baton.engine.kernels.split_k import multiprocessors
+from baton.engine.kernels.tiles import scan_work
 
 CHAIN_TOKENS = 128
 """Of a chunk of the chain."""

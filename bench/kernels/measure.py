@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.contract import Row, interleaved, paired_ratio
-from bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S, Cases, Make, nbytes
+from baton.bench.contract import Row, interleaved, paired_ratio
+from baton.bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S, Cases, Make, nbytes
 
 if TYPE_CHECKING:
-    from bench.kernels.fp8 import Fp8Cases
-    from bench.kernels.fp8_kv import Fp8KVCases
-    from bench.kernels.int4 import Int4Cases
-    from bench.kernels.mamba2 import Mamba2Cases  # imports kernels, as the next one
-    from bench.kernels.moe import MoeCases
+    from baton.bench.kernels.fp8 import Fp8Cases
+    from baton.bench.kernels.fp8_kv import Fp8KVCases
+    from baton.bench.kernels.int4 import Int4Cases
+    from baton.bench.kernels.mamba2 import Mamba2Cases  # imports kernels, as the next one
+    from baton.bench.kernels.moe import MoeCases
 
 BEYOND_CACHE = 256 << 20  # least bytes of all input sets of a case together
 MAX_SETS = 32
@@ -134,8 +134,8 @@ Choices = Sequence[tuple[ModuleType, dict[str, list[Any]], Make]]
 
 
 def moe_choices(cases: MoeCases) -> Choices:
-    from engine.kernels import grouped_linear
-    from engine.kernels.grouped_linear import Tiling
+    from baton.engine.kernels import grouped_linear
+    from baton.engine.kernels.grouped_linear import Tiling
 
     few = [
         Tiling(rows, *of_weight, True, None)
@@ -183,7 +183,7 @@ def moe_choices(cases: MoeCases) -> Choices:
 
 
 def mamba2_choices(cases: Mamba2Cases) -> Choices:
-    from engine.kernels import causal_conv, ssd, state_update
+    from baton.engine.kernels import causal_conv, ssd, state_update
 
     batch, (requests, tokens) = cases.shape.batches[-1], cases.shape.prompts[len(cases.shape.prompts) // 2]
     return [
@@ -198,7 +198,7 @@ def mamba2_choices(cases: Mamba2Cases) -> Choices:
 
 
 def fp8_choices(cases: Fp8Cases) -> Choices:
-    from engine.kernels import fp8_linear, silu
+    from baton.engine.kernels import fp8_linear, silu
 
     few = {"BLOCK_N": [64, 128], "WIDE": [256, 512], "NARROW": [128, 256]}
     batches, prompt = cases.shape.batches, cases.shape.prompts[0]
@@ -213,7 +213,7 @@ def fp8_choices(cases: Fp8Cases) -> Choices:
 
 
 def int4_choices(cases: Int4Cases) -> Choices:
-    from engine.kernels import int4_gemv, int4_linear
+    from baton.engine.kernels import int4_gemv, int4_linear
 
     shared = [(64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 1)]
     return [
@@ -233,8 +233,8 @@ def int4_choices(cases: Int4Cases) -> Choices:
 
 
 def fp8_kv_choices(cases: Fp8KVCases) -> Choices:
-    from engine.kernels import decode_attention, prefill_attention, tiles
-    from engine.kernels.tiles import Shape as Tile
+    from baton.engine.kernels import decode_attention, prefill_attention, tiles
+    from baton.engine.kernels.tiles import Shape as Tile
 
     shape = cases.shape
     split = {"PIECES_PER_SM": [2, 4, 8], "BLOCK_N": [32, 64], "STAGES": [3, 5, 7, 9]}
@@ -249,8 +249,8 @@ def fp8_kv_choices(cases: Fp8KVCases) -> Choices:
 
 
 def choices(cases: Cases) -> Choices:
-    from engine.kernels import decode_attention, prefill_attention, thresholds, tiles
-    from engine.kernels.tiles import Shape as Tile
+    from baton.engine.kernels import decode_attention, prefill_attention, thresholds, tiles
+    from baton.engine.kernels.tiles import Shape as Tile
 
     shape = cases.shape
     shapes = [Tile(128, 128, 8), Tile(128, 64, 8), Tile(64, 64, 4)]

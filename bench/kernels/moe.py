@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.cases import Case, Make, nbytes
-from engine.kernels import FP8_GROUP, Fp8Experts
-from engine.kernels.combine import combine
-from engine.kernels.grouped_linear import grouped_linear
-from engine.kernels.shuffle import Shuffled, shuffle
-from engine.kernels.torch_kernels import TorchKernels
-from engine.model_config import Scoring
+from baton.bench.kernels.cases import Case, Make, nbytes
+from baton.engine.kernels import FP8_GROUP, Fp8Experts
+from baton.engine.kernels.combine import combine
+from baton.engine.kernels.grouped_linear import grouped_linear
+from baton.engine.kernels.shuffle import Shuffled, shuffle
+from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.model_config import Scoring
 
 SCORING = Scoring.NORMALIZED_SOFTMAX
 LAYERS = 16  # that a measured call of index shuffling is for

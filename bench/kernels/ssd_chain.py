@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.mamba2 import Mamba2
-from engine.kernels.state_update import time_step
+from baton.engine.kernels.mamba2 import Mamba2
+from baton.engine.kernels.state_update import time_step
 
 WARPS = 8
 

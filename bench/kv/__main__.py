@@ -1,6 +1,6 @@
 """KV between two workers of one host: GB/s over TCP loopback, in turns with raw sockets, and without sockets.
 
-    python -m bench.kv [--json PATH] [--short] [--device cpu|cuda] [--lanes N]
+    python -m baton.bench.kv [--json PATH] [--short] [--device cpu|cuda] [--lanes N]
                        [--only tcp|encrypted|nixl|exported] [--peer NAME=PYTHON …]
 
 `kv.tcp.lanes4.64MiB`  from arena to arena, with transfer processes, frames, checksums and credits: from
@@ -46,12 +46,12 @@ from unittest.mock import patch
 
 import torch
 
-from bench.contract import Report, Row, interleaved, paired_ratio, parser
-from bench.kv import exported
-from bench.kv.pair import BLOCK, Pair, Settings, children, cpu_seconds
-from bench.kv.raw_sockets import MIB, RawPair
-from kv_transfer.config import nixl_installed
-from kv_transfer.staging import exported_slot_bytes
+from baton.bench.contract import Report, Row, interleaved, paired_ratio, parser
+from baton.bench.kv import exported
+from baton.bench.kv.pair import BLOCK, Pair, Settings, children, cpu_seconds
+from baton.bench.kv.raw_sockets import MIB, RawPair
+from baton.kv_transfer.config import nixl_installed
+from baton.kv_transfer.staging import exported_slot_bytes
 
 PARTS = ("tcp", "encrypted", "nixl", "exported")
 SIZES = (64, 256)  # MiB

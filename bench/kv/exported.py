@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import kv_transfer as kv
-from bench.kv.pair import Pair, Settings, cpu_seconds
-from bench.kv.raw_sockets import MIB
-from kv_transfer.arena import TOKEN
-from kv_transfer.peer_memory import PeerArena, export_arena
+import baton.kv_transfer as kv
+from baton.bench.kv.pair import Pair, Settings, cpu_seconds
+from baton.bench.kv.raw_sockets import MIB
+from baton.kv_transfer.arena import TOKEN
+from baton.kv_transfer.peer_memory import PeerArena, export_arena
 
 KINDS = {"cpu": "shared_memory", "cuda": "cuda_ipc"}
 SIZES = {"cpu": (64, 256), "cuda": (64, 256, 1024, 4096, 8192)}  # MiB
@@ -61,7 +61,7 @@ class PlainCopy:
         self._here = torch.empty(_PIECES, _PIECE, dtype=torch.uint8, device=self._device)
         self._there: Any
         if settings.device == "cuda":
-            from kv_transfer.cuda_memory import PeerDeviceMemory
+            from baton.kv_transfer.cuda_memory import PeerDeviceMemory
 
             torch.cuda.set_device(self._device)
             self._there = PeerDeviceMemory(export)
@@ -76,7 +76,7 @@ class PlainCopy:
             if self._device == "cpu":
                 here.numpy()[:count] = np.frombuffer(there, np.uint8, count)
             else:
-                from kv_transfer.cuda_memory import copy
+                from baton.kv_transfer.cuda_memory import copy
 
                 copy(here.data_ptr(), there, count, torch.cuda.current_stream().cuda_stream)
         if self._device != "cpu":
@@ -94,7 +94,7 @@ class PlainCopy:
 
 def _export(control: Connection, settings: Settings) -> None:
     if settings.device == "cuda":
-        from kv_transfer.cuda_memory import DeviceMemory
+        from baton.kv_transfer.cuda_memory import DeviceMemory
 
         torch.cuda.set_device(settings.device_of("prefill"))
         torch.empty(1, device="cuda")

@@ -20,10 +20,10 @@ from unittest.mock import patch
 
 import torch
 
-import kv_transfer as kv
-from bench.kv.raw_sockets import MIB
-from kv_transfer.device import host_pool
-from kv_transfer.wait import end_waits_on_time, wait
+import baton.kv_transfer as kv
+from baton.bench.kv.raw_sockets import MIB
+from baton.kv_transfer.device import host_pool
+from baton.kv_transfer.wait import end_waits_on_time, wait
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 BLOCK = 16
@@ -224,7 +224,7 @@ def _no_checksums() -> Callable[[], None]:
     nothing = SimpleNamespace(xxh3_64_intdigest=lambda data: 0)
     stack.enter_context(patch.object(host_pool, "xxhash", nothing))
     if torch.cuda.is_available():
-        from kv_transfer.device import copy_kernels
+        from baton.kv_transfer.device import copy_kernels
 
         launch = copy_kernels.launch
 

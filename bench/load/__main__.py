@@ -1,5 +1,5 @@
-"""`python -m bench.load` does the same as `baton bench`, without an installation."""
+"""`python -m baton.bench.load` does the same as `baton bench`, without an installation."""
 
-from bench.load.cli import app
+from baton.bench.load.cli import app
 
 app(prog_name="baton bench")

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from bench.load.flags import takes_options
-from bench.load.options import (
+from baton.bench.load.flags import takes_options
+from baton.bench.load.options import (
     Options,
     OutputOptions,
     PaceOptions,
@@ -26,7 +26,7 @@ from bench.load.options import (
     TraceOptions,
     WorkloadOptions,
 )
-from bench.load.traffic.datasets import SAMPLE_TRACE
+from baton.bench.load.traffic.datasets import SAMPLE_TRACE
 
 app = typer.Typer(
     name="bench",
@@ -62,7 +62,7 @@ def run(
     output: OutputOptions,
 ) -> int:
     """Measure a server under one load: closed loop by default, open loop with --rate."""
-    from bench.load.commands import measure
+    from baton.bench.load.commands import measure
 
     return asyncio.run(measure(_options(target, workload, shape, pace, slo, output), output))
 
@@ -85,7 +85,7 @@ def sweep(
     loads: SweepOptions,
 ) -> int:
     """Measure several loads one after another, or search the highest rate that meets --slo."""
-    from bench.load.commands import search, sweep_over
+    from baton.bench.load.commands import search, sweep_over
 
     if shape.rate is not None:
         raise ValueError(f"--rate {shape.rate:g}: a sweep sets the rate itself. Leave it out.")
@@ -125,7 +125,7 @@ def replay(
     ] = None,
 ) -> int:
     """Replay a trace: its times, lengths and shared prefixes."""
-    from bench.load.commands import measure
+    from baton.bench.load.commands import measure
 
     options = dataclasses.replace(
         _options(target, WorkloadOptions(), ShapeOptions(concurrency=concurrency), pace, slo, output),
@@ -153,8 +153,8 @@ def compare(
     ] = [],  # noqa: B006 - typer's default, never changed
 ) -> int:  # fmt: skip
     """Compare runs row by row. For CI, --fail-if turns a change into an exit code."""
-    from bench.load.report import compare as comparing
-    from bench.load.report.table import console
+    from baton.bench.load.report import compare as comparing
+    from baton.bench.load.report.table import console
 
     if len(reports) < 2:
         raise ValueError(f"compare {reports[0]}: with what? Give two reports or more.")
@@ -176,8 +176,8 @@ def report(
     html: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
 ) -> int:
     """Draw one HTML page of one run or sweep, or of several side by side."""
-    from bench.load.report import compare as comparing
-    from bench.load.report.page import page
+    from baton.bench.load.report import compare as comparing
+    from baton.bench.load.report.page import page
 
     html.write_text(page([comparing.load(path) for path in reports], [path.stem for path in reports]))
     typer.echo(f"{html} written.")

@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 
 import typer
 
-from bench.contract import Report, Row
-from bench.load import experiment
-from bench.load.experiment import Outcome
-from bench.load.measurement.search import highest_rate
-from bench.load.options import Options, OutputOptions
-from bench.load.report import results, table
-from bench.load.report.live import Progression
-from bench.load.report.page import page
-from bench.load.target.endpoint import EndpointError
-from bench.load.traffic.fleet import REFUSALS, Fleet
+from baton.bench.contract import Report, Row
+from baton.bench.load import experiment
+from baton.bench.load.experiment import Outcome
+from baton.bench.load.measurement.search import highest_rate
+from baton.bench.load.options import Options, OutputOptions
+from baton.bench.load.report import results, table
+from baton.bench.load.report.live import Progression
+from baton.bench.load.report.page import page
+from baton.bench.load.target.endpoint import EndpointError
+from baton.bench.load.traffic.fleet import REFUSALS, Fleet
 
 T = TypeVar("T")
 

@@ -12,20 +12,20 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from bench.load.measurement import self_check, server_stages
-from bench.load.measurement.self_check import SelfCheck
-from bench.load.measurement.server_stages import ServerView, Snapshot
-from bench.load.measurement.summary import Summary, summarize
-from bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
-from bench.load.target import endpoint
-from bench.load.target.exchange import new_http_session
-from bench.load.target.record import Record
-from bench.load.target.request import Dialect, Target
-from bench.load.target.tokenization import Tokenization
-from bench.load.traffic import datasets
-from bench.load.traffic.client import ClientConfig
-from bench.load.traffic.fleet import Fleet, Harvest
-from bench.load.traffic.workload import Listed, Session, Synthetic, Workload
+from baton.bench.load.measurement import self_check, server_stages
+from baton.bench.load.measurement.self_check import SelfCheck
+from baton.bench.load.measurement.server_stages import ServerView, Snapshot
+from baton.bench.load.measurement.summary import Summary, summarize
+from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
+from baton.bench.load.target import endpoint
+from baton.bench.load.target.exchange import new_http_session
+from baton.bench.load.target.record import Record
+from baton.bench.load.target.request import Dialect, Target
+from baton.bench.load.target.tokenization import Tokenization
+from baton.bench.load.traffic import datasets
+from baton.bench.load.traffic.client import ClientConfig
+from baton.bench.load.traffic.fleet import Fleet, Harvest
+from baton.bench.load.traffic.workload import Listed, Session, Synthetic, Workload
 
 _PROBE_TIMEOUT = 120.0
 _LISTED_SESSIONS = 2000  # of a data set, if no number of requests is given

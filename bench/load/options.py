@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from bench.load.flags import flag
-from bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
-from bench.load.measurement.slo import Slo
-from bench.load.target.request import Api
-from bench.load.traffic.arrivals import ArrivalKind, Arrivals
-from bench.load.traffic.datasets import MOONCAKE_BLOCK
-from bench.load.traffic.distribution import SYNTAX, Distribution
-from bench.load.traffic.workload import DEFAULT_PRESET, PRESETS
-from machine import usable_cpus
+from baton.bench.load.flags import flag
+from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
+from baton.bench.load.measurement.slo import Slo
+from baton.bench.load.target.request import Api
+from baton.bench.load.traffic.arrivals import ArrivalKind, Arrivals
+from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK
+from baton.bench.load.traffic.distribution import SYNTAX, Distribution
+from baton.bench.load.traffic.workload import DEFAULT_PRESET, PRESETS
+from baton.machine import usable_cpus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_CONCURRENCY = 4

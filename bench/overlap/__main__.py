@@ -44,10 +44,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.kv.raw_sockets import RawPair
-from bench.overlap.streams import (
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.kv.raw_sockets import RawPair
+from baton.bench.overlap.streams import (
     AT_ONCE,
     OUTPUT_TOKENS,
     Background,
@@ -60,10 +60,10 @@ from bench.overlap.streams import (
     quiet_gaps,
     streamed,
 )
-from bench.overlap.trace import Trace
-from bench.roles import Driver, Roles
-from bench.shapes import DENSE, HYBRIDS, write_shape
-from cluster.gpus import visible_gpus
+from baton.bench.overlap.trace import Trace
+from baton.bench.roles import Driver, Roles
+from baton.bench.shapes import DENSE, HYBRIDS, write_shape
+from baton.cluster.gpus import visible_gpus
 
 CONTEXT = 1000
 """Prompt tokens of the background streams."""

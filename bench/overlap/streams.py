@@ -9,8 +9,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from bench.roles import Driver, request
-from rpc import worker_pb2 as pb
+from baton.bench.roles import Driver, request
+from baton.rpc import worker_pb2 as pb
 
 OUTPUT_TOKENS = 12
 

@@ -1,6 +1,6 @@
 """How much sooner the second turn of a chat begins if KV is reused, and how many bytes travel for it.
 
-    python -m bench.reuse [--json PATH] [--device cpu|cuda] [--short]
+    python -m baton.bench.reuse [--json PATH] [--device cpu|cuda] [--short]
                           [--trace FILE|default | --tiers]
 
 With `--trace` it replays chats through a cluster (`bench.reuse.replay`). With `--tiers` it measures the host
@@ -41,14 +41,14 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.overlap.streams import prompt_of
-from bench.reuse import replay, stages, tiers, workers
-from bench.reuse.stages import Traces, Turn
-from bench.roles import Driver, Roles, request
-from bench.shapes import DENSE
-from rpc import worker_pb2 as pb
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.overlap.streams import prompt_of
+from baton.bench.reuse import replay, stages, tiers, workers
+from baton.bench.reuse.stages import Traces, Turn
+from baton.bench.roles import Driver, Roles, request
+from baton.bench.shapes import DENSE
+from baton.rpc import worker_pb2 as pb
 
 ROUNDS = 9
 NEW_TOKENS = 32

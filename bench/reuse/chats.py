@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.load.traffic.datasets import MOONCAKE_BLOCK, TraceLine
+from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK, TraceLine
 
 TOKENS = range(1000, 40_000)
 """Token ids of prompts, which all models of the bench have."""

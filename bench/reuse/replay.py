@@ -33,13 +33,13 @@ from typing import NamedTuple
 
 import aiohttp
 
-from bench.chaos.cluster import LocalCluster
-from bench.chaos.streams import Case, Stream, new_session, read
-from bench.contract import Report, Row, percentile
-from bench.load.measurement.slo import Slo
-from bench.load.traffic.datasets import read_trace
-from bench.reuse.chats import Asked, InfiniteCache, Prompts, asked_of, distinct_tokens, synthetic
-from bench.shapes import DENSE, write_shape
+from baton.bench.chaos.cluster import LocalCluster
+from baton.bench.chaos.streams import Case, Stream, new_session, read
+from baton.bench.contract import Report, Row, percentile
+from baton.bench.load.measurement.slo import Slo
+from baton.bench.load.traffic.datasets import read_trace
+from baton.bench.reuse.chats import Asked, InfiniteCache, Prompts, asked_of, distinct_tokens, synthetic
+from baton.bench.shapes import DENSE, write_shape
 
 DEFAULT = "default"
 WARM_UP, WARM_UP_TOKENS = 3, 1000  # turns of one chat, and by how much each is longer than the one before

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.overlap.trace import events
+from baton.bench.overlap.trace import events
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the host tier gains and costs: `python -m bench.reuse --tiers`; with `--disk DIR`, the disk tier.
+"""What the host tier gains and costs: `python -m baton.bench.reuse --tiers`; with `--disk DIR`, the disk.
 
 host_tier   time to first token of a prompt that the pool evicted and the tier has, to computing it
 step        time of a decode step beside copies to the tier, to one without
@@ -19,14 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.overlap.streams import prompt_of
-from bench.reuse import workers
-from bench.roles import Driver, Roles, request
-from bench.shapes import DENSE, write_shape
-from cluster import model
-from rpc import worker_pb2 as pb
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.overlap.streams import prompt_of
+from baton.bench.reuse import workers
+from baton.bench.roles import Driver, Roles, request
+from baton.bench.shapes import DENSE, write_shape
+from baton.cluster import model
+from baton.rpc import worker_pb2 as pb
 
 NEW_TOKENS = 32
 POOL_PROMPTS = 5  # that fit into the pool
@@ -89,10 +89,10 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
 
 def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[float]]:
     """Median step times in seconds of windows with copies and without."""
-    from engine import EngineConfig, EngineRequest, SamplingParams, build_engine
-    from kv_transfer.stores.block_store import BlockStore, open_host_store
-    from kv_transfer.stores.disk_store import DiskStore
-    from worker.engine_process.paged_kv import paged_kv
+    from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
+    from baton.kv_transfer.stores.block_store import BlockStore, open_host_store
+    from baton.kv_transfer.stores.disk_store import DiskStore
+    from baton.worker.engine_process.paged_kv import paged_kv
 
     device = args.device
     batch, context, count = BATCH[device], CONTEXT[device], STEPS[device]

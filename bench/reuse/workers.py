@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-import bench.contract as contract
-from bench.shapes import DENSE, write_shape
-from cluster.gpus import visible_gpus
+import baton.bench.contract as contract
+from baton.bench.shapes import DENSE, write_shape
+from baton.cluster.gpus import visible_gpus
 
 
 def require_gpus(args: argparse.Namespace, count: int) -> list[str]:

@@ -33,10 +33,10 @@ from dataclasses import dataclass
 
 import uvloop
 
-import bench.contract as contract
-from bench.contract import MIN_PAIRS, Report, Row
-from bench.roles import Roles
-from bench.router.ends import (
+import baton.bench.contract as contract
+from baton.bench.contract import MIN_PAIRS, Report, Row
+from baton.bench.roles import Roles
+from baton.bench.router.ends import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     Direct,
@@ -47,10 +47,10 @@ from bench.router.ends import (
     prompt_of,
     through,
 )
-from bench.router.stall import large_requests, longest_stalls
-from cluster.model import EMBEDDED_NAME
-from content import CHUNK_TOKENS
-from router.policy import DecodeCaches, DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
+from baton.bench.router.stall import large_requests, longest_stalls
+from baton.cluster.model import EMBEDDED_NAME
+from baton.content import CHUNK_TOKENS
+from baton.router.policy import DecodeCaches, DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
 
 LOADED_STEP_S = 0.02
 SATURATED_STEP_S = 0.005

@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 import psutil
 import uvloop
 
-import rpc
-from bench.fakes.worker import FakeWorker, Lanes
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
+from baton import rpc
+from baton.bench.fakes.worker import FakeWorker, Lanes
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 
 PROMPT_TOKENS = 200
 OUTPUT_TOKENS = 2  # the fewest with a handover

@@ -13,7 +13,7 @@ import time
 from multiprocessing.sharedctypes import Synchronized
 from urllib.parse import urlsplit
 
-from bench.router.ends import CONTEXT
+from baton.bench.router.ends import CONTEXT
 
 _PAUSE_S = 0.0005
 _ASK = b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n"

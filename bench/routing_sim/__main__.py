@@ -30,20 +30,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import bench.contract as contract
-from bench.contract import Report, Row
-from bench.load.traffic.datasets import SAMPLE_TRACE
-from bench.routing_sim.baselines import POLICIES, emptiest
-from bench.routing_sim.chats import chats
-from bench.routing_sim.flips import Flips
-from bench.routing_sim.sizing import size
-from bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
-from cluster.options.optimize import PROFILES
-from router.policy import two_choices
-from simulator import decode, placement
-from simulator.prefill import Outcome, Setting, Simulation
-from simulator.step_worker import Quantiles
-from simulator.trace import Trace
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.load.traffic.datasets import SAMPLE_TRACE
+from baton.bench.routing_sim.baselines import POLICIES, emptiest
+from baton.bench.routing_sim.chats import chats
+from baton.bench.routing_sim.flips import Flips
+from baton.bench.routing_sim.sizing import size
+from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
+from baton.cluster.options.optimize import PROFILES
+from baton.router.policy import two_choices
+from baton.simulator import decode, placement
+from baton.simulator.prefill import Outcome, Setting, Simulation
+from baton.simulator.step_worker import Quantiles
+from baton.simulator.trace import Trace
 
 MAIN = 64
 """Workers of the rows that have bounds."""

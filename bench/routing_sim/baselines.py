@@ -6,7 +6,14 @@ import random
 
 import numpy as np
 
-from router.policy import DecodeLoad, PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky
+from baton.router.policy import (
+    DecodeLoad,
+    PrefillPolicy,
+    PrefillRequest,
+    PrefillSnapshot,
+    round_robin,
+    sticky,
+)
 
 
 def least_loaded(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import xxhash
 
-from bench.load.traffic.datasets import MOONCAKE_BLOCK
-from bench.reuse.chats import SYSTEM_BLOCKS, asked_of, synthetic
-from content import CHUNK_TOKENS
-from simulator.arrivals import Arrival
+from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK
+from baton.bench.reuse.chats import SYSTEM_BLOCKS, asked_of, synthetic
+from baton.content import CHUNK_TOKENS
+from baton.simulator.arrivals import Arrival
 
 _SYSTEM_CHUNKS = SYSTEM_BLOCKS * MOONCAKE_BLOCK // CHUNK_TOKENS
 

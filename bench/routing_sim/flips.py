@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.autoscaling.balancer import Balancer, Sample
-from cluster.options import PoolOptions, PoolSize
-from cluster.supervision.plan import Pool
-from rpc import worker_pb2 as pb
+from baton.cluster.autoscaling.balancer import Balancer, Sample
+from baton.cluster.options import PoolOptions, PoolSize
+from baton.cluster.supervision.plan import Pool
+from baton.rpc import worker_pb2 as pb
 
 
 class Flips:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from simulator.prefill import Setting
-from simulator.trace import Trace
+from baton.simulator.prefill import Setting
+from baton.simulator.trace import Trace
 
 LOAD = 0.8
 """Of what the workers could compute if no prompt were cached. Below 1, every policy keeps up."""

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import xxhash
 
-from bench.load.traffic.datasets import MOONCAKE_BLOCK, read_trace
-from content import CHUNK_TOKENS
-from simulator.trace import Session, Trace, Turn
+from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK, read_trace
+from baton.content import CHUNK_TOKENS
+from baton.simulator.trace import Session, Trace, Turn
 
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 8, 512
 MEAN_TURNS, MOST_TURNS = 6.0, 24

@@ -12,16 +12,16 @@ import time
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-import rpc
-from cluster.autoscaling.balancer import Balancer, Sample
-from cluster.autoscaling.scaling import Needed
-from cluster.options import PoolOptions
-from cluster.supervision.plan import Pool
-from cluster.supervision.supervisor import Supervisor
-from cluster.supervision.workers import named_pool, set_pool
-from rpc import TlsFiles
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
+from baton import rpc
+from baton.cluster.autoscaling.balancer import Balancer, Sample
+from baton.cluster.autoscaling.scaling import Needed
+from baton.cluster.options import PoolOptions
+from baton.cluster.supervision.plan import Pool
+from baton.cluster.supervision.supervisor import Supervisor
+from baton.cluster.supervision.workers import named_pool, set_pool
+from baton.rpc import TlsFiles
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 
 INTERVAL = 1.0  # seconds between two polls
 PATIENCE = 2.0  # seconds for a worker to answer

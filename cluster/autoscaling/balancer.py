@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.autoscaling.scaling import (
+from baton.cluster.autoscaling.scaling import (
     DecodeDemand,
     DecodePoolLoad,
     Needed,
@@ -20,9 +20,9 @@ from cluster.autoscaling.scaling import (
     PrefillPoolLoad,
     Scaler,
 )
-from cluster.options import PoolOptions, PoolSize
-from cluster.supervision.plan import Pool
-from rpc import worker_pb2 as pb
+from baton.cluster.options import PoolOptions, PoolSize
+from baton.cluster.supervision.plan import Pool
+from baton.rpc import worker_pb2 as pb
 
 FLIP_EVERY = 5.0  # seconds between two flips: the loads must first show what the last one did
 TTIT_TARGET = 100.0  # milliseconds, if the user sets no target

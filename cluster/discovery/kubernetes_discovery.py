@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import msgspec
 
-from cluster.discovery.endpoint_slices import EndpointSlice, EndpointSlices, Metadata
+from baton.cluster.discovery.endpoint_slices import EndpointSlice, EndpointSlices, Metadata
 
 if TYPE_CHECKING:
     from kubernetes.aio.client import DiscoveryV1Api

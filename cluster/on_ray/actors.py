@@ -17,13 +17,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from cluster.autoscaling.autoscaler import Autoscaler
-from cluster.on_ray import placement
-from cluster.options import PoolOptions
-from cluster.supervision.plan import RoleSpec
-from cluster.supervision.role_process import RoleState
-from cluster.supervision.runner import RoleRunner
-from cluster.supervision.supervisor import Supervisor
+from baton.cluster.autoscaling.autoscaler import Autoscaler
+from baton.cluster.on_ray import placement
+from baton.cluster.options import PoolOptions
+from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.role_process import RoleState
+from baton.cluster.supervision.runner import RoleRunner
+from baton.cluster.supervision.supervisor import Supervisor
 
 NAMESPACE = "baton"
 SUPERVISOR = "supervisor"

@@ -16,14 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from cluster.supervision.display import Display
-from cluster.supervision.plan import Plan, RoleSpec
-from cluster.supervision.ports import check_ports
-from cluster.supervision.role_process import RoleState
-from cluster.supervision.signals import StopSignals
+from baton.cluster.supervision.display import Display
+from baton.cluster.supervision.plan import Plan, RoleSpec
+from baton.cluster.supervision.ports import check_ports
+from baton.cluster.supervision.role_process import RoleState
+from baton.cluster.supervision.signals import StopSignals
 
 if TYPE_CHECKING:
-    from cluster.on_ray.actors import Detached
+    from baton.cluster.on_ray.actors import Detached
 
 STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ANSWERS_WITHIN = 30.0  # seconds for a supervisor to answer; Ray may be restarting it
@@ -44,7 +44,7 @@ def import_ray() -> ModuleType:
 def connect(address: str) -> None:
     """Joins the Ray cluster as a driver. Raises ValueError if that fails."""
     ray = import_ray()
-    from cluster.on_ray.actors import NAMESPACE
+    from baton.cluster.on_ray.actors import NAMESPACE
 
     try:
         ray.init(
@@ -61,7 +61,7 @@ def running() -> Any | None:
     """The supervisor actor of the cluster on this Ray; None if no cluster runs."""
     import ray
 
-    from cluster.on_ray.actors import NAMESPACE, SUPERVISOR
+    from baton.cluster.on_ray.actors import NAMESPACE, SUPERVISOR
 
     try:
         return ray.get_actor(SUPERVISOR, NAMESPACE)
@@ -78,7 +78,7 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
     connect(address)
     import ray
 
-    from cluster.on_ray.actors import SUPERVISOR, Detached, actor_name
+    from baton.cluster.on_ray.actors import SUPERVISOR, Detached, actor_name
 
     cluster = Detached(
         tuple(roles),
@@ -169,7 +169,7 @@ def _end_actors(names: list[str]) -> None:
     """Kills the named actors for good, and waits until their names are free. Ignores missing actors."""
     import ray
 
-    from cluster.on_ray.actors import NAMESPACE
+    from baton.cluster.on_ray.actors import NAMESPACE
 
     for name in names:
         with contextlib.suppress(ValueError):
@@ -203,7 +203,7 @@ class DetachedStart:
     async def run(self) -> int:
         import ray
 
-        from cluster.on_ray.actors import NAMESPACE, SUPERVISOR, ClusterActor
+        from baton.cluster.on_ray.actors import NAMESPACE, SUPERVISOR, ClusterActor
 
         signals = StopSignals()
         signals.install()  # after ray.init, which installs handlers of its own

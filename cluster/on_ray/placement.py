@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.plan import RoleSpec
 
 _MEMBERS = ("prefill", "decode")  # the roles of a pair, in the order of its bundles
 

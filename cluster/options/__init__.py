@@ -4,7 +4,7 @@ An option has its vLLM name if vLLM has the option. A group holds options that s
 `--help` shows together. `baton serve` passes groups to the roles that it starts.
 """
 
-from cluster.options.clients import (
+from baton.cluster.options.clients import (
     ChatOptions,
     DoctorOptions,
     EndpointOptions,
@@ -13,7 +13,7 @@ from cluster.options.clients import (
     StatusOptions,
     TopOptions,
 )
-from cluster.options.engine import (
+from baton.cluster.options.engine import (
     EngineOptions,
     ModelOptions,
     Optimize,
@@ -21,10 +21,10 @@ from cluster.options.engine import (
     RouterModelOptions,
     ServedModel,
 )
-from cluster.options.front import FrontOptions
-from cluster.options.picker import PickerRole
-from cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions, StopOptions
-from cluster.options.process import (
+from baton.cluster.options.front import FrontOptions
+from baton.cluster.options.picker import PickerRole
+from baton.cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions, StopOptions
+from baton.cluster.options.process import (
     LogOptions,
     MembershipOptions,
     ObserveOptions,
@@ -34,9 +34,9 @@ from cluster.options.process import (
     TraceOptions,
     WorkerOptions,
 )
-from cluster.options.roles import RouterRole, WorkerRole
-from cluster.options.security import SecretOptions
-from cluster.options.transfer import DeadlineOptions, DrainOptions, TransferOptions
+from baton.cluster.options.roles import RouterRole, WorkerRole
+from baton.cluster.options.security import SecretOptions
+from baton.cluster.options.transfer import DeadlineOptions, DrainOptions, TransferOptions
 
 __all__ = [
     "ChatOptions",

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 import typer
 
-from cluster.options.declare import NO_ARGV, OLD_FILE, PORT, between, opt
-from cluster.options.engine import KVCacheDtype
+from baton.cluster.options.declare import NO_ARGV, OLD_FILE, PORT, between, opt
+from baton.cluster.options.engine import KVCacheDtype
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class SizingOptions:
     measured: Annotated[
         Path | None,
         opt(
-            "Use the speeds in this file, from `python -m bench.engine --json FILE`.", shown="no", **OLD_FILE
+            "Use the speeds in this file, from `python -m baton.bench.engine --json FILE`.",
+            shown="no",
+            **OLD_FILE,
         ),
     ] = None
     gpu_memory: Annotated[

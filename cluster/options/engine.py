@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import typer
 
-from cluster.options.declare import between, check_size, directory, opt
+from baton.cluster.options.declare import between, check_size, directory, opt
 
 
 def _given_once(context: typer.Context, value: str | None) -> str | None:

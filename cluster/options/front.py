@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from cluster.options.declare import NO_ARGV, OLD_FILE, PORT, between, opt
-from cluster.options.security import ServerTlsOptions
+from baton.cluster.options.declare import NO_ARGV, OLD_FILE, PORT, between, opt
+from baton.cluster.options.security import ServerTlsOptions
 
 if TYPE_CHECKING:
-    from router.admission.keys import ApiKey
+    from baton.router.admission.keys import ApiKey
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,6 @@ class FrontOptions(ServerTlsOptions):
 
     def keys(self) -> tuple[ApiKey, ...]:
         """The API keys of both options. Raises ValueError for an invalid key."""
-        from router.admission.keys import api_keys
+        from baton.router.admission.keys import api_keys
 
         return api_keys(self.api_key, None if self.api_key_file is None else str(self.api_key_file))

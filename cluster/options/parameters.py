@@ -26,7 +26,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
-from cluster.options.refused import REFUSED
+from baton.cluster.options.refused import REFUSED
 
 ENV_PREFIX = "BATON_"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from cluster.options.declare import PORT, opt
-from cluster.options.process import LogLineOptions
-from cluster.options.security import ServerTlsOptions
-from cluster.options.transfer import DrainOptions
+from baton.cluster.options.declare import PORT, opt
+from baton.cluster.options.process import LogLineOptions
+from baton.cluster.options.security import ServerTlsOptions
+from baton.cluster.options.transfer import DrainOptions
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 import typer
 from typer.models import OptionInfo
 
-from cluster.options.declare import between, opt
-from cluster.options.engine import TtitTarget
+from baton.cluster.options.declare import between, opt
+from baton.cluster.options.engine import TtitTarget
 
 
 class PoolSize(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from cluster.options.declare import PORT, between, directory, opt
+from baton.cluster.options.declare import PORT, between, directory, opt
 
 
 @dataclass(frozen=True)

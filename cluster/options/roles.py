@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
-from cluster.options.front import FrontOptions
-from cluster.options.process import (
+from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
+from baton.cluster.options.front import FrontOptions
+from baton.cluster.options.process import (
     MembershipOptions,
     ObserveOptions,
     RoleOptions,
@@ -15,8 +15,8 @@ from cluster.options.process import (
     TraceOptions,
     WorkerOptions,
 )
-from cluster.options.security import SecretOptions
-from cluster.options.transfer import DeadlineOptions, DrainOptions, TransferOptions
+from baton.cluster.options.security import SecretOptions
+from baton.cluster.options.transfer import DeadlineOptions, DrainOptions, TransferOptions
 
 
 @dataclass(frozen=True)

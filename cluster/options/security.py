@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from cluster.options.declare import OLD_FILE, opt
+from baton.cluster.options.declare import OLD_FILE, opt
 
 if TYPE_CHECKING:
-    from rpc import TlsFiles
+    from baton.rpc import TlsFiles
 
 
 def tls_files(prefix: str, *files: Path | None, mutual: bool = False) -> TlsFiles | None:
-    from rpc import TlsFiles
+    from baton.rpc import TlsFiles
 
     certfile, keyfile, ca_certs = (None if path is None else str(path) for path in files)
     return TlsFiles.of(prefix, certfile, keyfile, ca_certs, mutual=mutual)

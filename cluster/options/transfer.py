@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from cluster.options.declare import between, opt
+from baton.cluster.options.declare import between, opt
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from cluster.supervision.plan import Plan
-from cluster.supervision.processes import own_age
+from baton.cluster.supervision.plan import Plan
+from baton.cluster.supervision.processes import own_age
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 if TYPE_CHECKING:
-    from rpc import TlsFiles
+    from baton.rpc import TlsFiles
 
 INTERVAL = 2.0  # seconds between two health checks
 PATIENCE = 10.0  # seconds without an answer after which a role counts as dead; as --engine-timeout
@@ -52,7 +52,7 @@ async def _check_of(
     if "address" not in ready:
         # The admin port, if there is one, covers all processes of the router and needs no certificate.
         return lambda: _get_health(urlsplit(ready.get("admin_url", ready["url"])))
-    import rpc
+    from baton import rpc
 
     channel = await open_.enter_async_context(rpc.connect(ready["address"], secret, tls))
 

@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.supervision.python_path import python_path
-from cluster.supervision.rundir import remove_stale
+from baton.cluster.supervision.python_path import python_path
+from baton.cluster.supervision.rundir import remove_stale
 
 PATIENCE = 10.0  # seconds: until they are dead, roles may still write to the directory and hold its lock
 
@@ -23,7 +23,7 @@ class Janitor:
 
     def __init__(self, run_dir: Path, title: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.supervision.janitor", str(run_dir), title],
+            [sys.executable, "-m", "baton.cluster.supervision.janitor", str(run_dir), title],
             env=os.environ | python_path(),
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C and SIGHUP of the terminal must not end the janitor

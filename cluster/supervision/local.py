@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.supervision.plan import RoleSpec
-from cluster.supervision.role_process import RoleState
-from cluster.supervision.runner import BATON, RoleRunner
+from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.role_process import RoleState
+from baton.cluster.supervision.runner import BATON, RoleRunner
 
 
 class Gpus:

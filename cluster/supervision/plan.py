@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from cluster import model, options
-from cluster.gpus import default_device, visible_gpus
-from cluster.options.parameters import to_argv
-from cluster.supervision.role_process import RoleState
-from machine import usable_cpus
+from baton.cluster import model, options
+from baton.cluster.gpus import default_device, visible_gpus
+from baton.cluster.options.parameters import to_argv
+from baton.cluster.supervision.role_process import RoleState
+from baton.machine import usable_cpus
 
 if TYPE_CHECKING:
-    from rpc import TlsFiles
+    from baton.rpc import TlsFiles
 
 Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
@@ -228,7 +228,7 @@ class Plan:
         return min(self.pool.prefill.least, self.pool.decode.least)
 
     def _cluster_secret(self) -> str:
-        from rpc.auth import SECRET_VARIABLE, load_secret
+        from baton.rpc.auth import SECRET_VARIABLE, load_secret
 
         if self.secret.cluster_secret_file is not None or SECRET_VARIABLE in os.environ:
             return load_secret(self.secret.cluster_secret_file).decode()

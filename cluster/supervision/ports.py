@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from cluster.options import FrontOptions
-from rpc.ports import cannot_listen, family
+from baton.cluster.options import FrontOptions
+from baton.rpc.ports import cannot_listen, family
 
 
 def check_ports(front: FrontOptions) -> None:

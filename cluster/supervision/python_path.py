@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-PACKAGES = str(Path(__file__).parents[2])
+PACKAGES = str(Path(__file__).parents[3])
 
 
 def python_path() -> dict[str, str]:

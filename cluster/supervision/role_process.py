@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from cluster.supervision.backoff import RestartPolicy
-from rpc.process_end import describe_exit, process_end
+from baton.cluster.supervision.backoff import RestartPolicy
+from baton.rpc.process_end import describe_exit, process_end
 
 Phase = Literal["starting", "ready", "waiting", "stopped"]
 

@@ -12,16 +12,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.options.parameters import role_environment, to_argv
-from cluster.supervision.backoff import RestartPolicy
-from cluster.supervision.health import until_silent
-from cluster.supervision.held import tokens_held
-from cluster.supervision.plan import RoleSpec
-from cluster.supervision.python_path import python_path
-from cluster.supervision.role_process import RoleProcess, RoleState
-from cluster.supervision.rundir import RunDir
+from baton.cluster.options.parameters import role_environment, to_argv
+from baton.cluster.supervision.backoff import RestartPolicy
+from baton.cluster.supervision.health import until_silent
+from baton.cluster.supervision.held import tokens_held
+from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.python_path import python_path
+from baton.cluster.supervision.role_process import RoleProcess, RoleState
+from baton.cluster.supervision.rundir import RunDir
 
-BATON = (sys.executable, "-m", "cluster.cli")  # the command `baton`, with the interpreter of this process
+BATON = (
+    sys.executable,
+    "-m",
+    "baton.cluster.cli",
+)  # the command `baton`, with the interpreter of this process
 
 
 def own_address(peer: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from cluster.options import ChatOptions, EndpointOptions
-from cluster.tools.http import checked, session
+from baton.cluster.options import ChatOptions, EndpointOptions
+from baton.cluster.tools.http import checked, session
 
 _DIM = "\x1b[2m{}\x1b[0m" if sys.stdout.isatty() else "{}"
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import rpc
-from cluster.options import EndpointOptions, FlipOptions, SecretOptions
-from cluster.supervision.workers import set_pool
-from cluster.tools.status import fetch, name_of, pool_of, ready
+from baton import rpc
+from baton.cluster.options import EndpointOptions, FlipOptions, SecretOptions
+from baton.cluster.supervision.workers import set_pool
+from baton.cluster.tools.status import fetch, name_of, pool_of, ready
 
 PATIENCE = 10.0  # seconds for the worker to answer
 

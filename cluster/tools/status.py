@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from cluster.options import EndpointOptions, StatusOptions
-from cluster.tools.http import checked, session
+from baton.cluster.options import EndpointOptions, StatusOptions
+from baton.cluster.tools.http import checked, session
 
 TIMEOUT = aiohttp.ClientTimeout(total=10)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import typer
 
-from bench.load import cli as bench
-from cluster.cli import app as baton_app
-from router.api import unsupported
-from router.api.openapi import OPERATIONS, Operation, description
+from baton.bench.load import cli as bench
+from baton.cluster.cli import app as baton_app
+from baton.router.api import unsupported
+from baton.router.api.openapi import OPERATIONS, Operation, description
 
 HERE = Path(__file__).parent
 Schema = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from content import Tier
+from baton.content import Tier
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")

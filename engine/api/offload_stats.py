@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from content import Tier
+from baton.content import Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from content import Tier
-from engine.api.expert_stats import ExpertStats
-from engine.api.offload_stats import OffloadStats
-from engine.api.sampling_params import SamplingParams
+from baton.content import Tier
+from baton.engine.api.expert_stats import ExpertStats
+from baton.engine.api.offload_stats import OffloadStats
+from baton.engine.api.sampling_params import SamplingParams
 
 PROMPT_PIECE = 64
 """Most tokens in a `PromptLogprobs`: a router writes them to a response in 9 ms, between two other tasks."""

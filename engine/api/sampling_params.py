@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.api.reasoning import Reasoning
-from engine.api.structured_output import StructuredOutput
+from baton.engine.api.reasoning import Reasoning
+from baton.engine.api.structured_output import StructuredOutput
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the limit of OpenAI's API)."""

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from content import packed
-from engine.api.request import EngineRequest, Logprobs
-from engine.core.prefix_names import PrefixNames
+from baton.content import packed
+from baton.engine.api.request import EngineRequest, Logprobs
+from baton.engine.core.prefix_names import PrefixNames
 
 
 class Grammar(Protocol):

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.scheduler import Scheduler
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.scheduler import Scheduler
 
 
 def to_drop(

@@ -1,10 +1,10 @@
 """Statistics of an engine: its counts, and running averages of what its steps cost."""
 
-from engine.api.expert_stats import ExpertStats
-from engine.api.request import EngineStats
-from engine.core.chunk_limit import ChunkLimit
-from engine.core.schedule import Schedule
-from engine.core.scheduler import Scheduler
+from baton.engine.api.expert_stats import ExpertStats
+from baton.engine.api.request import EngineStats
+from baton.engine.core.chunk_limit import ChunkLimit
+from baton.engine.core.schedule import Schedule
+from baton.engine.core.scheduler import Scheduler
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step."""

@@ -20,9 +20,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from content import Tier
-from engine.api.offload_stats import OffloadStats
-from engine.core.block_pool import BlockPool
+from baton.content import Tier
+from baton.engine.api.offload_stats import OffloadStats
+from baton.engine.core.block_pool import BlockPool
 
 CLEAN_SHARE = 4
 """Prompts may need many blocks at once. So one in `CLEAN_SHARE` blocks of the pool should be free, or should

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from content import CHUNK_TOKENS, Tier
-from engine.api.request import CachedPrefix, CacheObserver, EngineRequest
-from engine.core.block_pool import BlockPool
-from engine.core.offload_tier import OffloadTier
-from engine.core.prefix_names import PrefixNames
-from engine.core.state_copies import StateCopies
+from baton.content import CHUNK_TOKENS, Tier
+from baton.engine.api.request import CachedPrefix, CacheObserver, EngineRequest
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.offload_tier import OffloadTier
+from baton.engine.core.prefix_names import PrefixNames
+from baton.engine.core.state_copies import StateCopies
 
 
 class _Cached(NamedTuple):

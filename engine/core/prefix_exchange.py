@@ -18,11 +18,11 @@ an import. A request that waits for an import has no block. So nothing here wait
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from content import CHUNK_TOKENS
-from engine.api.request import CachedPrefix, EngineRequest
-from engine.core.block_pool import BlockPool
-from engine.core.prefix_cache import PrefixCache
-from engine.core.prefix_names import PrefixNames
+from baton.content import CHUNK_TOKENS
+from baton.engine.api.request import CachedPrefix, EngineRequest
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.prefix_names import PrefixNames
 
 PINNED_SHARE = 4
 """One in so many blocks may be pinned."""

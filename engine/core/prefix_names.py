@@ -3,8 +3,8 @@
 from array import array
 from collections.abc import Iterator, Sequence
 
-from content import CHUNK_TOKENS, extend_names, name_of_prefix, packed, salted
-from engine.api.request import CachedBlock
+from baton.content import CHUNK_TOKENS, extend_names, name_of_prefix, packed, salted
+from baton.engine.api.request import CachedBlock
 
 
 class PrefixNames:

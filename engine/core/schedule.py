@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.core.live_request import LiveRequest
+from baton.engine.core.live_request import LiveRequest
 
 
 class Chunk(NamedTuple):

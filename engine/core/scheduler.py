@@ -39,19 +39,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from content import Tier
-from engine.api.request import CacheObserver, EngineRequest
-from engine.core.block_pool import BlockPool
-from engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, without_padding
-from engine.core.fair_shares import FairShares
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.offload_tier import OffloadTier
-from engine.core.prefix_cache import PrefixCache
-from engine.core.prefix_exchange import PrefixExchange
-from engine.core.request_memory import RequestMemory
-from engine.core.schedule import Chunk, Schedule
-from engine.core.state_copies import StateCopies
-from engine.core.state_pool import StatePool
+from baton.content import Tier
+from baton.engine.api.request import CacheObserver, EngineRequest
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, without_padding
+from baton.engine.core.fair_shares import FairShares
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.offload_tier import OffloadTier
+from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.prefix_exchange import PrefixExchange
+from baton.engine.core.request_memory import RequestMemory
+from baton.engine.core.schedule import Chunk, Schedule
+from baton.engine.core.state_copies import StateCopies
+from baton.engine.core.state_pool import StatePool
 
 
 class Scheduler:

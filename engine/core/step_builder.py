@@ -11,10 +11,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from engine.core.live_request import DRAW, PENDING, LiveRequest
-from engine.core.schedule import Chunk
-from engine.core.state_copies import Save
-from engine.step import Adjustments, Bias, Draws, Penalties, Scored, Step, TokenMask, Variant, arrange
+from baton.engine.core.live_request import DRAW, PENDING, LiveRequest
+from baton.engine.core.schedule import Chunk
+from baton.engine.core.state_copies import Save
+from baton.engine.step import Adjustments, Bias, Draws, Penalties, Scored, Step, TokenMask, Variant, arrange
 
 NO_TOP_P = np.float32(2)
 """Rounded sums of probabilities may pass 1, so "no limit" must be above it."""

@@ -19,9 +19,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from engine.execution.rank_files import RankFiles
-from engine.execution.upload import aligned
-from engine.step import Draws, Scored, Step, Variant
+from baton.engine.execution.rank_files import RankFiles
+from baton.engine.execution.upload import aligned
+from baton.engine.step import Draws, Scored, Step, Variant
 
 SLOTS = 8
 """At most two steps, with two commands each, are under way on a GPU."""

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.execution.group import Group
-from engine.kernels import Kernels
+from baton.engine.execution.group import Group
+from baton.engine.kernels import Kernels
 
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -39,8 +39,8 @@ class CudaRanks(Group):
     def __init__(self, rank: int, size: int, store: dist.Store, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
-        from engine.kernels.peer_copy import PeerCopy, counts_bytes
-        from engine.kernels.sum_norm import SumNorm
+        from baton.engine.kernels.peer_copy import PeerCopy, counts_bytes
+        from baton.engine.kernels.sum_norm import SumNorm
 
         super().__init__(rank, size, device)
         os.environ.update(ENVIRONMENT)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.api.expert_stats import ExpertStats
-from engine.execution.moments import Moment
-from engine.execution.sampler import to_host
-from engine.layers.expert_load import ExpertLoad
+from baton.engine.api.expert_stats import ExpertStats
+from baton.engine.execution.moments import Moment
+from baton.engine.execution.sampler import to_host
+from baton.engine.layers.expert_load import ExpertLoad
 
 PERIOD = 1.0
 """Least seconds between two copies. Statistics are asked for more often."""

@@ -32,11 +32,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.upload import aligned
-from engine.kernels.attention import AttentionMetadata
-from engine.kernels.tiles import TILE_FIELDS, most_pieces, scan_work, tile_work
-from engine.layers.ranks import Ranks
-from engine.step import Draws, Step, Variant, copies_by_row
+from baton.engine.execution.upload import aligned
+from baton.engine.kernels.attention import AttentionMetadata
+from baton.engine.kernels.tiles import TILE_FIELDS, most_pieces, scan_work, tile_work
+from baton.engine.layers.ranks import Ranks
+from baton.engine.step import Draws, Step, Variant, copies_by_row
 
 LARGEST = 2048
 """Most rows of a graph with chunks."""

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.ranks import Ranks
+from baton.engine.layers.ranks import Ranks
 
 
 class Group(Ranks):

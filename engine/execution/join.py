@@ -5,11 +5,11 @@ import os
 import torch
 import torch.distributed as dist
 
-from engine.api.config import EngineConfig
-from engine.execution.cuda_ranks import CudaRanks
-from engine.execution.host_ranks import HostRanks
-from engine.execution.rank_files import RankFiles
-from engine.layers.ranks import Ranks
+from baton.engine.api.config import EngineConfig
+from baton.engine.execution.cuda_ranks import CudaRanks
+from baton.engine.execution.host_ranks import HostRanks
+from baton.engine.execution.rank_files import RankFiles
+from baton.engine.layers.ranks import Ranks
 
 
 def join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torch.device, Ranks]:

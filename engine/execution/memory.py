@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.api.config import EngineConfig, check_max_model_len
-from engine.kernels import FP8
-from engine.layers.ranks import Ranks
-from engine.layers.weights import WeightFormat
-from engine.model_config import ModelConfig
-from engine.models import attention_caches, cache_bytes_per_token, cache_spec, state_bytes_per_request
-from engine.models.cache_spec import CacheSpec
-from machine import available_memory
+from baton.engine.api.config import EngineConfig, check_max_model_len
+from baton.engine.kernels import FP8
+from baton.engine.layers.ranks import Ranks
+from baton.engine.layers.weights import WeightFormat
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import attention_caches, cache_bytes_per_token, cache_spec, state_bytes_per_request
+from baton.engine.models.cache_spec import CacheSpec
+from baton.machine import available_memory
 
 log = logging.getLogger(__name__)
 

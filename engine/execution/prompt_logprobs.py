@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.sampler import to_host
-from engine.execution.upload import upload
-from engine.step import Scored, ScoredLogprobs
+from baton.engine.execution.sampler import to_host
+from baton.engine.execution.upload import upload
+from baton.engine.step import Scored, ScoredLogprobs
 
 PIECE = 256
 """Rows of logits that exist at a time."""

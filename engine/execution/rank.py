@@ -5,14 +5,14 @@ start, together with rank 0 ──▶ run or sample, as rank 0 does ──▶ �
 
 from collections.abc import Callable
 
-from engine.api.config import EngineConfig
-from engine.execution.commands import Commands, Sample
-from engine.execution.graphs import LayerDone
-from engine.execution.join import join
-from engine.execution.rank_files import RankFiles
-from engine.execution.runner import Launched
-from engine.execution.start import Started, start_rank
-from engine.step import Step
+from baton.engine.api.config import EngineConfig
+from baton.engine.execution.commands import Commands, Sample
+from baton.engine.execution.graphs import LayerDone
+from baton.engine.execution.join import join
+from baton.engine.execution.rank_files import RankFiles
+from baton.engine.execution.runner import Launched
+from baton.engine.execution.start import Started, start_rank
+from baton.engine.step import Step
 
 
 class Follower:

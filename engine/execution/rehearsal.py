@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.execution.runner import ModelRunner
-from engine.step import NOT_FINITE, Adjustments, Draws, Penalties, Scored, Step, Variant, arrange
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.step import NOT_FINITE, Adjustments, Draws, Penalties, Scored, Step, Variant, arrange
 
 TOP_LOGPROBS = 20
 PLAINER = [(24, Variant.DRAWN), (48, Variant.GREEDY), (192, Variant.GREEDY)]

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.execution.commands import Followers
-from engine.execution.expert_meter import ExpertMeter
-from engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
-from engine.execution.moments import Moment, moment
-from engine.execution.prompt_logprobs import Piece, joined, prompt_logprobs
-from engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
-from engine.execution.upload import upload
-from engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
-from engine.kernels.attention import AttentionMetadata
-from engine.kernels.tiles import SHORT
-from engine.layers.ranks import Ranks
-from engine.model_config import ModelConfig
-from engine.models import attention_caches, state_caches
-from engine.models.cache_spec import CacheSpec
-from engine.step import Adjustments, Draws, Sampled, Step, Variant, copies_by_row
+from baton.engine.execution.commands import Followers
+from baton.engine.execution.expert_meter import ExpertMeter
+from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
+from baton.engine.execution.moments import Moment, moment
+from baton.engine.execution.prompt_logprobs import Piece, joined, prompt_logprobs
+from baton.engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
+from baton.engine.execution.upload import upload
+from baton.engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
+from baton.engine.kernels.attention import AttentionMetadata
+from baton.engine.kernels.tiles import SHORT
+from baton.engine.layers.ranks import Ranks
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import attention_caches, state_caches
+from baton.engine.models.cache_spec import CacheSpec
+from baton.engine.step import Adjustments, Draws, Sampled, Step, Variant, copies_by_row
 
 
 @dataclass(slots=True, eq=False)

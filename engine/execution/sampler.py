@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from engine.kernels import SMALLEST_TEMPERATURE, Kernels
-from engine.step import (
+from baton.engine.kernels import SMALLEST_TEMPERATURE, Kernels
+from baton.engine.step import (
     NO_CHOICE,
     NOT_FINITE,
     Adjustments,

@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from content import content_root
-from engine.api.config import EngineConfig
-from engine.execution.graphs import LARGEST
-from engine.execution.memory import CacheLimits, MemoryUse, choose_limits, memory_for, size_pool
-from engine.execution.rehearsal import Rehearsal, measure_steps, warm_up
-from engine.execution.runner import ModelRunner
-from engine.kernels import kernels_for
-from engine.layers.ranks import Ranks
-from engine.loader import choose_format, load_model, open_checkpoint
-from engine.model_config import ModelConfig
-from engine.models.cache_spec import CacheSpec
-from machine import usable_cpus
+from baton.content import content_root
+from baton.engine.api.config import EngineConfig
+from baton.engine.execution.graphs import LARGEST
+from baton.engine.execution.memory import CacheLimits, MemoryUse, choose_limits, memory_for, size_pool
+from baton.engine.execution.rehearsal import Rehearsal, measure_steps, warm_up
+from baton.engine.execution.runner import ModelRunner
+from baton.engine.kernels import kernels_for
+from baton.engine.layers.ranks import Ranks
+from baton.engine.loader import choose_format, load_model, open_checkpoint
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.cache_spec import CacheSpec
+from baton.machine import usable_cpus
 
 
 @dataclass(frozen=True, slots=True)

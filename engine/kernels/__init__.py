@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.attention import AttentionMetadata
-from engine.kernels.gated_delta import GatedDelta
-from engine.kernels.kv_cache import KV, Fp8KV, parts
-from engine.kernels.mamba2 import LayerState, Mamba2
-from engine.model_config import ClampedSwiGLU, Scoring, Span
+from baton.engine.kernels.attention import AttentionMetadata
+from baton.engine.kernels.gated_delta import GatedDelta
+from baton.engine.kernels.kv_cache import KV, Fp8KV, parts
+from baton.engine.kernels.mamba2 import LayerState, Mamba2
+from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
 
 __all__ = [
     "FP8",
@@ -271,11 +271,11 @@ def kernels_for(device: torch.device, head_dim: int) -> Kernels:
     """The kernels for this device. Raises `ValueError` if CUDA has no kernel for this head_dim, or if Triton
     is not installed; the message then names the extra."""
     if device.type == "cpu":
-        from engine.kernels.torch_kernels import TorchKernels
+        from baton.engine.kernels.torch_kernels import TorchKernels
 
         return TorchKernels()
     try:
-        from engine.kernels.triton_kernels import TritonKernels
+        from baton.engine.kernels.triton_kernels import TritonKernels
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

@@ -17,8 +17,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from engine.kernels.kv_cache import KV, gathered
-from engine.model_config import Span
+from baton.engine.kernels.kv_cache import KV, gathered
+from baton.engine.model_config import Span
 
 KEYS = 16
 """The number of keys is padded to a multiple of this. So the kernel has no rest of a vector, which it would

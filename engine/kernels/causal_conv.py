@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.mamba2 import Convolution
-from engine.kernels.overlap import inputs_ready
-from engine.kernels.ssd import copy_after
+from baton.engine.kernels import overlap
+from baton.engine.kernels.mamba2 import Convolution
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.ssd import copy_after
 
 BLOCK_DECODE = 512  # channels of a program
 BLOCK_CHUNK, WARPS_CHUNK = 512, 4

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import KV, overlap, parts
-from engine.kernels.online_softmax import (
+from baton.engine.kernels import KV, overlap, parts
+from baton.engine.kernels.online_softmax import (
     LOG2_E,
     any_tile,
     cache_tiles,
@@ -40,10 +40,10 @@ from engine.kernels.online_softmax import (
     values_of,
     whole_tile,
 )
-from engine.kernels.overlap import inputs_ready
-from engine.model_config import Span
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.model_config import Span
 
-# Measured on an H200 (`python -m bench.kernels --sweep`).
+# Measured on an H200 (`python -m baton.bench.kernels --sweep`).
 PIECES_PER_SM = 4  # programs of `_split` for each multiprocessor, if the requests alone give fewer
 BLOCK_N = 32  # keys of a tile; pieces are cut at multiples of it
 BYTES_PER_WARP = 256  # of a key

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.gated_delta import EPS, GatedDelta
-from engine.kernels.overlap import inputs_ready
-from engine.kernels.state_update import time_step
+from baton.engine.kernels import overlap
+from baton.engine.kernels.gated_delta import EPS, GatedDelta
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.state_update import time_step
 
 ROWS, WARPS = 16, 2
 

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.gated_delta import EPS, GatedDelta
-from engine.kernels.overlap import inputs_ready
-from engine.kernels.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, state_at
-from engine.kernels.state_update import time_step
+from baton.engine.kernels import overlap
+from baton.engine.kernels.gated_delta import EPS, GatedDelta
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, state_at
+from baton.engine.kernels.state_update import time_step
 
 SOLVE_WARPS = 4
 DIMS, WARPS = 32, 4

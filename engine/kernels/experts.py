@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model_config import ClampedSwiGLU, Scoring
+from baton.engine.model_config import ClampedSwiGLU, Scoring
 
 
 class Routing(NamedTuple):

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import FP8, FP8_GROUP, Quantized, overlap
-from engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import FP8, FP8_GROUP, Quantized, overlap
+from baton.engine.kernels.overlap import inputs_ready
 
 LARGEST = tl.constexpr(448.0)  # the largest FP8 number
 LEAST = tl.constexpr(2.0**-100)  # counts as the largest value of a row of zeros, so that its scale is not 0

@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels import FP8, FP8_GROUP, Quantized, overlap
-from engine.kernels.fp8 import group_scales, outer_scales
-from engine.kernels.overlap import inputs_ready
-from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
+from baton.engine.kernels import FP8, FP8_GROUP, Quantized, overlap
+from baton.engine.kernels.fp8 import group_scales, outer_scales
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
 
 MAX_FEW_ROWS = 128
 BLOCK_N = 64

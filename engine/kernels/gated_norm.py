@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.norm import ELEMENTS_PER_WARP
-from engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import overlap
+from baton.engine.kernels.norm import ELEMENTS_PER_WARP
+from baton.engine.kernels.overlap import inputs_ready
 
 MAX_WARPS = 16
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import Fp8KV
+from baton.engine.kernels import Fp8KV
 
 MOST_POSITIONS = 32768
 """Most positions of all chunks of a step. The scratch memory always has room for so many, so the rehearsal of

@@ -26,12 +26,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized, overlap
-from engine.kernels.fp8 import group_scales, outer_scales
-from engine.kernels.overlap import inputs_ready
-from engine.kernels.shuffle import Shuffled
-from engine.kernels.silu import swiglu
-from engine.model_config import ClampedSwiGLU
+from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized, overlap
+from baton.engine.kernels.fp8 import group_scales, outer_scales
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.shuffle import Shuffled
+from baton.engine.kernels.silu import swiglu
+from baton.engine.model_config import ClampedSwiGLU
 
 
 class Tiling(NamedTuple):

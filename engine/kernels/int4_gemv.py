@@ -26,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from engine.kernels import overlap
-from engine.kernels.online_softmax import power_of_two
-from engine.kernels.overlap import inputs_ready
-from engine.kernels.silu import swiglu
+from baton.engine.kernels import overlap
+from baton.engine.kernels.online_softmax import power_of_two
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.silu import swiglu
 
 MAX_ROWS = 2
 BLOCK_N, FEWER = 16, 8

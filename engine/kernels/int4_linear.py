@@ -26,10 +26,10 @@ from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels import int4_gemv, overlap
-from engine.kernels.overlap import inputs_ready
-from engine.kernels.silu import silu_mul
-from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
+from baton.engine.kernels import int4_gemv, overlap
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.silu import silu_mul
+from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
 
 MAX_FEW_ROWS = 256
 MAX_BLOCK_M = 128

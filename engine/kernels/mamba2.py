@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.attention import AttentionMetadata
+from baton.engine.kernels.attention import AttentionMetadata
 
 CHUNK = 64
 """Tokens of a chunk on a CPU."""

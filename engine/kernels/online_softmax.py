@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.model_config import Span
+from baton.engine.model_config import Span
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_QUERY = tl.constexpr(2.0**-120)  # counts as the largest number of queries that are zeros

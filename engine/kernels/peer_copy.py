@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import overlap
+from baton.engine.kernels.overlap import inputs_ready
 
 MAX_TILES = 1 << 14
 BLOCK = 4096  # elements of a tile of `gather`

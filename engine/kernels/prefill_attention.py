@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import KV, parts
-from engine.kernels.online_softmax import (
+from baton.engine.kernels import KV, parts
+from baton.engine.kernels.online_softmax import (
     LOG2_E,
     any_tile,
     cache_tiles,
@@ -40,10 +40,10 @@ from engine.kernels.online_softmax import (
     values_of,
     whole_tile,
 )
-from engine.kernels.tiles import SHORT, TILE_FIELDS, Shape
-from engine.model_config import Span
+from baton.engine.kernels.tiles import SHORT, TILE_FIELDS, Shape
+from baton.engine.model_config import Span
 
-# Measured on an H200 (`python -m bench.kernels --sweep`).
+# Measured on an H200 (`python -m baton.bench.kernels --sweep`).
 STAGES = 5
 MASKED_N = 32  # keys of a tile that the causal mask cuts
 FIELDS = tl.constexpr(TILE_FIELDS)

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import KV, HeadNorm, overlap, parts
-from engine.kernels.fp8 import scale_of
-from engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import KV, HeadNorm, overlap, parts
+from baton.engine.kernels.fp8 import scale_of
+from baton.engine.kernels.overlap import inputs_ready
 
 MANY = 1024  # tokens; from this number on, a program handles TOKENS of them
 TOKENS = 4

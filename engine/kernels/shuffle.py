@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.overlap import inputs_ready
-from engine.model_config import Scoring
+from baton.engine.kernels import overlap
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.model_config import Scoring
 
 BLOCK = 1024  # logits of a program
 LOWEST = tl.constexpr(-(1 << 62))  # below the key of every logit

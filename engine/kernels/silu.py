@@ -10,10 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import Quantized, overlap
-from engine.kernels.fp8 import ELEMENTS_PER_WARP, MAX_WARPS, empty_quantized, group_columns, store_quantized
-from engine.kernels.overlap import inputs_ready
-from engine.model_config import ClampedSwiGLU
+from baton.engine.kernels import Quantized, overlap
+from baton.engine.kernels.fp8 import (
+    ELEMENTS_PER_WARP,
+    MAX_WARPS,
+    empty_quantized,
+    group_columns,
+    store_quantized,
+)
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.model_config import ClampedSwiGLU
 
 BLOCK = 1024  # columns of a program
 

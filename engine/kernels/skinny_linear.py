@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels import from_hopper_on, overlap
-from engine.kernels.overlap import inputs_ready
-from engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
+from baton.engine.kernels import from_hopper_on, overlap
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
 
 BLOCK_N = 64
 MAX_STAGES = 8

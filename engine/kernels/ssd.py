@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.mamba2 import Mamba2
-from engine.kernels.overlap import inputs_ready
-from engine.kernels.state_update import time_step
+from baton.engine.kernels import overlap
+from baton.engine.kernels.mamba2 import Mamba2
+from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.state_update import time_step
 
 TOKENS, DIMS = 64, 64  # of a program
 TOKENS_FLOAT32, DIMS_FLOAT32 = 32, 32  # more do not fit into registers and shared memory

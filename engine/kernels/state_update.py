@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.mamba2 import Mamba2
-from engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import overlap
+from baton.engine.kernels.mamba2 import Mamba2
+from baton.engine.kernels.overlap import inputs_ready
 
 BLOCK_DIMS, WARPS = 32, 4
 

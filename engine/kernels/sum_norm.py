@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import overlap
+from baton.engine.kernels.overlap import inputs_ready
 
 MAX_ROWS = 8192
 """Rows of one launch."""

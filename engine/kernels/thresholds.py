@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels import overlap
-from engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import overlap
+from baton.engine.kernels.overlap import inputs_ready
 
 BLOCK = 2048  # columns at a time
 PIVOTS = 8

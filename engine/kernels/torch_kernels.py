@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import (
+from baton.engine.kernels import (
     FP8,
     FP8_GROUP,
     KV,
@@ -22,10 +22,10 @@ from engine.kernels import (
     mamba2,
     parts,
 )
-from engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
-from engine.kernels.experts import mix, route
-from engine.kernels.mamba2 import TorchStatePlan
-from engine.model_config import ClampedSwiGLU, Scoring, Span
+from baton.engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
+from baton.engine.kernels.experts import mix, route
+from baton.engine.kernels.mamba2 import TorchStatePlan
+from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
 
 
 class TorchKernels:

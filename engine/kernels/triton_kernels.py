@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from engine.kernels import (
+from baton.engine.kernels import (
     KV,
     Fp8Experts,
     Fp8KV,
@@ -28,19 +28,19 @@ from engine.kernels import (
     ssd,
     state_update,
 )
-from engine.kernels.attention import AttentionMetadata
-from engine.kernels.combine import combine
-from engine.kernels.decode_attention import Pieces, decode_attention, partition
-from engine.kernels.delta_rule import delta_rule
-from engine.kernels.fp8_linear import Fp8Linear
-from engine.kernels.gather_kv import Gathered, gather, plan_gather
-from engine.kernels.grouped_linear import grouped_linear
-from engine.kernels.prefill_attention import Tiles, prefill_attention
-from engine.kernels.shuffle import shuffle
-from engine.kernels.split_k import multiprocessors
-from engine.kernels.thresholds import thresholds
-from engine.kernels.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, scan_work, shape_for, tile_work
-from engine.model_config import ClampedSwiGLU, Scoring, Span
+from baton.engine.kernels.attention import AttentionMetadata
+from baton.engine.kernels.combine import combine
+from baton.engine.kernels.decode_attention import Pieces, decode_attention, partition
+from baton.engine.kernels.delta_rule import delta_rule
+from baton.engine.kernels.fp8_linear import Fp8Linear
+from baton.engine.kernels.gather_kv import Gathered, gather, plan_gather
+from baton.engine.kernels.grouped_linear import grouped_linear
+from baton.engine.kernels.prefill_attention import Tiles, prefill_attention
+from baton.engine.kernels.shuffle import shuffle
+from baton.engine.kernels.split_k import multiprocessors
+from baton.engine.kernels.thresholds import thresholds
+from baton.engine.kernels.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, scan_work, shape_for, tile_work
+from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 

@@ -6,7 +6,7 @@ begin_step ──▶ each layer counts the tokens of its experts ──▶ begin
 import torch
 from torch import Tensor
 
-from engine.model_config import ExpertsConfig
+from baton.engine.model_config import ExpertsConfig
 
 
 class ExpertLoad:

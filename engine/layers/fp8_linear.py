@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized
-from engine.layers.linear import PlainFormat, PlainLinear
-from engine.layers.ranks import Part, whole
-from engine.layers.weights import LinearMethod, Weights
+from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized
+from baton.engine.layers.linear import PlainFormat, PlainLinear
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import LinearMethod, Weights
 
 LARGEST = torch.finfo(FP8).max
 LEAST = 2.0**-100

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from engine.kernels import GatedDelta
-from engine.layers.mamba2 import Mix, beside
-from engine.layers.ranks import Part, whole
-from engine.layers.weights import Weights
-from engine.model_config import Mamba2Config, ModelConfig
+from baton.engine.kernels import GatedDelta
+from baton.engine.layers.mamba2 import Mix, beside
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import Mamba2Config, ModelConfig
 
 
 class GatedDeltaMixer:

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import from_hopper_on
-from engine.layers.groups import Groups
-from engine.layers.linear import PlainLinear
-from engine.layers.step_rows import StepRows
-from engine.layers.weights import LinearMethod, Weights
+from baton.engine.kernels import from_hopper_on
+from baton.engine.layers.groups import Groups
+from baton.engine.layers.linear import PlainLinear
+from baton.engine.layers.step_rows import StepRows
+from baton.engine.layers.weights import LinearMethod, Weights
 
 MOST_DECODES = 8
 """Rows that the kernel for 4 bits computes. Measured: oneDNN is faster for more, since it uses the matrix
@@ -79,8 +79,8 @@ def for_prompts(values: Tensor, bias: Tensor | None) -> LinearMethod:
 
 
 def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMethod:
-    from engine.kernels.int4_linear import Int4Linear
-    from engine.kernels.split_k import multiprocessors
+    from baton.engine.kernels.int4_linear import Int4Linear
+    from baton.engine.kernels.split_k import multiprocessors
 
     codes, scales, zeros, bits = groups
     packed = packs(bits, weights.dtype, weights.device)

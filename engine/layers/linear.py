@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.ranks import Part
-from engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import LinearMethod, Weights
 
 
 class PlainLinear:
@@ -70,8 +70,8 @@ def _packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _skinny(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    from engine.kernels.skinny_linear import SkinnyLinear
-    from engine.kernels.split_k import multiprocessors
+    from baton.engine.kernels.skinny_linear import SkinnyLinear
+    from baton.engine.kernels.split_k import multiprocessors
 
     if not SkinnyLinear.suits(weight):
         return None

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.kernels import GatedDelta, Mamba2
-from engine.layers.ranks import Part, whole
-from engine.layers.weights import Weights
-from engine.model_config import Mamba2Config, ModelConfig
+from baton.engine.kernels import GatedDelta, Mamba2
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import Mamba2Config, ModelConfig
 
 Mix = Callable[[int, Tensor, Mamba2 | GatedDelta], Tensor]
 """(layer, projected, parameters) → y [tokens, heads · head_dim]. Takes the states of the layer past the

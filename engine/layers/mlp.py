@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.layers.fp8_linear import fp8_groups
-from engine.layers.ranks import whole
-from engine.layers.weights import GatedMethod, Weights
-from engine.model_config import ModelConfig
+from baton.engine.layers.fp8_linear import fp8_groups
+from baton.engine.layers.ranks import whole
+from baton.engine.layers.weights import GatedMethod, Weights
+from baton.engine.model_config import ModelConfig
 
 
 class GatedMLP:

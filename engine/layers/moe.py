@@ -6,11 +6,11 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.mlp import GatedMLP
-from engine.layers.ranks import whole
-from engine.layers.side_stream import beside, join, side_stream
-from engine.layers.weights import Weights
-from engine.model_config import ExpertsConfig, ModelConfig
+from baton.engine.layers.mlp import GatedMLP
+from baton.engine.layers.ranks import whole
+from baton.engine.layers.side_stream import beside, join, side_stream
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ExpertsConfig, ModelConfig
 
 MOST_BESIDE = 64
 """Tokens of a step in which a GPU computes the shared expert on a second stream. With more tokens, the

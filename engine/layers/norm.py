@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.layers.fp8_linear import fp8_groups
-from engine.layers.weights import Weights
+from baton.engine.layers.fp8_linear import fp8_groups
+from baton.engine.layers.weights import Weights
 
 
 class RMSNorm:

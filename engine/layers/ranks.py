@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.kernels import Kernels
+from baton.engine.kernels import Kernels
 
 
 class Part(NamedTuple):

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.weights import Weights
-from engine.model_config import ModelConfig, YarnScaling
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig, YarnScaling
 
 
 class Rotary:

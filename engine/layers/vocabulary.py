@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.ranks import whole
-from engine.layers.weights import LinearMethod, Weights
-from engine.model_config import ModelConfig
+from baton.engine.layers.ranks import whole
+from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.model_config import ModelConfig
 
 
 class Embedding:

@@ -13,12 +13,12 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from engine.kernels import Fp8Experts, kernels_for
-from engine.layers.expert_load import ExpertLoad
-from engine.layers.groups import Groups
-from engine.layers.ranks import Part, Ranks, whole
-from engine.layers.step_rows import StepRows
-from engine.model_config import ModelConfig
+from baton.engine.kernels import Fp8Experts, kernels_for
+from baton.engine.layers.expert_load import ExpertLoad
+from baton.engine.layers.groups import Groups
+from baton.engine.layers.ranks import Part, Ranks, whole
+from baton.engine.layers.step_rows import StepRows
+from baton.engine.model_config import ModelConfig
 
 FINGERPRINT_SAMPLE = 256
 """Elements of each tensor that its fingerprint covers. Training changes all tensors, so a sample of each is

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import torch
 
-from engine.api.config import EngineConfig
-from engine.layers.ranks import Ranks
-from engine.layers.weights import Checkpoint, DeclaredWeights, WeightFormat, Weights
-from engine.loader.dummy import DummyCheckpoint
-from engine.loader.formats import choose_format
-from engine.loader.gguf_file import GGUFCheckpoint
-from engine.loader.gpt_oss import GptOssCheckpoint
-from engine.loader.hf import HFCheckpoint, read_config
-from engine.loader.hybrid import HybridCheckpoint
-from engine.loader.hybrid_config import QWEN3_NEXT
-from engine.loader.llama4 import Llama4Checkpoint
-from engine.loader.qwen3_next import Qwen3NextCheckpoint
-from engine.models import model_class
-from engine.models.llama import Llama
+from baton.engine.api.config import EngineConfig
+from baton.engine.layers.ranks import Ranks
+from baton.engine.layers.weights import Checkpoint, DeclaredWeights, WeightFormat, Weights
+from baton.engine.loader.dummy import DummyCheckpoint
+from baton.engine.loader.formats import choose_format
+from baton.engine.loader.gguf_file import GGUFCheckpoint
+from baton.engine.loader.gpt_oss import GptOssCheckpoint
+from baton.engine.loader.hf import HFCheckpoint, read_config
+from baton.engine.loader.hybrid import HybridCheckpoint
+from baton.engine.loader.hybrid_config import QWEN3_NEXT
+from baton.engine.loader.llama4 import Llama4Checkpoint
+from baton.engine.loader.qwen3_next import Qwen3NextCheckpoint
+from baton.engine.models import model_class
+from baton.engine.models.llama import Llama
 
 __all__ = ["check_model", "choose_format", "load_model", "open_checkpoint"]
 

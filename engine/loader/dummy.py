@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from engine.layers.ranks import Part
-from engine.model_config import ModelConfig
+from baton.engine.layers.ranks import Part
+from baton.engine.model_config import ModelConfig
 
 
 class DummyCheckpoint:

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from engine.api.config import EngineConfig
-from engine.layers.linear import PlainFormat
-from engine.layers.weights import WeightFormat
-from engine.loader import fp8_formats, gguf_groups, int4_formats
-from engine.loader.int4_on_load import Int4OnLoad
-from engine.model_config import ModelConfig
+from baton.engine.api.config import EngineConfig
+from baton.engine.layers.linear import PlainFormat
+from baton.engine.layers.weights import WeightFormat
+from baton.engine.loader import fp8_formats, gguf_groups, int4_formats
+from baton.engine.loader.int4_on_load import Int4OnLoad
+from baton.engine.model_config import ModelConfig
 
 FromSettings = Callable[[Mapping[str, Any], str, torch.device], WeightFormat]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from engine.kernels import FP8_GROUP, from_hopper_on
-from engine.layers.fp8_linear import Fp8Format, block_reader, fp8_rows, quantize_on_load, read_rows
+from baton.engine.kernels import FP8_GROUP, from_hopper_on
+from baton.engine.layers.fp8_linear import Fp8Format, block_reader, fp8_rows, quantize_on_load, read_rows
 
 
 def fp8_on_load(device: torch.device) -> Fp8Format:

@@ -21,11 +21,11 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from engine.layers.groups import Groups
-from engine.layers.ranks import Part
-from engine.loader.gguf_groups import UNPACK
-from engine.loader.interleaved import read_halves
-from engine.model_config import ModelConfig, RopeScaling
+from baton.engine.layers.groups import Groups
+from baton.engine.layers.ranks import Part
+from baton.engine.loader.gguf_groups import UNPACK
+from baton.engine.loader.interleaved import read_halves
+from baton.engine.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import Fp8Experts
-from engine.layers.grouped_linear import bytes_per_parameter, grouped_linear, packs
-from engine.layers.groups import Groups, stacked
-from engine.layers.linear import PlainFormat, PlainLinear
-from engine.layers.ranks import Part
-from engine.layers.weights import LinearMethod, Weights
+from baton.engine.kernels import Fp8Experts
+from baton.engine.layers.grouped_linear import bytes_per_parameter, grouped_linear, packs
+from baton.engine.layers.groups import Groups, stacked
+from baton.engine.layers.linear import PlainFormat, PlainLinear
+from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import LinearMethod, Weights
 
 GROUP = 32
 """Columns of a group, in all these types."""

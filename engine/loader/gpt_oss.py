@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.layers.ranks import Part, whole
-from engine.layers.weights import Checkpoint
-from engine.loader.rearranged import Rearranged
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import Checkpoint
+from baton.engine.loader.rearranged import Rearranged
 
 FUSED = re.compile(r"(.*\.experts)\.((gate_up|down)_proj)(_bias|_blocks|_scales|)$")
 BLOCKS = "_blocks"

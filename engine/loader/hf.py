@@ -8,9 +8,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.layers.ranks import Part
-from engine.loader.hf_config import model_config_from_hf
-from engine.model_config import ModelConfig
+from baton.engine.layers.ranks import Part
+from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.model_config import ModelConfig
 
 INDEX = "model.safetensors.index.json"
 

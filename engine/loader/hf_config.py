@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from engine.loader.hybrid_config import (
+from baton.engine.loader.hybrid_config import (
     GRANITE,
     HYBRIDS,
     PARTLY_ROTATED,
@@ -16,7 +16,7 @@ from engine.loader.hybrid_config import (
     multipliers,
     rotary_dim,
 )
-from engine.model_config import (
+from baton.engine.model_config import (
     ClampedSwiGLU,
     ExpertsConfig,
     ModelConfig,
@@ -26,7 +26,7 @@ from engine.model_config import (
     Span,
     YarnScaling,
 )
-from engine.models import model_class
+from baton.engine.models import model_class
 
 Integer = Callable[..., int]
 Number = Callable[..., float]

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.layers.ranks import Part
-from engine.layers.weights import Checkpoint
-from engine.loader.rearranged import Rearranged
+from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import Checkpoint
+from baton.engine.loader.rearranged import Rearranged
 
 RENAMED = {
     "model.final_layernorm.": "model.norm.",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.model_config import Mamba2Config, Multipliers
+from baton.engine.model_config import Mamba2Config, Multipliers
 
 GRANITE = "GraniteMoeHybridForCausalLM"
 QWEN3_NEXT = "Qwen3NextForCausalLM"

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import Fp8Experts
-from engine.layers.grouped_linear import bytes_per_parameter, grouped_linear
-from engine.layers.groups import Groups, stacked
-from engine.layers.linear import PlainFormat, PlainLinear
-from engine.layers.ranks import Part, whole
-from engine.layers.weights import LinearMethod, Weights
+from baton.engine.kernels import Fp8Experts
+from baton.engine.layers.grouped_linear import bytes_per_parameter, grouped_linear
+from baton.engine.layers.groups import Groups, stacked
+from baton.engine.layers.linear import PlainFormat, PlainLinear
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import LinearMethod, Weights
 
 WORD = 8
 """Integers in a word."""

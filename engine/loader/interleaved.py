@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from engine.layers.ranks import Part
+from baton.engine.layers.ranks import Part
 
 
 def read_halves(read: Callable[[Sequence[Part]], Tensor], parts: Sequence[Part], head_dim: int) -> Tensor:

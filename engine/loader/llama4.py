@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.layers.ranks import Part, whole
-from engine.layers.weights import Checkpoint
-from engine.loader.interleaved import read_halves
-from engine.loader.rearranged import Rearranged
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import Checkpoint
+from baton.engine.loader.interleaved import read_halves
+from baton.engine.loader.rearranged import Rearranged
 
 TEXT = "language_model."
 ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")

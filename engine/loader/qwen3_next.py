@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.layers.ranks import Part
-from engine.layers.weights import Checkpoint
-from engine.loader.hybrid import rotated_first
-from engine.loader.rearranged import Rearranged
+from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import Checkpoint
+from baton.engine.loader.hybrid import rotated_first
+from baton.engine.loader.rearranged import Rearranged
 
 TENSOR = re.compile(r"(.*)\.(in_proj_qkvz|in_proj_ba|conv1d|q_proj|k_proj|q_norm|k_norm)\.(weight|bias)")
 PLUS_ONE = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")

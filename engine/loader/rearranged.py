@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
-from engine.layers.weights import Checkpoint
+from baton.engine.layers.weights import Checkpoint
 
 
 class Piece(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 
 from gguf.constants import TokenType
 
-from engine.loader.gguf_file import GGUFFile
+from baton.engine.loader.gguf_file import GGUFFile
 
 
 def tokenizer_json(source: str) -> str:

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.model_config import ModelConfig
-from engine.models.bamba import Bamba
-from engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
-from engine.models.gpt_oss import GptOss
-from engine.models.granite_moe_hybrid import GraniteMoeHybrid
-from engine.models.llama import Llama
-from engine.models.llama4 import Llama4
-from engine.models.qwen2 import Qwen2
-from engine.models.qwen3 import Qwen3
-from engine.models.qwen3_moe import Qwen3Moe
-from engine.models.qwen3_next import Qwen3Next
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.bamba import Bamba
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
+from baton.engine.models.gpt_oss import GptOss
+from baton.engine.models.granite_moe_hybrid import GraniteMoeHybrid
+from baton.engine.models.llama import Llama
+from baton.engine.models.llama4 import Llama4
+from baton.engine.models.qwen2 import Qwen2
+from baton.engine.models.qwen3 import Qwen3
+from baton.engine.models.qwen3_moe import Qwen3Moe
+from baton.engine.models.qwen3_next import Qwen3Next
 
 MODELS: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.layers.mamba2 import Mamba2Mixer, Mix
-from engine.layers.weights import Weights
-from engine.model_config import ModelConfig
-from engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
-from engine.models.llama import Attend, Llama, LlamaAttention
+from baton.engine.layers.mamba2 import Mamba2Mixer, Mix
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
+from baton.engine.models.llama import Attend, Llama, LlamaAttention
 
 
 class Bamba(Llama):

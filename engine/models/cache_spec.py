@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels import FP8, KV, Fp8KV, LayerState
-from engine.model_config import Span
+from baton.engine.kernels import FP8, KV, Fp8KV, LayerState
+from baton.engine.model_config import Span
 
 SCALE_BYTES = 4
 """Of each K and V vector in FP8."""

@@ -3,10 +3,10 @@
 Router and experts have biases. The activation of the experts is `ClampedSwiGLU`.
 """
 
-from engine.layers.moe import MoE
-from engine.layers.weights import Weights
-from engine.model_config import ModelConfig
-from engine.models.llama import Llama, LlamaAttention
+from baton.engine.layers.moe import MoE
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.llama import Llama, LlamaAttention
 
 
 class GptOssAttention(LlamaAttention):

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.layers.mlp import GatedMLP
-from engine.layers.moe import MoE
-from engine.layers.weights import Weights
-from engine.model_config import ModelConfig, Multipliers
-from engine.models.bamba import Bamba
-from engine.models.llama import Attend, LlamaAttention
+from baton.engine.layers.mlp import GatedMLP
+from baton.engine.layers.moe import MoE
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig, Multipliers
+from baton.engine.models.bamba import Bamba
+from baton.engine.models.llama import Attend, LlamaAttention
 
 
 def multipliers_of(config: ModelConfig) -> Multipliers:

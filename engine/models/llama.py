@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.kernels import HeadNorm
-from engine.layers.mlp import GatedMLP
-from engine.layers.moe import MoE
-from engine.layers.norm import InputNorm, RMSNorm
-from engine.layers.ranks import whole
-from engine.layers.rotary import Rotary
-from engine.layers.vocabulary import Embedding, OutputProjection
-from engine.layers.weights import Weights
-from engine.model_config import ModelConfig
-from engine.models.cache_spec import AttentionCache, CacheSpec
+from baton.engine.kernels import HeadNorm
+from baton.engine.layers.mlp import GatedMLP
+from baton.engine.layers.moe import MoE
+from baton.engine.layers.norm import InputNorm, RMSNorm
+from baton.engine.layers.ranks import whole
+from baton.engine.layers.rotary import Rotary
+from baton.engine.layers.vocabulary import Embedding, OutputProjection
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.cache_spec import AttentionCache, CacheSpec
 
 Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None], Tensor]
 """(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads, sinks) → output of

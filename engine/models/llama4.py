@@ -8,12 +8,12 @@ or all have a mixture of experts beside an MLP that computes every token.
 import torch
 from torch import Tensor
 
-from engine.kernels import HeadNorm
-from engine.layers.mlp import GatedMLP
-from engine.layers.moe import MoE
-from engine.layers.weights import Weights
-from engine.model_config import ModelConfig
-from engine.models.llama import Attend, Llama
+from baton.engine.kernels import HeadNorm
+from baton.engine.layers.mlp import GatedMLP
+from baton.engine.layers.moe import MoE
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.llama import Attend, Llama
 
 
 class Llama4(Llama):

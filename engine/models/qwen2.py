@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5, dense: Llama with biases on query, key and value."""
 
-from engine.models.llama import Llama, LlamaAttention
+from baton.engine.models.llama import Llama, LlamaAttention
 
 
 class Qwen2Attention(LlamaAttention):

@@ -2,10 +2,10 @@
 
 import torch
 
-from engine.kernels import HeadNorm
-from engine.layers.weights import Weights
-from engine.model_config import ModelConfig
-from engine.models.llama import Llama, LlamaAttention
+from baton.engine.kernels import HeadNorm
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.llama import Llama, LlamaAttention
 
 
 class Qwen3Attention(LlamaAttention):

@@ -1,10 +1,10 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in place of the MLP, in all layers or some."""
 
-from engine.layers.mlp import GatedMLP
-from engine.layers.moe import MoE
-from engine.layers.weights import Weights
-from engine.model_config import ModelConfig
-from engine.models.qwen3 import Qwen3
+from baton.engine.layers.mlp import GatedMLP
+from baton.engine.layers.moe import MoE
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.qwen3 import Qwen3
 
 
 class Qwen3Moe(Qwen3):

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.layers.gated_delta import GatedDeltaMixer
-from engine.layers.ranks import whole
-from engine.layers.weights import Weights
-from engine.model_config import ModelConfig
-from engine.models.bamba import Bamba
-from engine.models.llama import Attend
-from engine.models.qwen3 import Qwen3Attention
-from engine.models.qwen3_moe import Qwen3Moe
+from baton.engine.layers.gated_delta import GatedDeltaMixer
+from baton.engine.layers.ranks import whole
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.bamba import Bamba
+from baton.engine.models.llama import Attend
+from baton.engine.models.qwen3 import Qwen3Attention
+from baton.engine.models.qwen3_moe import Qwen3Moe
 
 
 class Qwen3NextAttention(Qwen3Attention):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kv_transfer.layout import FP8, ITEM_BYTES, KVLayout, Slice
+from baton.kv_transfer.layout import FP8, ITEM_BYTES, KVLayout, Slice
 
 LARGEST = 448.0  # the largest FP8 number
 LEAST = 2.0**-100  # counts as the largest value of a head of zeros, so that its scale is not 0

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kv_transfer.device import convert
-from kv_transfer.layout import Range, Slice
+from baton.kv_transfer.device import convert
+from baton.kv_transfer.layout import Range, Slice
 
 WORDS = 4096  # of one program: 16 KiB, 32 words a thread
 WARPS = 4

@@ -9,16 +9,23 @@ from operator import itemgetter
 
 import torch
 
-from kv_transfer.arena import Arena
-from kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
-from kv_transfer.device.pinned import pin, unpin
-from kv_transfer.device.pool import Event, Outcome, Rest, Staged
-from kv_transfer.device.slice_kernels import SliceKernels
-from kv_transfer.device.tables import Tables
-from kv_transfer.peer_memory import PeerMemories, Unreachable
-from kv_transfer.protocol.messages import Export
-from kv_transfer.staging import GATHER_BYTES, LANDINGS, at_once, coalesce, exported_slot_bytes, landing_bytes
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
+from baton.kv_transfer.device.pinned import pin, unpin
+from baton.kv_transfer.device.pool import Event, Outcome, Rest, Staged
+from baton.kv_transfer.device.slice_kernels import SliceKernels
+from baton.kv_transfer.device.tables import Tables
+from baton.kv_transfer.peer_memory import PeerMemories, Unreachable
+from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.staging import (
+    GATHER_BYTES,
+    LANDINGS,
+    at_once,
+    coalesce,
+    exported_slot_bytes,
+    landing_bytes,
+)
+from baton.kv_transfer.transport import PagedKV
 
 _SLICES = 8  # that one kernel gathers at most
 

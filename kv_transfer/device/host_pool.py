@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import xxhash
 
-from kv_transfer.arena import Arena
-from kv_transfer.device.convert import Dense
-from kv_transfer.device.pool import Event, Outcome, Rest, Staged, held_heads, of_each_dtype
-from kv_transfer.layout import runs, slice_bytes
-from kv_transfer.peer_memory import PeerArena, PeerMemories, PeerMemory, Unreachable, export_arena, mark
-from kv_transfer.protocol.messages import Export
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.device.convert import Dense
+from baton.kv_transfer.device.pool import Event, Outcome, Rest, Staged, held_heads, of_each_dtype
+from baton.kv_transfer.layout import runs, slice_bytes
+from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, PeerMemory, Unreachable, export_arena, mark
+from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.transport import PagedKV
 
 
 class HostPool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kv_transfer.arena import Arena
-from kv_transfer.device.host_pool import HostPool, NoPool
-from kv_transfer.device.pool import Pool
-from kv_transfer.layout import FP8
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.device.host_pool import HostPool, NoPool
+from baton.kv_transfer.device.pool import Pool
+from baton.kv_transfer.layout import FP8
+from baton.kv_transfer.transport import PagedKV
 
 
 def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
@@ -39,7 +39,7 @@ def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
             assert tensor.dtype == getattr(torch, state.dtype), f"{state.name} is {tensor.dtype}"
     match torch.device(kv.device).type:
         case "cuda":
-            from kv_transfer.device.cuda_pool import CudaPool
+            from baton.kv_transfer.device.cuda_pool import CudaPool
 
             return CudaPool(kv, arena, exported=exported)
         case "meta":

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kv_transfer.layout import ITEM_BYTES, KVLayout, Range, Slice
-from kv_transfer.peer_memory import PeerMemory
-from kv_transfer.protocol.messages import Export
+from baton.kv_transfer.layout import ITEM_BYTES, KVLayout, Range, Slice
+from baton.kv_transfer.peer_memory import PeerMemory
+from baton.kv_transfer.protocol.messages import Export
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
 Rest = int | None

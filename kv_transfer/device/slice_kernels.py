@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from kv_transfer.device import copy_kernels
-from kv_transfer.device.pool import Staged, held_heads, of_each_dtype
-from kv_transfer.device.tables import Table, Tables
-from kv_transfer.layout import ITEM_BYTES, Range, Slice, convertible, slice_bytes
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.device import copy_kernels
+from baton.kv_transfer.device.pool import Staged, held_heads, of_each_dtype
+from baton.kv_transfer.device.tables import Table, Tables
+from baton.kv_transfer.layout import ITEM_BYTES, Range, Slice, convertible, slice_bytes
+from baton.kv_transfer.transport import PagedKV
 
 _Summed = tuple[Staged, int, int]
 """With the address of its dense memory, and where its checksum is added."""

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_transfer.layout import (
+from baton.kv_transfer.layout import (
     KVLayout,
     Range,
     Slice,
@@ -22,8 +22,8 @@ from kv_transfer.layout import (
     rank_of,
     slice_bytes,
 )
-from kv_transfer.protocol.credits import SenderAccount
-from kv_transfer.protocol.messages import FirstToken
+from baton.kv_transfer.protocol.credits import SenderAccount
+from baton.kv_transfer.protocol.messages import FirstToken
 
 
 @dataclass(slots=True, eq=False)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.local_messages import ArrivedAt, Exported, ExportGone, ExportIn, Opened
-from kv_transfer.peer_memory import TCP_ONLY, PeerMemory, Unreachable
-from kv_transfer.protocol.messages import Export
+from baton.kv_transfer.local_messages import ArrivedAt, Exported, ExportGone, ExportIn, Opened
+from baton.kv_transfer.peer_memory import TCP_ONLY, PeerMemory, Unreachable
+from baton.kv_transfer.protocol.messages import Export
 
 if TYPE_CHECKING:
-    from kv_transfer.device.pool import Outcome, Pool, Staged
+    from baton.kv_transfer.device.pool import Outcome, Pool, Staged
 
 Ended = tuple[Sequence[ArrivedAt], list[bool]]
 """Slices that were read, and whether the generation and the checksum of each were right."""

@@ -10,19 +10,19 @@ from contextlib import closing
 from functools import lru_cache
 from typing import Any
 
-from kv_transfer.arena import ArenaEnd
-from kv_transfer.channel import Channel, ChannelClosed
-from kv_transfer.device.open_pool import open_pool
-from kv_transfer.device.pool import Event, Outcome, Pool, Staged
-from kv_transfer.endpoint.pulls import exported as export_of
-from kv_transfer.layout import Slice
-from kv_transfer.local_messages import Copied, Copy, ExportGone, ExportIn, Opened
-from kv_transfer.peer_memory import PeerMemory, Unreachable
-from kv_transfer.receiver_pacing import EVENT_POLL
-from kv_transfer.sender_pacing import LOOK_LAUNCHED, LOOK_OF_RANK
-from kv_transfer.staging import scattered_at_once
-from kv_transfer.transport import PagedKV
-from kv_transfer.wait import wait
+from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.device.open_pool import open_pool
+from baton.kv_transfer.device.pool import Event, Outcome, Pool, Staged
+from baton.kv_transfer.endpoint.pulls import exported as export_of
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.local_messages import Copied, Copy, ExportGone, ExportIn, Opened
+from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
+from baton.kv_transfer.receiver_pacing import EVENT_POLL
+from baton.kv_transfer.sender_pacing import LOOK_LAUNCHED, LOOK_OF_RANK
+from baton.kv_transfer.staging import scattered_at_once
+from baton.kv_transfer.transport import PagedKV
+from baton.kv_transfer.wait import wait
 
 TABLES = 1024
 """Tables that a rank keeps for each direction. Slices of one range of positions have the same one in every

@@ -33,16 +33,16 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from kv_transfer.arena import ArenaEnd
-from kv_transfer.channel import Channel, ChannelClosed
-from kv_transfer.device.open_pool import open_pool
-from kv_transfer.device.pool import Event, Outcome, Pool, Rest, Staged
-from kv_transfer.layout import Range, Slice, heads_of, rank_of
-from kv_transfer.local_messages import Copied, Copy, Exported, ExportGone, ExportIn, Opened
-from kv_transfer.peer_memory import PeerMemory, Unreachable, join
-from kv_transfer.protocol.messages import Export
-from kv_transfer.transport import PagedKV
-from kv_transfer.wait import wait
+from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.device.open_pool import open_pool
+from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest, Staged
+from baton.kv_transfer.layout import Range, Slice, heads_of, rank_of
+from baton.kv_transfer.local_messages import Copied, Copy, Exported, ExportGone, ExportIn, Opened
+from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
+from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.transport import PagedKV
+from baton.kv_transfer.wait import wait
 
 SILENCE = 10.0
 """Seconds without a copy, while some are due, after which a rank counts as hung."""

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from content import CHUNK_TOKENS
-from kv_transfer.arena import ArenaEnd
-from kv_transfer.channel import Channel
-from kv_transfer.endpoint.pulls import Pulls
-from kv_transfer.layout import Slice
-from kv_transfer.local_messages import (
+from baton.content import CHUNK_TOKENS
+from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.endpoint.pulls import Pulls
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.local_messages import (
     Arrived,
     ArrivedAt,
     CancelIn,
@@ -39,13 +39,13 @@ from kv_transfer.local_messages import (
     SlotsFree,
     ToReceiver,
 )
-from kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
-from kv_transfer.staging import scattered_at_once
-from kv_transfer.trace import TraceWriter
-from kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
+from baton.kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
+from baton.kv_transfer.staging import scattered_at_once
+from baton.kv_transfer.trace import TraceWriter
+from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
 
 if TYPE_CHECKING:
-    from kv_transfer.device.pool import Staged
+    from baton.kv_transfer.device.pool import Staged
 
 _MAX_REFETCHES = 2
 
@@ -100,7 +100,7 @@ class ArenaReceiver:
         pulls: bool = False,
     ) -> None:
         """`pulls`: slots that peers on this host export are read."""
-        from kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
+        from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end, exported=pulls)
         self._layout = kv.layout
@@ -275,7 +275,7 @@ class ArenaReceiver:
         return free
 
     def _staged(self, m: Arrived | ArrivedAt, slot: int, taken_at: float) -> Staged:
-        from kv_transfer.device.pool import Staged
+        from baton.kv_transfer.device.pool import Staged
 
         fetch = self._by_transfer[m.transfer_id]
         piece = Slice(m.layer, m.head_start, m.head_count, m.token_start, m.token_count, m.state)

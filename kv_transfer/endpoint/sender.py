@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from content import CHUNK_TOKENS
-from kv_transfer.arena import ArenaEnd
-from kv_transfer.channel import Channel, ChannelClosed
-from kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
-from kv_transfer.endpoint.pulls import adopted, exported
-from kv_transfer.endpoint.turns import Turns
-from kv_transfer.layout import slice_bytes
-from kv_transfer.local_messages import (
+from baton.content import CHUNK_TOKENS
+from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
+from baton.kv_transfer.endpoint.pulls import adopted, exported
+from baton.kv_transfer.endpoint.turns import Turns
+from baton.kv_transfer.layout import slice_bytes
+from baton.kv_transfer.local_messages import (
     CloseOut,
     CommitOut,
     Exported,
@@ -45,15 +45,15 @@ from kv_transfer.local_messages import (
     StopOut,
     ToSender,
 )
-from kv_transfer.protocol.credits import SenderSlots
-from kv_transfer.protocol.messages import FirstToken, Reason
-from kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
-from kv_transfer.trace import TraceWriter
-from kv_transfer.transport import ContentWanted, PagedKV, Released
-from kv_transfer.wait import wait
+from baton.kv_transfer.protocol.credits import SenderSlots
+from baton.kv_transfer.protocol.messages import FirstToken, Reason
+from baton.kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
+from baton.kv_transfer.trace import TraceWriter
+from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
+from baton.kv_transfer.wait import wait
 
 if TYPE_CHECKING:
-    from kv_transfer.device.pool import Staged
+    from baton.kv_transfer.device.pool import Staged
 
 NO_TOKEN = FirstToken(0)
 """In COMMIT of a transfer by content. It means nothing."""
@@ -75,7 +75,7 @@ class ArenaSender:
         adopts: bool = False,
     ) -> None:
         """`exports` and `adopts` as in `ArenaTransport`."""
-        from kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
+        from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end, exported=exports)
         self._layout = kv.layout
@@ -262,7 +262,7 @@ class ArenaSender:
 
     def _take(self, transfer: OutgoingTransfer) -> tuple[OutgoingPrefill, Staged, SliceOut]:
         """Takes the next slice of a transfer, with a credit and a slot for it."""
-        from kv_transfer.device.pool import Staged
+        from baton.kv_transfer.device.pool import Staged
 
         piece, _ = transfer.pending.popleft()
         slot = self._slots.take(transfer.account)

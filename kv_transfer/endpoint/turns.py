@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kv_transfer.endpoint.outgoing import OutgoingTransfer
+from baton.kv_transfer.endpoint.outgoing import OutgoingTransfer
 
 
 class Turns:

@@ -1,6 +1,6 @@
 """The transfer process: sockets, checksums, credits and deadlines of one worker. No torch, no CUDA.
 
-    python -m kv_transfer.process --sending-fds CHANNEL ARENA --receiving-fds CHANNEL ARENA
+    python -m baton.kv_transfer.process --sending-fds CHANNEL ARENA --receiving-fds CHANNEL ARENA
         --heartbeat-fd N --service-fd N --parent-pid N
 
 On stdin come the TransferConfig as one line of JSON, and the cluster secret in hexadecimal.
@@ -28,26 +28,26 @@ from functools import partial
 import msgspec
 import setproctitle
 
-from kv_transfer import spawn
-from kv_transfer.arena import ArenaEnd
-from kv_transfer.channel import Channel, ChannelClosed
-from kv_transfer.config import TransferConfig
-from kv_transfer.heartbeat import Heartbeat
-from kv_transfer.local_messages import FromReceiver, FromSender
-from kv_transfer.parent import die_with_parent
-from kv_transfer.process import movers
-from kv_transfer.process.connector import Session
-from kv_transfer.process.decode_side import DecodeSide
-from kv_transfer.process.loop import Loop
-from kv_transfer.process.nixl_memory import NixlMemory, listen_on
-from kv_transfer.process.prefill_side import PrefillSide
-from kv_transfer.process.slots import SlotPipe
-from kv_transfer.process.stats import TransferCounters
-from kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
-from kv_transfer.process.tcp_session import ReceivingSession, SendingSession
-from kv_transfer.protocol.messages import Side
-from kv_transfer.trace import TraceWriter
-from kv_transfer.wait import spins
+from baton.kv_transfer import spawn
+from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.heartbeat import Heartbeat
+from baton.kv_transfer.local_messages import FromReceiver, FromSender
+from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.process import movers
+from baton.kv_transfer.process.connector import Session
+from baton.kv_transfer.process.decode_side import DecodeSide
+from baton.kv_transfer.process.loop import Loop
+from baton.kv_transfer.process.nixl_memory import NixlMemory, listen_on
+from baton.kv_transfer.process.prefill_side import PrefillSide
+from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
+from baton.kv_transfer.process.tcp_session import ReceivingSession, SendingSession
+from baton.kv_transfer.protocol.messages import Side
+from baton.kv_transfer.trace import TraceWriter
+from baton.kv_transfer.wait import spins
 
 log = logging.getLogger("baton.kv")
 
@@ -71,7 +71,7 @@ class TransferProcess:
         self._heartbeat = heartbeat
         self._service = service
         if config.encrypt:  # now, and not in each mover when its first lane comes
-            importlib.import_module("kv_transfer.protocol.encryption")
+            importlib.import_module("baton.kv_transfer.protocol.encryption")
         slots = SlotPipe(config.num_slots)
         inherited = [sending.channel, receiving.channel, service]
         self._movers = movers.fork(config, sending.arena, receiving.arena, slots, inherited)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from kv_transfer.process.lane_owner import OutgoingFrame
-from kv_transfer.protocol.frame import Header
-from kv_transfer.protocol.messages import Control, Identity
+from baton.kv_transfer.process.lane_owner import OutgoingFrame
+from baton.kv_transfer.protocol.frame import Header
+from baton.kv_transfer.protocol.messages import Control, Identity
 
 
 class Session(Protocol):

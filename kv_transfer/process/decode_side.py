@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer.channel import Channel
-from kv_transfer.config import TransferConfig
-from kv_transfer.local_messages import (
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.local_messages import (
     Arrived,
     ArrivedAt,
     CancelIn,
@@ -26,15 +26,15 @@ from kv_transfer.local_messages import (
     PulledIn,
     SlotsFree,
 )
-from kv_transfer.process.connector import Connect, ProtocolError, Session
-from kv_transfer.process.nixl_memory import NixlMemory, SliceToRead
-from kv_transfer.process.peer_exports import RING, PeerExports
-from kv_transfer.process.peers import Peers
-from kv_transfer.process.slots import SlotPipe
-from kv_transfer.process.stats import TransferCounters
-from kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots
-from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.fetches import (
+from baton.kv_transfer.process.connector import Connect, ProtocolError, Session
+from baton.kv_transfer.process.nixl_memory import NixlMemory, SliceToRead
+from baton.kv_transfer.process.peer_exports import RING, PeerExports
+from baton.kv_transfer.process.peers import Peers
+from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots
+from baton.kv_transfer.protocol.effects import Expired, Send
+from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
     Completed,
     Effect,
@@ -46,8 +46,8 @@ from kv_transfer.protocol.fetches import (
     Refuse,
     Transfer,
 )
-from kv_transfer.protocol.frame import FrameError, FrameType, Header, kind_of
-from kv_transfer.protocol.messages import (
+from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header, kind_of
+from baton.kv_transfer.protocol.messages import (
     Aborted,
     Commit,
     Control,
@@ -59,7 +59,7 @@ from kv_transfer.protocol.messages import (
     Slices,
     Taken,
 )
-from kv_transfer.receiver_pacing import credit
+from baton.kv_transfer.receiver_pacing import credit
 
 
 @dataclass(slots=True, eq=False)

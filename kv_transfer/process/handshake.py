@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kv_transfer.process.lane import Lane
-from kv_transfer.process.stats import TransferCounters
-from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
-from kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
-from kv_transfer.protocol.messages import (
+from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from baton.kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
+from baton.kv_transfer.protocol.messages import (
     Hello,
     HelloOpen,
     HelloProof,

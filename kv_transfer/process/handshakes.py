@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.lane import Lane
 
 _MOST_KNOWN = 4096  # addresses; the one whose last proof is oldest is forgotten first
 

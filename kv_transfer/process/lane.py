@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from kv_transfer.process.lane_owner import LaneOwner, LaneReceiver, LaneSender, OutgoingFrame
-from kv_transfer.process.loop import Loop
-from kv_transfer.protocol.frame import (
+from baton.kv_transfer.process.lane_owner import LaneOwner, LaneReceiver, LaneSender, OutgoingFrame
+from baton.kv_transfer.process.loop import Loop
+from baton.kv_transfer.protocol.frame import (
     HEADER_BYTES,
     MAX_TRAILER_BYTES,
     ChecksumReader,
@@ -33,10 +33,10 @@ from kv_transfer.protocol.frame import (
     pack,
     parse,
 )
-from kv_transfer.protocol.hello import MAX_HELLO_BYTES
-from kv_transfer.protocol.keys import LaneKeys
-from kv_transfer.protocol.messages import MAX_CONTROL_BYTES
-from kv_transfer.trace import TraceWriter
+from baton.kv_transfer.protocol.hello import MAX_HELLO_BYTES
+from baton.kv_transfer.protocol.keys import LaneKeys
+from baton.kv_transfer.protocol.messages import MAX_CONTROL_BYTES
+from baton.kv_transfer.trace import TraceWriter
 
 _PIECE = 1 << 20  # bytes: few enough for a core's cache, and enough for a wakeup
 _BURST = 4 << 20  # bytes that one lane moves before the others of its loop have their turn
@@ -144,7 +144,7 @@ class Lane:
 
     def encrypt(self, keys: LaneKeys) -> None:
         """From now on, encrypt each frame that is pushed, and decrypt each frame that comes."""
-        from kv_transfer.protocol.encryption import FrameDecryptor, FrameEncryptor
+        from baton.kv_transfer.protocol.encryption import FrameDecryptor, FrameEncryptor
 
         self._lay_messages()
         self._keys = keys

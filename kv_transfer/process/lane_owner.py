@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from kv_transfer.protocol.frame import Header
+from baton.kv_transfer.protocol.frame import Header
 
 
 @dataclass(slots=True, eq=False)

@@ -14,16 +14,16 @@ import socket
 import time
 from typing import Any
 
-from kv_transfer.arena import Arena
-from kv_transfer.channel import Channel, ChannelClosed
-from kv_transfer.local_messages import Local
-from kv_transfer.process.lane import Lane
-from kv_transfer.process.lane_owner import OutgoingFrame
-from kv_transfer.process.loop import Loop
-from kv_transfer.process.slots import SlotPipe
-from kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
-from kv_transfer.protocol.keys import LaneKeys
-from kv_transfer.trace import TraceWriter
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.local_messages import Local
+from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.lane_owner import OutgoingFrame
+from baton.kv_transfer.process.loop import Loop
+from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
+from baton.kv_transfer.protocol.keys import LaneKeys
+from baton.kv_transfer.trace import TraceWriter
 
 _TICK = 0.25  # seconds between `Heard` reports of a lane
 _MOST_PENDING = 4096  # reports that may wait until the transfer process reads them

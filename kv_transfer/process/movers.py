@@ -16,18 +16,18 @@ from typing import Any, Protocol
 
 import setproctitle
 
-from kv_transfer.arena import Arena, channel_pair
-from kv_transfer.channel import Channel, ChannelClosed
-from kv_transfer.config import TransferConfig
-from kv_transfer.parent import die_with_parent
-from kv_transfer.process import mover
-from kv_transfer.process.lane import Lane
-from kv_transfer.process.lane_owner import LaneOwner, LaneSender, OutgoingFrame
-from kv_transfer.process.slots import SlotPipe
-from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.sender_pacing import FRAMES_AHEAD
-from kv_transfer.trace import TraceWriter
-from kv_transfer.wait import wait
+from baton.kv_transfer.arena import Arena, channel_pair
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.process import mover
+from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.lane_owner import LaneOwner, LaneSender, OutgoingFrame
+from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.sender_pacing import FRAMES_AHEAD
+from baton.kv_transfer.trace import TraceWriter
+from baton.kv_transfer.wait import wait
 
 log = logging.getLogger("baton.kv")
 

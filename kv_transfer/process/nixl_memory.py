@@ -33,12 +33,12 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kv_transfer.arena import MARK, TOKEN, Arena
-from kv_transfer.config import EXPORTED_SLOT_BYTES, NIXL_WHEELS, PAGE
-from kv_transfer.cuda_memory import CudaError
-from kv_transfer.process.nixl_slots import NixlSlots, make_slots
-from kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
-from machine import usable_cpus
+from baton.kv_transfer.arena import MARK, TOKEN, Arena
+from baton.kv_transfer.config import EXPORTED_SLOT_BYTES, NIXL_WHEELS, PAGE
+from baton.kv_transfer.cuda_memory import CudaError
+from baton.kv_transfer.process.nixl_slots import NixlSlots, make_slots
+from baton.kv_transfer.protocol.messages import MAX_HANDLE_BYTES, Export
+from baton.machine import usable_cpus
 
 log = logging.getLogger("baton.kv")
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import ctypes
 
-from kv_transfer.arena import MARK, TOKEN, Arena
-from kv_transfer.config import PAGE
-from kv_transfer.cuda_memory import DeviceMemory, Slots, allocate, enter_device, read
-from kv_transfer.peer_memory import export_arena
-from kv_transfer.protocol.messages import Export
+from baton.kv_transfer.arena import MARK, TOKEN, Arena
+from baton.kv_transfer.config import PAGE
+from baton.kv_transfer.cuda_memory import DeviceMemory, Slots, allocate, enter_device, read
+from baton.kv_transfer.peer_memory import export_arena
+from baton.kv_transfer.protocol.messages import Export
 
 
 class ArenaSlots(Slots):

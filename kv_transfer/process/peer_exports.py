@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.channel import Channel
-from kv_transfer.config import MAX_SLOT_BYTES, PAGE
-from kv_transfer.local_messages import ExportGone, ExportIn
-from kv_transfer.peer_memory import count_slots
-from kv_transfer.process.connector import ProtocolError, Session
-from kv_transfer.process.nixl_memory import NixlMemory
-from kv_transfer.protocol.messages import Export, Reach, SliceAt
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.config import MAX_SLOT_BYTES, PAGE
+from baton.kv_transfer.local_messages import ExportGone, ExportIn
+from baton.kv_transfer.peer_memory import count_slots
+from baton.kv_transfer.process.connector import ProtocolError, Session
+from baton.kv_transfer.process.nixl_memory import NixlMemory
+from baton.kv_transfer.protocol.messages import Export, Reach, SliceAt
 
 RING = 2**63 - 1
 """Stands for a session that does not end."""

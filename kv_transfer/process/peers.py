@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.config import MAX_LANES, TransferConfig
-from kv_transfer.process.connector import Connect, Session
-from kv_transfer.process.stats import printable
-from kv_transfer.protocol.acks import Acks
-from kv_transfer.protocol.fetches import MENDABLE, PeerKey
-from kv_transfer.protocol.messages import Ack
+from baton.kv_transfer.config import MAX_LANES, TransferConfig
+from baton.kv_transfer.process.connector import Connect, Session
+from baton.kv_transfer.process.stats import printable
+from baton.kv_transfer.protocol.acks import Acks
+from baton.kv_transfer.protocol.fetches import MENDABLE, PeerKey
+from baton.kv_transfer.protocol.messages import Ack
 
 log = logging.getLogger("baton.kv")
 

@@ -7,11 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from kv_transfer.arena import Arena
-from kv_transfer.channel import Channel
-from kv_transfer.config import TransferConfig
-from kv_transfer.layout import EXPORT_VERSION, SLICES_VERSION
-from kv_transfer.local_messages import (
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.layout import EXPORT_VERSION, SLICES_VERSION
+from baton.kv_transfer.local_messages import (
     CloseOut,
     CommitOut,
     Exported,
@@ -34,15 +34,15 @@ from kv_transfer.local_messages import (
     StartOut,
     StopOut,
 )
-from kv_transfer.peer_memory import TCP_ONLY
-from kv_transfer.process import nixl_memory
-from kv_transfer.process.connector import ProtocolError, SessionToDecode
-from kv_transfer.process.lane_owner import OutgoingFrame
-from kv_transfer.process.nixl_memory import NixlMemory
-from kv_transfer.process.stats import TransferCounters, printable
-from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header, kind_of
-from kv_transfer.protocol.held import (
+from baton.kv_transfer.peer_memory import TCP_ONLY
+from baton.kv_transfer.process import nixl_memory
+from baton.kv_transfer.process.connector import ProtocolError, SessionToDecode
+from baton.kv_transfer.process.lane_owner import OutgoingFrame
+from baton.kv_transfer.process.nixl_memory import NixlMemory
+from baton.kv_transfer.process.stats import TransferCounters, printable
+from baton.kv_transfer.protocol.effects import Expired, Send
+from baton.kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header, kind_of
+from baton.kv_transfer.protocol.held import (
     Effect,
     Held,
     HeldPrefills,
@@ -52,7 +52,7 @@ from kv_transfer.protocol.held import (
     StopTransfer,
     Waiting,
 )
-from kv_transfer.protocol.messages import (
+from baton.kv_transfer.protocol.messages import (
     Abort,
     Aborted,
     Ack,
@@ -70,7 +70,7 @@ from kv_transfer.protocol.messages import (
     StateSliceAt,
     Taken,
 )
-from kv_transfer.sender_pacing import window
+from baton.kv_transfer.sender_pacing import window
 
 log = logging.getLogger("baton.kv")
 

@@ -12,7 +12,7 @@ import os
 import struct
 from collections.abc import Sequence
 
-from kv_transfer.protocol.frame import FrameError
+from baton.kv_transfer.protocol.frame import FrameError
 
 _SLOT = struct.Struct("<I")
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # linux/fcntl.h; the fcntl module has them on some systems only

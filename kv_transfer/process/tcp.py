@@ -12,19 +12,19 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from kv_transfer.config import TransferConfig
-from kv_transfer.layout import NEWEST_VERSION, WIRE_VERSION, scales_of
-from kv_transfer.process.handshake import Handshake, say
-from kv_transfer.process.handshakes import Handshakes
-from kv_transfer.process.lane import Lane
-from kv_transfer.process.loop import Loop
-from kv_transfer.process.movers import FarLane, MoverHandle
-from kv_transfer.process.stats import TransferCounters, printable
-from kv_transfer.process.tcp_session import SessionOwner, TcpSession
-from kv_transfer.protocol.frame import NO_TRANSFER, FrameType
-from kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
-from kv_transfer.protocol.messages import HelloOpen, Identity, Ping, Side, encode
-from kv_transfer.trace import TraceWriter
+from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.layout import NEWEST_VERSION, WIRE_VERSION, scales_of
+from baton.kv_transfer.process.handshake import Handshake, say
+from baton.kv_transfer.process.handshakes import Handshakes
+from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.loop import Loop
+from baton.kv_transfer.process.movers import FarLane, MoverHandle
+from baton.kv_transfer.process.stats import TransferCounters, printable
+from baton.kv_transfer.process.tcp_session import SessionOwner, TcpSession
+from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType
+from baton.kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
+from baton.kv_transfer.protocol.messages import HelloOpen, Identity, Ping, Side, encode
+from baton.kv_transfer.trace import TraceWriter
 
 log = logging.getLogger("baton.kv")
 

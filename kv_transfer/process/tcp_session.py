@@ -7,17 +7,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, ClassVar, Protocol
 
-from kv_transfer.arena import Arena
-from kv_transfer.config import TransferConfig
-from kv_transfer.process.connector import FrameReceiver, FrameSender, ProtocolError, SessionHandler
-from kv_transfer.process.handshake import refused_by_peer
-from kv_transfer.process.lane import Lane
-from kv_transfer.process.lane_owner import OutgoingFrame
-from kv_transfer.process.movers import FarLane
-from kv_transfer.process.slots import SlotPipe
-from kv_transfer.process.stats import TransferCounters
-from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
-from kv_transfer.protocol.messages import (
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.config import TransferConfig
+from baton.kv_transfer.process.connector import FrameReceiver, FrameSender, ProtocolError, SessionHandler
+from baton.kv_transfer.process.handshake import refused_by_peer
+from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.lane_owner import OutgoingFrame
+from baton.kv_transfer.process.movers import FarLane
+from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from baton.kv_transfer.protocol.messages import (
     Control,
     HelloRefused,
     Identity,

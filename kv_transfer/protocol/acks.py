@@ -6,7 +6,7 @@ deadline. So ACKs that may be lost with a session are sent again in the next one
 
 from __future__ import annotations
 
-from kv_transfer.config import TransferDeadlines
+from baton.kv_transfer.config import TransferDeadlines
 
 # Seconds, on top of `peer_dead` twice: for two looks at the clock (0.25 each), and for bytes on their way.
 _MARGIN = 2.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from kv_transfer.protocol.messages import Credit
+from baton.kv_transfer.protocol.messages import Credit
 
 
 class CreditExceeded(Exception):

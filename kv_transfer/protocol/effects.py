@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.protocol.messages import Control
+from baton.kv_transfer.protocol.messages import Control
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from kv_transfer.protocol.keys import DirectionKey, LaneKeys
+from baton.kv_transfer.protocol.keys import DirectionKey, LaneKeys
 
 TAG_BYTES = 16
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from content import CHUNK_TOKENS
-from kv_transfer.config import TransferDeadlines
-from kv_transfer.layout import KVLayout, Range
-from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.frame import Header
-from kv_transfer.protocol.incoming import Fault, Incoming
-from kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, FetchContent, Have, Reason
-from kv_transfer.protocol.tombstones import Tombstones
+from baton.content import CHUNK_TOKENS
+from baton.kv_transfer.config import TransferDeadlines
+from baton.kv_transfer.layout import KVLayout, Range
+from baton.kv_transfer.protocol.effects import Expired, Send
+from baton.kv_transfer.protocol.frame import Header
+from baton.kv_transfer.protocol.incoming import Fault, Incoming
+from baton.kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, FetchContent, Have, Reason
+from baton.kv_transfer.protocol.tombstones import Tombstones
 
 PeerKey = int  # the incarnation of a prefill worker, which may have several addresses
 

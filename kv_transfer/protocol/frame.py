@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import xxhash
 
-from kv_transfer.layout import WIRE_VERSION
+from baton.kv_transfer.layout import WIRE_VERSION
 
 MAGIC = b"BtKV"
 HEADER_BYTES = 64

@@ -21,11 +21,11 @@ from typing import Literal
 
 import msgspec
 
-from content import CHUNK_TOKENS
-from kv_transfer.config import TransferDeadlines
-from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, Have, Reason
-from kv_transfer.protocol.tombstones import Tombstones
+from baton.content import CHUNK_TOKENS
+from baton.kv_transfer.config import TransferDeadlines
+from baton.kv_transfer.protocol.effects import Expired, Send
+from baton.kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, Have, Reason
+from baton.kv_transfer.protocol.tombstones import Tombstones
 
 MOST_PINS = 2
 """Transfers by content at the same time. More would delay the prefills of this worker."""

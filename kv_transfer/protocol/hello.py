@@ -19,10 +19,10 @@ import hmac
 import os
 from typing import TYPE_CHECKING
 
-from kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
-from kv_transfer.layout import ITEM_BYTES, convertible, scales_of
-from kv_transfer.protocol.keys import LaneKeys
-from kv_transfer.protocol.messages import (
+from baton.kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
+from baton.kv_transfer.layout import ITEM_BYTES, convertible, scales_of
+from baton.kv_transfer.protocol.keys import LaneKeys
+from baton.kv_transfer.protocol.messages import (
     HelloOpen,
     HelloOpenEncrypted,
     HelloProof,
@@ -34,7 +34,7 @@ from kv_transfer.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from kv_transfer.protocol.encryption import KeyExchange
+    from baton.kv_transfer.protocol.encryption import KeyExchange
 
 MAX_HELLO_BYTES = 4096
 
@@ -140,7 +140,7 @@ def _key_exchange(encrypt: bool) -> tuple[KeyExchange | None, bytes]:
     """This side's part of an exchange, if the lane is encrypted, and its nonce."""
     if not encrypt:
         return None, os.urandom(32)
-    from kv_transfer.protocol.encryption import KeyExchange
+    from baton.kv_transfer.protocol.encryption import KeyExchange
 
     exchange = KeyExchange()
     return exchange, exchange.public

@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.layout import KVLayout, Range
-from kv_transfer.protocol.frame import KIND_KV, Header
-from kv_transfer.protocol.messages import Commit, FirstToken
+from baton.kv_transfer.layout import KVLayout, Range
+from baton.kv_transfer.protocol.frame import KIND_KV, Header
+from baton.kv_transfer.protocol.messages import Commit, FirstToken
 
 Part = tuple[int | None, int]
 """A state type, or None for KV, and a layer."""

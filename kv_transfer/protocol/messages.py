@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kv_transfer.protocol.frame import FrameType
+from baton.kv_transfer.protocol.frame import FrameType
 
 MAX_CONTROL_BYTES = 64 << 10
 MAX_RANGES = 1024

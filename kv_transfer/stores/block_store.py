@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.transport import PagedKV
 
 BATCH_BYTES, BATCHES = 4 << 20, 4
 """A CPU copies a batch, or a few for requests that wait, while its engine computes nothing."""
@@ -72,7 +72,7 @@ def open_host_store(kv: PagedKV, num_places: int, tick: Callable[[], None]) -> H
     """`tick`, a sign of life, is called while memory is pinned, which takes 0.16 s for each GiB. Raises
     `MemoryError` if there is not enough."""
     if torch.device(kv.device).type == "cuda":
-        from kv_transfer.stores.cuda_store import CudaStore
+        from baton.kv_transfer.stores.cuda_store import CudaStore
 
         return CudaStore(kv, num_places, tick)
     return CpuStore(kv, num_places)

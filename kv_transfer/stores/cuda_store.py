@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kv_transfer.device import copy_kernels
-from kv_transfer.device.pinned import pin, unpin
-from kv_transfer.device.tables import Table
-from kv_transfer.layout import Slice
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.device import copy_kernels
+from baton.kv_transfer.device.pinned import pin, unpin
+from baton.kv_transfer.device.tables import Table
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 64 << 20
 """Memory on the device through which blocks go, so many at once. The bus takes 1.2 ms for it."""

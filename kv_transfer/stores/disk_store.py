@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kv_transfer.stores.block_store import Pair, block_bytes, open_host_store
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.stores.block_store import Pair, block_bytes, open_host_store
+from baton.kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 256 << 20
 """Memory of the host for blocks on their way."""

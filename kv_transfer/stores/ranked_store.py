@@ -14,11 +14,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from kv_transfer.channel import Channel, ChannelClosed
-from kv_transfer.local_messages import BlocksCopied, CopyBlocks
-from kv_transfer.receiver_pacing import EVENT_POLL
-from kv_transfer.stores.block_store import BlockStore, Pair
-from kv_transfer.wait import wait
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.local_messages import BlocksCopied, CopyBlocks
+from baton.kv_transfer.receiver_pacing import EVENT_POLL
+from baton.kv_transfer.stores.block_store import BlockStore, Pair
+from baton.kv_transfer.wait import wait
 
 
 class RankedStore:

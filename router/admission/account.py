@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from router.admission.keys import ApiKey
-from router.errors import RateLimited
+from baton.router.admission.keys import ApiKey
+from baton.router.errors import RateLimited
 
 MAX_RETRY_AFTER = 60
 _MINUTE = 60.0

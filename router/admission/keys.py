@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router.errors import Unauthorized
+from baton.router.errors import Unauthorized
 
 MAX_FILE_BYTES = 1 << 20
 MAX_HEADER = 4096

@@ -12,7 +12,7 @@ import time
 from bisect import insort
 from typing import Protocol
 
-from router.admission.retry_budget import RetryBudget
+from baton.router.admission.retry_budget import RetryBudget
 
 WOKEN_AT_ONCE = 200
 """Generations. To wake one takes up to 0.1 ms, and thousands may wait for the same worker."""

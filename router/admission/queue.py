@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Protocol
 
-from router.admission.account import MAX_RETRY_AFTER, Account, Clock
-from router.admission.drain_rate import DrainRate
-from router.admission.fairness import FairQueue
-from router.admission.keys import ApiKey
-from router.admission.parked import Parked
-from router.admission.retry_budget import RetryBudget
-from router.errors import Overloaded, RateLimited
-from router.policy import FreeCapacity
+from baton.router.admission.account import MAX_RETRY_AFTER, Account, Clock
+from baton.router.admission.drain_rate import DrainRate
+from baton.router.admission.fairness import FairQueue
+from baton.router.admission.keys import ApiKey
+from baton.router.admission.parked import Parked
+from baton.router.admission.retry_budget import RetryBudget
+from baton.router.errors import Overloaded, RateLimited
+from baton.router.policy import FreeCapacity
 
 KEY_SHARE = 8.0
 """With several keys, one key may use this many times what it leaves free: 8/9 if it is the only one. This

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from router.api.fields import (
+from baton.router.api.fields import (
     MAX_CHOICES,
     Nullable,
     PromptInput,
@@ -25,11 +25,11 @@ from router.api.fields import (
     prompts,
     unsupported,
 )
-from router.api.messages import Message
-from router.api.sampling import Body, OpenAIBody
-from router.api.structured import ResponseFormat, Structure
-from router.api.tools import NamedTool, Tool, ToolChoice
-from router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refusing
+from baton.router.api.messages import Message
+from baton.router.api.sampling import Body, OpenAIBody
+from baton.router.api.structured import ResponseFormat, Structure
+from baton.router.api.tools import NamedTool, Tool, ToolChoice
+from baton.router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refusing
 
 MAX_LOGPROBS = 20
 MAX_NAMED = 128

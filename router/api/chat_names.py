@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from router.errors import ApiError
+from baton.router.errors import ApiError
 
 _ANTHROPIC = {
     r"messages\[\d+\]|continue_final_message": "messages",

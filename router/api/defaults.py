@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from router.api.bodies import GenerationBody
-from router.api.validation import validate
-from router.errors import InvalidRequest
+from baton.router.api.bodies import GenerationBody
+from baton.router.api.validation import validate
+from baton.router.errors import InvalidRequest
 
 FILE = "generation_config.json"
 NONE = "vllm"

@@ -4,10 +4,10 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from router.api.bodies import ChatBody, CompletionBody
-from router.api.validation import validate
-from router.errors import InvalidRequest
-from rpc import inference_pb2 as pb
+from baton.router.api.bodies import ChatBody, CompletionBody
+from baton.router.api.validation import validate
+from baton.router.errors import InvalidRequest
+from baton.rpc import inference_pb2 as pb
 
 
 def parse_message(raw: bytes) -> ChatBody | CompletionBody:

@@ -5,13 +5,13 @@ from typing import Any
 
 import xxhash
 
-from content import prompt_hints
-from router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions
-from router.api.defaults import SamplingDefaults
-from router.api.structured import Structure
-from router.errors import ContextLengthExceeded, InvalidRequest
-from router.job import Job
-from rpc import worker_pb2 as pb
+from baton.content import prompt_hints
+from baton.router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions
+from baton.router.api.defaults import SamplingDefaults
+from baton.router.api.structured import Structure
+from baton.router.errors import ContextLengthExceeded, InvalidRequest
+from baton.router.job import Job
+from baton.rpc import worker_pb2 as pb
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_PROMPT_LOGPROBS = 4 << 20

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
-from router.api.fields import Part, TextPart, invalid, text
-from router.api.unsupported import refusing
+from baton.router.api.fields import Part, TextPart, invalid, text
+from baton.router.api.unsupported import refusing
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 

@@ -8,12 +8,17 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router.api import responses
-from router.api.anthropic.body import CountTokensBody, MessagesBody
-from router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage, MessageEvent, TokenCount
-from router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.api.openai_responses.body import ResponsesBody
-from router.api.openai_responses.reply import DeletedResponse, ResponseEvent, ResponseObject
+from baton.router.api import responses
+from baton.router.api.anthropic.body import CountTokensBody, MessagesBody
+from baton.router.api.anthropic.reply import (
+    AnthropicErrorResponse,
+    AnthropicMessage,
+    MessageEvent,
+    TokenCount,
+)
+from baton.router.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from baton.router.api.openai_responses.body import ResponsesBody
+from baton.router.api.openai_responses.reply import DeletedResponse, ResponseEvent, ResponseObject
 
 _SCHEMA = "#/components/schemas/{model}"
 _REQUEST = (400, 401, 404, 408, 413, 415, 500, 503)

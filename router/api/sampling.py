@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from router.api.fields import (
+from baton.router.api.fields import (
     MAX_LISTED,
     MAX_STOPS,
     Nullable,
@@ -14,7 +14,7 @@ from router.api.fields import (
     TruncatedLength,
     stops,
 )
-from router.api.structured import StructuredOutputs
+from baton.router.api.structured import StructuredOutputs
 
 MAX_TIMEOUT = 86_400.0  # seconds
 

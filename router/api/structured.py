@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from router.api.fields import Part, invalid, one_of
-from router.api.tools import WHITESPACE
-from router.api.unsupported import refusing
-from rpc import worker_pb2 as pb
+from baton.router.api.fields import Part, invalid, one_of
+from baton.router.api.tools import WHITESPACE
+from baton.router.api.unsupported import refusing
+from baton.rpc import worker_pb2 as pb
 
 Schema = dict[str, Any]
 

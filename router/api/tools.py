@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from router.api.fields import Part, invalid
-from router.api.messages import FUNCTION_NAME
-from router.api.unsupported import refusing
+from baton.router.api.fields import Part, invalid
+from baton.router.api.messages import FUNCTION_NAME
+from baton.router.api.unsupported import refusing
 
 WHITESPACE = r"[ \n\r\t]{1,32}"
 """Between the parts of a tool's arguments. Workers allow the same in other JSON."""

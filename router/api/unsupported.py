@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from router.api.fields import unsupported
+from baton.router.api.fields import unsupported
 
 # For each field the values that have no effect, and are accepted.
 GENERATION: dict[str, tuple[Any, ...]] = {

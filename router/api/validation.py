@@ -4,8 +4,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from router.api.sampling import Body
-from router.errors import InvalidRequest, Unsupported
+from baton.router.api.sampling import Body
+from baton.router.errors import InvalidRequest, Unsupported
 
 B = TypeVar("B", bound=Body)
 

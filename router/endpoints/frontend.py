@@ -10,23 +10,23 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
-from router.active_request import ActiveRequest, Services
-from router.admission.account import Account
-from router.admission.keys import ANY_CLIENT, ApiKey, KeyRing
-from router.admission.queue import Entry
-from router.api.bodies import ChatOptions, CompletionOptions
-from router.api.chat_names import named_as_in
-from router.api.jobs import make_jobs
-from router.api.structured import Structure, calls_or_answer
-from router.config import RouterConfig
-from router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
-from router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
-from router.preparation.peek import Peek
-from router.preparation.prepare import Converted, Generated, Prepared, Served
-from router.preparation.preparer import Preparer
-from router.tools.reasoning import END, START
-from rpc import worker_pb2 as pb
-from rpc.tracing import valid_traceparent
+from baton.router.active_request import ActiveRequest, Services
+from baton.router.admission.account import Account
+from baton.router.admission.keys import ANY_CLIENT, ApiKey, KeyRing
+from baton.router.admission.queue import Entry
+from baton.router.api.bodies import ChatOptions, CompletionOptions
+from baton.router.api.chat_names import named_as_in
+from baton.router.api.jobs import make_jobs
+from baton.router.api.structured import Structure, calls_or_answer
+from baton.router.config import RouterConfig
+from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
+from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
+from baton.router.preparation.peek import Peek
+from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
+from baton.router.preparation.preparer import Preparer
+from baton.router.tools.reasoning import END, START
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.tracing import valid_traceparent
 
 TOKEN_BYTES = 4
 """Bytes of a body for each prompt token, as an estimate before the prompt is tokenized."""

@@ -8,14 +8,14 @@ import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from router.active_request import ActiveRequest
-from router.config import RouterConfig
-from router.endpoints.frontend import Frontend, request_name
-from router.errors import ApiError, TooSlow
-from router.generation.choice import Delta
-from router.workers.pool import WorkerPool
-from rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
-from rpc import inference_pb2 as pb
+from baton.router.active_request import ActiveRequest
+from baton.router.config import RouterConfig
+from baton.router.endpoints.frontend import Frontend, request_name
+from baton.router.errors import ApiError, TooSlow
+from baton.router.generation.choice import Delta
+from baton.router.workers.pool import WorkerPool
+from baton.rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
+from baton.rpc import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
 

@@ -2,15 +2,15 @@
 
 from aiohttp import web
 
-from router.active_request import ActiveRequest, Services
-from router.admission.queue import Entry
-from router.api.bodies import ChatOptions
-from router.config import RouterConfig
-from router.endpoints.builders import AnthropicBuilder, ChatBuilder, CompletionBuilder, ResponseBuilder
-from router.endpoints.frontend import Frontend
-from router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body, timeout_of
-from router.endpoints.http_response import respond
-from router.preparation.prepare import Generated
+from baton.router.active_request import ActiveRequest, Services
+from baton.router.admission.queue import Entry
+from baton.router.api.bodies import ChatOptions
+from baton.router.config import RouterConfig
+from baton.router.endpoints.builders import AnthropicBuilder, ChatBuilder, CompletionBuilder, ResponseBuilder
+from baton.router.endpoints.frontend import Frontend
+from baton.router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body, timeout_of
+from baton.router.endpoints.http_response import respond
+from baton.router.preparation.prepare import Generated
 
 _BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[AnthropicBuilder]] = {
     "chat": ChatBuilder,

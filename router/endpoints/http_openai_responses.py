@@ -16,17 +16,17 @@ from typing import Any
 
 from aiohttp import web
 
-from router.active_request import ActiveRequest, Services
-from router.config import RouterConfig
-from router.endpoints.builders import OpenAIResponsesBuilder
-from router.endpoints.builders.base import encode
-from router.endpoints.frontend import Frontend
-from router.endpoints.http_generation import HttpGeneration
-from router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body
-from router.endpoints.http_response import collect
-from router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
-from router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
-from rpc.ports import url_host
+from baton.router.active_request import ActiveRequest, Services
+from baton.router.config import RouterConfig
+from baton.router.endpoints.builders import OpenAIResponsesBuilder
+from baton.router.endpoints.builders.base import encode
+from baton.router.endpoints.frontend import Frontend
+from baton.router.endpoints.http_generation import HttpGeneration
+from baton.router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body
+from baton.router.endpoints.http_response import collect
+from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
+from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
+from baton.rpc.ports import url_host
 
 log = logging.getLogger(__name__)
 

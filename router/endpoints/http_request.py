@@ -5,11 +5,11 @@ from contextvars import ContextVar
 
 from aiohttp import web
 
-from router import errors
-from router.admission.account import Account
-from router.api.sampling import MAX_TIMEOUT
-from router.config import RouterConfig
-from router.endpoints.http_runner import ENCODINGS, unsupported_encoding
+from baton.router import errors
+from baton.router.admission.account import Account
+from baton.router.api.sampling import MAX_TIMEOUT
+from baton.router.config import RouterConfig
+from baton.router.endpoints.http_runner import ENCODINGS, unsupported_encoding
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 ACCOUNT: ContextVar[Account] = ContextVar("account")

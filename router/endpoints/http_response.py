@@ -5,11 +5,11 @@ import logging
 
 from aiohttp import web
 
-from router.active_request import ActiveRequest
-from router.endpoints.builders import ResponseBuilder
-from router.endpoints.builders.base import encode
-from router.errors import ApiError
-from router.generation.choice import Delta
+from baton.router.active_request import ActiveRequest
+from baton.router.endpoints.builders import ResponseBuilder
+from baton.router.endpoints.builders.base import encode
+from baton.router.errors import ApiError
+from baton.router.generation.choice import Delta
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.web_protocol import RequestHandler
 
-from router.endpoints.frontend import request_name
-from router.errors import ApiError, InvalidRequest, UnsupportedMediaType
-from router.metrics import Metrics
+from baton.router.endpoints.frontend import request_name
+from baton.router.errors import ApiError, InvalidRequest, UnsupportedMediaType
+from baton.router.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

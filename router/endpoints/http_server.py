@@ -10,21 +10,21 @@ from typing import Any
 
 from aiohttp import web
 
-from router import errors
-from router.active_request import Services
-from router.api.anthropic.errors import error_body
-from router.api.defaults import shown
-from router.api.openapi import OPERATIONS, encoded
-from router.config import RouterConfig
-from router.endpoints.cors import Cors
-from router.endpoints.frontend import Frontend, request_name
-from router.endpoints.http_generation import HttpGeneration
-from router.endpoints.http_openai_responses import OpenAIResponses
-from router.endpoints.http_request import ACCOUNT, REQUEST_ID, authorization, read_body
-from router.preparation.prepare import Converted
-from router.status import router_status, scrape_targets
-from rpc.ports import url_host
-from rpc.version import version
+from baton.router import errors
+from baton.router.active_request import Services
+from baton.router.api.anthropic.errors import error_body
+from baton.router.api.defaults import shown
+from baton.router.api.openapi import OPERATIONS, encoded
+from baton.router.config import RouterConfig
+from baton.router.endpoints.cors import Cors
+from baton.router.endpoints.frontend import Frontend, request_name
+from baton.router.endpoints.http_generation import HttpGeneration
+from baton.router.endpoints.http_openai_responses import OpenAIResponses
+from baton.router.endpoints.http_request import ACCOUNT, REQUEST_ID, authorization, read_body
+from baton.router.preparation.prepare import Converted
+from baton.router.status import router_status, scrape_targets
+from baton.rpc.ports import url_host
+from baton.rpc.version import version
 
 log = logging.getLogger(__name__)
 

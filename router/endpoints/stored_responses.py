@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from router.admission.keys import ANY_CLIENT
-from router.errors import NotFound
+from baton.router.admission.keys import ANY_CLIENT
+from baton.router.errors import NotFound
 
 MAX_RESPONSES = 1000
 """Of each API key."""

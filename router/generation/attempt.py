@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from router.policy import PrefillWork
-from router.workers.connection import WorkerConnection
-from rpc import worker_pb2 as pb
+from baton.router.policy import PrefillWork
+from baton.router.workers.connection import WorkerConnection
+from baton.rpc import worker_pb2 as pb
 
 
 @dataclass(slots=True)

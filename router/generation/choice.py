@@ -6,9 +6,9 @@ A choice is one of the alternative texts of an OpenAI answer.
 from collections.abc import Set
 from dataclasses import dataclass
 
-from router.generation.token_queue import Token
-from router.text.detokenizer import Detokenizer, StopStrings
-from router.text.tokenizer import ModelTokenizer
+from baton.router.generation.token_queue import Token
+from baton.router.text.detokenizer import Detokenizer, StopStrings
+from baton.router.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection
 
-from router.generation.attempt import DecodeAttempt, PrefillAttempt
-from router.generation.failure_count import FailureCount
-from router.generation.pair import AttemptPair
-from router.job import Job
-from router.workers.candidates import PrefillTarget
-from router.workers.connection import WorkerConnection
-from router.workers.pool import Place, WorkerPool
-from rpc.tracing import Span
+from baton.router.generation.attempt import DecodeAttempt, PrefillAttempt
+from baton.router.generation.failure_count import FailureCount
+from baton.router.generation.pair import AttemptPair
+from baton.router.job import Job
+from baton.router.workers.candidates import PrefillTarget
+from baton.router.workers.connection import WorkerConnection
+from baton.router.workers.pool import Place, WorkerPool
+from baton.rpc.tracing import Span
 
 
 class Chooser:

@@ -1,6 +1,6 @@
 """Counts the failed attempts of a request, and says when to give up. Pure: no clock, no I/O."""
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 
 MAX_FAILURES = 3
 # Attempts on workers that were lost. A lost worker names the requests in its crashed step, so the others are

@@ -6,27 +6,27 @@ The docstring of the package shows the states, and what waits for what.
 import logging
 import os
 
-from router import prompt_logprobs
-from router.admission.parked import Parked
-from router.admission.queue import Turn, TurnResult
-from router.errors import ApiError, Failed, InvalidRequest
-from router.generation.attempt import DecodeAttempt, PrefillAttempt
-from router.generation.chooser import Chooser
-from router.generation.emit import Verdict
-from router.generation.failure_count import FailureCount, is_failure
-from router.generation.pair import AttemptPair
-from router.generation.token_queue import TokenQueue
-from router.generation.token_writer import TokenWriter
-from router.generation.waits import Waits
-from router.job import Job
-from router.metrics import Metrics
-from router.policy import Placement, PrefillWork
-from router.workers.candidates import PrefillTarget
-from router.workers.connection import WorkerConnection
-from router.workers.pool import Place, WorkerPool
-from rpc import worker_pb2 as pb
-from rpc.logs import of_request
-from rpc.tracing import Span
+from baton.router import prompt_logprobs
+from baton.router.admission.parked import Parked
+from baton.router.admission.queue import Turn, TurnResult
+from baton.router.errors import ApiError, Failed, InvalidRequest
+from baton.router.generation.attempt import DecodeAttempt, PrefillAttempt
+from baton.router.generation.chooser import Chooser
+from baton.router.generation.emit import Verdict
+from baton.router.generation.failure_count import FailureCount, is_failure
+from baton.router.generation.pair import AttemptPair
+from baton.router.generation.token_queue import TokenQueue
+from baton.router.generation.token_writer import TokenWriter
+from baton.router.generation.waits import Waits
+from baton.router.job import Job
+from baton.router.metrics import Metrics
+from baton.router.policy import Placement, PrefillWork
+from baton.router.workers.candidates import PrefillTarget
+from baton.router.workers.connection import WorkerConnection
+from baton.router.workers.pool import Place, WorkerPool
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.logs import of_request
+from baton.rpc.tracing import Span
 
 log = logging.getLogger(__name__)
 

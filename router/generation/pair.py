@@ -5,15 +5,15 @@
 
 import os
 
-from router.generation.attempt import DecodeAttempt, PrefillAttempt
-from router.generation.emit import EmitOnce
-from router.job import Job
-from router.policy import patience
-from router.workers.attempts import AttemptOwner
-from router.workers.candidates import PrefillTarget
-from router.workers.connection import WorkerConnection
-from router.workers.pool import Place, WorkerPool
-from rpc import worker_pb2 as pb
+from baton.router.generation.attempt import DecodeAttempt, PrefillAttempt
+from baton.router.generation.emit import EmitOnce
+from baton.router.job import Job
+from baton.router.policy import patience
+from baton.router.workers.attempts import AttemptOwner
+from baton.router.workers.candidates import PrefillTarget
+from baton.router.workers.connection import WorkerConnection
+from baton.router.workers.pool import Place, WorkerPool
+from baton.rpc import worker_pb2 as pb
 
 
 class AttemptPair:

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router.errors import ApiError
-from rpc import worker_pb2 as pb
+from baton.router.errors import ApiError
+from baton.rpc import worker_pb2 as pb
 
 MAX_TAKEN = 128
 """Items that `take` returns at once. Writing them blocks the event loop for some milliseconds."""

@@ -6,11 +6,11 @@ For the metrics a request waits until its first token, and then runs until its e
 import time
 from collections.abc import Sequence
 
-from router.errors import ApiError
-from router.generation.token_queue import Token, TokenQueue
-from router.metrics import Metrics
-from rpc import worker_pb2 as pb
-from rpc.tracing import Span
+from baton.router.errors import ApiError
+from baton.router.generation.token_queue import Token, TokenQueue
+from baton.router.metrics import Metrics
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.tracing import Span
 
 _FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 

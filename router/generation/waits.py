@@ -4,9 +4,9 @@ import asyncio
 import time
 from typing import Protocol
 
-from router.admission.parked import Parkable, Parked
-from router.errors import ApiError, NoWorker, TimedOut
-from router.metrics import Metrics
+from baton.router.admission.parked import Parkable, Parked
+from baton.router.errors import ApiError, NoWorker, TimedOut
+from baton.router.metrics import Metrics
 
 
 class Failable(Parkable, Protocol):

@@ -12,9 +12,9 @@ in `simulator`.
    of the decode worker (`MixedPace`) and its cache (`DecodeCaches`).
 """
 
-from router.policy.decode_caches import DecodeCaches
-from router.policy.decode_load import DecodeLoad, FreeCapacity, free_capacity
-from router.policy.placement import (
+from baton.router.policy.decode_caches import DecodeCaches
+from baton.router.policy.decode_load import DecodeLoad, FreeCapacity, free_capacity
+from baton.router.policy.placement import (
     DecodeOffer,
     MixedPace,
     Placement,
@@ -23,9 +23,9 @@ from router.policy.placement import (
     place,
     place_without_room,
 )
-from router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
-from router.policy.prefill_loads import PrefillLoads, PrefillWork
-from router.policy.reports import (
+from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.router.policy.reports import (
     PrefillWindow,
     apply_cache_events,
     apply_report,
@@ -35,10 +35,10 @@ from router.policy.reports import (
     prefill_window,
     report_seconds,
 )
-from router.policy.ring import Ring
-from router.policy.round_robin import round_robin
-from router.policy.sticky import sticky
-from router.policy.two_choices import two_choices
+from baton.router.policy.ring import Ring
+from baton.router.policy.round_robin import round_robin
+from baton.router.policy.sticky import sticky
+from baton.router.policy.two_choices import two_choices
 
 PREFILL_POLICIES: dict[str, PrefillPolicy] = {"sticky": sticky, "round-robin": round_robin}
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from content import CHUNK_TOKENS, Tier
+from baton.content import CHUNK_TOKENS, Tier
 
 T = TypeVar("T")
 

@@ -3,9 +3,9 @@
 import random
 from collections.abc import Collection, Sequence
 
-from router.policy.chunk_index import ChunkIndex
-from router.policy.decode_load import DecodeLoad
-from router.policy.two_choices import two_choices
+from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.policy.decode_load import DecodeLoad
+from baton.router.policy.two_choices import two_choices
 
 CACHED_PRESSURE = 0.1
 """How much more loaded a worker with a cached prefix may be than one without."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.policy.chunk_index import Overlap
-from router.policy.ring import Ring
+from baton.router.policy.chunk_index import Overlap
+from baton.router.policy.ring import Ring
 
 COMPARED = 3
 """Workers to compare in detail. With 8, routers with the same old reports choose the same worker: p99 of TTFT

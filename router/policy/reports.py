@@ -3,14 +3,14 @@
 import math
 from dataclasses import dataclass
 
-from content import Tier
-from router.policy.chunk_index import ChunkIndex
-from router.policy.decode_load import DecodeLoad
-from router.policy.placement import DecodeOffer, MixedPace, PrefillOffer
-from router.policy.prefill import PrefillRequest, PrefillSnapshot
-from router.policy.prefill_loads import PrefillLoads
-from rpc import worker_pb2 as pb
-from rpc.reports import bounded_report
+from baton.content import Tier
+from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.policy.decode_load import DecodeLoad
+from baton.router.policy.placement import DecodeOffer, MixedPace, PrefillOffer
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill_loads import PrefillLoads
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.reports import bounded_report
 
 REPORTS_PER_SECOND = 500
 """From all workers together. A report takes a router up to 0.1 ms."""

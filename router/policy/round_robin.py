@@ -1,6 +1,6 @@
 """Prefill: each worker in turn. For comparison, and for equal prompts without prefix caches."""
 
-from router.policy.prefill import PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 
 
 def round_robin(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:

@@ -22,7 +22,7 @@
 
 import numpy as np
 
-from router.policy.prefill import PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 
 BOUND = 1.25
 RECOMPUTE = 1.5

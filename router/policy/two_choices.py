@@ -7,7 +7,7 @@ next report. The better of two random workers stays balanced with old data (Mitz
 import random
 from collections.abc import Collection, Sequence
 
-from router.policy.decode_load import DecodeLoad
+from baton.router.policy.decode_load import DecodeLoad
 
 DRAWS = 4
 

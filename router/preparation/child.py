@@ -10,10 +10,10 @@ import sys
 
 from setproctitle import setproctitle
 
-from router.errors import ApiError
-from router.preparation.prepare import prepare
-from router.preparation.wire import encode_crash, encode_error, encode_prepared, read_request
-from router.text.tokenizer import ModelTokenizer
+from baton.router.errors import ApiError
+from baton.router.preparation.prepare import prepare
+from baton.router.preparation.wire import encode_crash, encode_error, encode_prepared, read_request
+from baton.router.text.tokenizer import ModelTokenizer
 
 CPU_SECONDS = 20
 """Of one body. A signal then ends the process, and the router starts another."""

@@ -9,9 +9,9 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
-from router.api.structured import Structure
-from router.child_pool import ChildDied, ChildPool
-from router.errors import ApiError, InvalidRequest
+from baton.router.api.structured import Structure
+from baton.router.child_pool import ChildDied, ChildPool
+from baton.router.errors import ApiError, InvalidRequest
 
 MAX_LENGTH = 1 << 17
 """Characters of a schema, regular expression or grammar. Workers have the same limit."""

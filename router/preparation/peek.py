@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from router.errors import InvalidRequest
+from baton.router.errors import InvalidRequest
 
 Raw = bytes | bytearray
 

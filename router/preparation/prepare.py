@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from router.api.anthropic.body import CountTokensBody, MessagesBody
-from router.api.bodies import (
+from baton.router.api.anthropic.body import CountTokensBody, MessagesBody
+from baton.router.api.bodies import (
     ChatBody,
     ChatOptions,
     CompletionBody,
@@ -17,17 +17,17 @@ from router.api.bodies import (
     RenderedBody,
     TokenizeBody,
 )
-from router.api.chat_names import named_as_in
-from router.api.grpc_body import parse_message
-from router.api.jobs import output_room
-from router.api.messages import Message
-from router.api.openai_responses.body import ResponsesBody
-from router.api.sampling import Body
-from router.api.validation import parse
-from router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
-from router.preparation.peek import kind_of, peek
-from router.text.tokenizer import ModelTokenizer
-from router.tools import Beginning, continues_reasoning
+from baton.router.api.chat_names import named_as_in
+from baton.router.api.grpc_body import parse_message
+from baton.router.api.jobs import output_room
+from baton.router.api.messages import Message
+from baton.router.api.openai_responses.body import ResponsesBody
+from baton.router.api.sampling import Body
+from baton.router.api.validation import parse
+from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from baton.router.preparation.peek import kind_of, peek
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.tools import Beginning, continues_reasoning
 
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
 Converted = Literal["tokenize", "detokenize", "count_tokens"]

@@ -5,14 +5,14 @@ import sys
 
 import msgspec
 
-from router.admission.keys import ApiKey
-from router.child_pool import ChildDied, ChildPool
-from router.errors import ApiError, InvalidRequest
-from router.preparation import child
-from router.preparation.peek import Peek
-from router.preparation.prepare import Kind, Prepared, Served, prepare
-from router.preparation.wire import read_reply, request_head
-from router.text.tokenizer import ModelTokenizer
+from baton.router.admission.keys import ApiKey
+from baton.router.child_pool import ChildDied, ChildPool
+from baton.router.errors import ApiError, InvalidRequest
+from baton.router.preparation import child
+from baton.router.preparation.peek import Peek
+from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
+from baton.router.preparation.wire import read_reply, request_head
+from baton.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 

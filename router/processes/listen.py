@@ -2,7 +2,7 @@
 
 import socket
 
-from rpc.ports import cannot_listen, family
+from baton.rpc.ports import cannot_listen, family
 
 SEND_BUFFER_BYTES = 256 << 10
 """Bytes that the kernel buffers for one client that does not read. Its default is megabytes."""

@@ -24,13 +24,13 @@ from typing import Any
 import setproctitle
 from aiohttp import web
 
-from router.config import RouterConfig
-from router.processes.control import ControlClient
-from router.processes.listen import listen, reserve
-from router.processes.merged_metrics import MergedMetrics
-from router.status import scrape_targets
-from rpc.ports import url_host
-from rpc.process_end import process_end
+from baton.router.config import RouterConfig
+from baton.router.processes.control import ControlClient
+from baton.router.processes.listen import listen, reserve
+from baton.router.processes.merged_metrics import MergedMetrics
+from baton.router.status import scrape_targets
+from baton.rpc.ports import url_host
+from baton.rpc.process_end import process_end
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from router.text.tokenizer import ModelTokenizer
+from baton.router.text.tokenizer import ModelTokenizer
 
 
 class Detokenizer:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router.text import gguf_metadata
+from baton.router.text import gguf_metadata
 
 HUB_FILES = [
     "tokenizer.json",

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from router.text.chat_encoder import ChatEncoder
-from router.text.chat_template import ChatTemplate
-from router.text.gguf_tokenizer import read_gguf
-from router.text.model_files import locate, read_directory
-from router.tools import FORMATS, REASONING, ReasoningParser, ToolParser, format_of, reasoning_of
-from router.tools.reasoning import END, START
-from rpc import vocabulary_fingerprint
+from baton.router.text.chat_encoder import ChatEncoder
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.gguf_tokenizer import read_gguf
+from baton.router.text.model_files import locate, read_directory
+from baton.router.tools import FORMATS, REASONING, ReasoningParser, ToolParser, format_of, reasoning_of
+from baton.router.tools.reasoning import END, START
+from baton.rpc import vocabulary_fingerprint
 
 
 class ModelTokenizer:

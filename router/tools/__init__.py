@@ -8,9 +8,9 @@ A *format* is the way in which a family of models writes tool calls. Each format
 `reasoning` divides the text before that into reasoning and content.
 """
 
-from router.tools.formats import FORMATS, format_of
-from router.tools.parser import Piece, ToolParser
-from router.tools.reasoning import (
+from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.parser import Piece, ToolParser
+from baton.router.tools.reasoning import (
     REASONING,
     Beginning,
     ReasoningParser,

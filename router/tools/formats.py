@@ -1,9 +1,9 @@
 """The formats of tool calls, by name and by chat template."""
 
-from router.tools.hermes import HermesParser
-from router.tools.llama import LlamaParser
-from router.tools.mistral import MistralParser
-from router.tools.parser import ToolParser
+from baton.router.tools.hermes import HermesParser
+from baton.router.tools.llama import LlamaParser
+from baton.router.tools.mistral import MistralParser
+from baton.router.tools.parser import ToolParser
 
 FORMATS: dict[str, type[ToolParser]] = {p.name: p for p in (HermesParser, LlamaParser, MistralParser)}
 # A text that is in the chat templates of models with this format.

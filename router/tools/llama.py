@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from router.api.tools import Tool
-from router.tools.parser import SPACE, CallReader, Piece, ToolParser, arguments_grammar
+from baton.router.api.tools import Tool
+from baton.router.tools.parser import SPACE, CallReader, Piece, ToolParser, arguments_grammar
 
 
 class LlamaParser(ToolParser):

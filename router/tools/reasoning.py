@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from router.tools.parser import SPACE, Marker
+from baton.router.tools.parser import SPACE, Marker
 
 START, END = "<think>", "</think>"
 

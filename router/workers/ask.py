@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-import rpc
-from router.workers.discovery import Discovery
-from router.workers.refusal import explain
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
+from baton import rpc
+from baton.router.workers.discovery import Discovery
+from baton.router.workers.refusal import explain
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
 

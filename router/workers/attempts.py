@@ -9,9 +9,9 @@ Pure: no I/O and no clock. `WorkerConnection` sends and receives the messages.
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.policy import DecodeLoad, PrefillWork
-from rpc import worker_pb2 as pb
-from rpc.tracing import Span
+from baton.router.policy import DecodeLoad, PrefillWork
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.tracing import Span
 
 
 class AttemptOwner(Protocol):

@@ -2,7 +2,7 @@
 
 from enum import Enum, auto
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 
 
 class CacheAction(Enum):

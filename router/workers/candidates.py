@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from content import CHUNK_TOKENS, Tier
-from router.policy import (
+from baton.content import CHUNK_TOKENS, Tier
+from baton.router.policy import (
     DecodeCaches,
     DecodeLoad,
     DecodeOffer,
@@ -24,9 +24,9 @@ from router.policy import (
     decode_offer,
     prefill_offer,
 )
-from router.workers.connection import WorkerConnection
-from router.workers.refusal import RefusedWorker
-from rpc import worker_pb2 as pb
+from baton.router.workers.connection import WorkerConnection
+from baton.router.workers.refusal import RefusedWorker
+from baton.rpc import worker_pb2 as pb
 
 DRAWN = 2
 """Holders of a prefix to compare. More would all ask the fastest one."""

@@ -21,19 +21,19 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-import rpc
-from router import prompt_logprobs
-from router.policy import DecodeLoad, PrefillWork
-from router.workers.attempts import Attempt, AttemptOwner, AttemptTable
-from router.workers.breaker import CircuitBreaker
-from router.workers.cache_sequence import CacheAction, CacheSequence
-from router.workers.refusal import SEE_WORKER_LOG, RefusedWorker, explain
-from router.workers.reports import clear_invalid_rates, token_defect
-from router.workers.send_queue import SendQueue
-from rpc import worker_pb2 as pb
-from rpc.logs import of_request
-from rpc.tracing import Span
-from rpc.worker_pb2_grpc import WorkerStub
+from baton import rpc
+from baton.router import prompt_logprobs
+from baton.router.policy import DecodeLoad, PrefillWork
+from baton.router.workers.attempts import Attempt, AttemptOwner, AttemptTable
+from baton.router.workers.breaker import CircuitBreaker
+from baton.router.workers.cache_sequence import CacheAction, CacheSequence
+from baton.router.workers.refusal import SEE_WORKER_LOG, RefusedWorker, explain
+from baton.router.workers.reports import clear_invalid_rates, token_defect
+from baton.router.workers.send_queue import SendQueue
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.logs import of_request
+from baton.rpc.tracing import Span
+from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
 

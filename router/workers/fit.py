@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from router.workers.refusal import RefusedWorker
-from rpc import worker_pb2 as pb
+from baton.router.workers.refusal import RefusedWorker
+from baton.rpc import worker_pb2 as pb
 
 SAME_MODEL = "Give the router and all workers the same --model and --revision."
 

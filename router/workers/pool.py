@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from content import CHUNK_TOKENS, prompt_hints
-from router.policy import (
+from baton.content import CHUNK_TOKENS, prompt_hints
+from baton.router.policy import (
     DecodeLoad,
     FreeCapacity,
     Placement,
@@ -25,12 +25,12 @@ from router.policy import (
     report_seconds,
     two_choices,
 )
-from router.workers.candidates import Candidates, PrefillTarget, PrefixSource
-from router.workers.connection import POOL_NAMES, WorkerConnection, WorkerState
-from router.workers.discovery import Discovery
-from router.workers.fit import RouterModel, check_fit
-from rpc import TlsFiles
-from rpc import worker_pb2 as pb
+from baton.router.workers.candidates import Candidates, PrefillTarget, PrefixSource
+from baton.router.workers.connection import POOL_NAMES, WorkerConnection, WorkerState
+from baton.router.workers.discovery import Discovery
+from baton.router.workers.fit import RouterModel, check_fit
+from baton.rpc import TlsFiles
+from baton.rpc import worker_pb2 as pb
 
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""

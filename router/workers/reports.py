@@ -2,7 +2,7 @@
 
 import math
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 
 _RATES = (
     "prefill_tokens_per_s",

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 
 MAX_UNSENT_BYTES = 8 << 20
 

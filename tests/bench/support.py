@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.load.target.record import Record
-from bench.load.target.request import Dialect, Target
-from bench.load.target.tokenization import WORDS, Tokenization
-from bench.load.traffic.arrivals import Arrivals
-from bench.load.traffic.client import Client, ClientConfig
-from bench.load.traffic.workload import Session, Turn, Workload
+from baton.bench.load.target.record import Record
+from baton.bench.load.target.request import Dialect, Target
+from baton.bench.load.target.tokenization import WORDS, Tokenization
+from baton.bench.load.traffic.arrivals import Arrivals
+from baton.bench.load.traffic.client import Client, ClientConfig
+from baton.bench.load.traffic.workload import Session, Turn, Workload
 
 # Words that the mock server counts as one token each.
 SHORT_WORDS = tuple(w for w in WORDS if len(w) <= 5)

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench.load.cli import app
-from bench.load.report import results
-from bench.load.target.record import Failure, Record
-from bench.load.traffic import datasets
-from bench.load.traffic.fleet import REFUSALS, Refusals
+from baton.bench.load.cli import app
+from baton.bench.load.report import results
+from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.traffic import datasets
+from baton.bench.load.traffic.fleet import REFUSALS, Refusals
 from tests.bench.mock_server import Behavior, Fault, MockServer
 from tests.bench.test_page import outcome
 from tests.forked import FreshPopen, forking
@@ -39,7 +39,7 @@ def forked_processes() -> Iterator[None]:
 
 async def _start(*args: str | Path) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.load", *map(str, args), cwd=ROOT, stdout=PIPE, stderr=PIPE
+        sys.executable, "-m", "baton.bench.load", *map(str, args), cwd=ROOT, stdout=PIPE, stderr=PIPE
     )
 
 

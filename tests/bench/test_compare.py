@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench.contract import Report, Row
-from bench.load.report import compare
-from bench.load.report.compare import Condition
+from baton.bench.contract import Report, Row
+from baton.bench.load.report import compare
+from baton.bench.load.report.compare import Condition
 
 
 def _report(detail: dict[str, Any] | None = None, **values: float) -> dict[str, Any]:

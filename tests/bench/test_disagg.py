@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from bench.disagg import results
-from bench.disagg.loads import LOADS, Load, Pace, command
-from bench.disagg.page import page
-from bench.disagg.sides import against, baton
-from bench.load.target.tokenization import WORDS
-from bench.shapes import SHAPES, write_shape
+from baton.bench.disagg import results
+from baton.bench.disagg.loads import LOADS, Load, Pace, command
+from baton.bench.disagg.page import page
+from baton.bench.disagg.sides import against, baton
+from baton.bench.load.target.tokenization import WORDS
+from baton.bench.shapes import SHAPES, write_shape
 
 OPEN, CLOSED, SWING = LOADS[0], LOADS[-2], LOADS[-1]
 PACE = Pace(requests=300, least=15.0, seconds=None, seed=0)

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench.load import experiment
-from bench.load.experiment import Plan
-from bench.load.options import Options, PaceOptions, TargetOptions, WorkloadOptions
-from bench.load.target.endpoint import EndpointError
-from bench.load.target.request import Api
+from baton.bench.load import experiment
+from baton.bench.load.experiment import Plan
+from baton.bench.load.options import Options, PaceOptions, TargetOptions, WorkloadOptions
+from baton.bench.load.target.endpoint import EndpointError
+from baton.bench.load.target.request import Api
 from tests.bench.mock_server import BOS, TEMPLATE, Behavior, MockServer
 from tests.bench.support import run_client
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.kernels import measure as bench
-from bench.kernels.cases import Cases, Shape
+from baton.bench.kernels import measure as bench
+from baton.bench.kernels.cases import Cases, Shape
 
 TINY = Shape(
     heads=4, kv_heads=2, head_dim=16, inner=64, vocabulary=300, block_size=16, dtype=torch.float16,
@@ -26,7 +26,7 @@ def one_second_each(calls: Sequence[Callable[[], object]]) -> Callable[[], float
 
 @pytest.fixture
 def cases(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Cases:
-    from engine.kernels.triton_kernels import TritonKernels
+    from baton.engine.kernels.triton_kernels import TritonKernels
 
     monkeypatch.setattr(bench, "BEYOND_CACHE", 0)
     monkeypatch.setattr(bench, "LEAST_CALLS", 1)
@@ -60,7 +60,7 @@ def test_every_case_runs_and_makes_rows(cases: Cases) -> None:
 
 
 def test_every_case_of_a_mixture_runs(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench.kernels import moe
+    from baton.bench.kernels import moe
 
     monkeypatch.setattr(bench, "BEYOND_CACHE", 0)
     monkeypatch.setattr(bench, "LEAST_CALLS", 1)
@@ -91,7 +91,7 @@ def test_every_case_of_a_mixture_runs(kernel_device: str, monkeypatch: pytest.Mo
 
 
 def test_every_case_of_state_layers_runs(cases: Cases) -> None:
-    from bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
+    from baton.bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
 
     shape = Mamba2Shape(
         heads=4, head_dim=16, state_size=16, groups=2, dtype=torch.float16, batches=(2,), prompts=((2, 140),)
@@ -110,9 +110,9 @@ def test_every_case_of_state_layers_runs(cases: Cases) -> None:
 def test_the_chain_of_kernels_equals_the_fused_scan(
     cases: Cases, kernel_device: str, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench.kernels import ssd_chain
-    from engine.kernels import ssd
-    from engine.kernels.tiles import scan_work
+    from baton.bench.kernels import ssd_chain
+    from baton.engine.kernels import ssd
+    from baton.engine.kernels.tiles import scan_work
     from tests.engine.kernel_checks import F16
     from tests.engine.test_mamba2 import Step, layer_of
 
@@ -131,11 +131,11 @@ def test_the_chain_of_kernels_equals_the_fused_scan(
 
 
 def test_every_case_of_fp8_runs(cases: Cases) -> None:
-    from bench.kernels.fp8 import Fp8Cases
+    from baton.bench.kernels.fp8 import Fp8Cases
 
     fp8_cases = Fp8Cases(replace(TINY, prompts=(17,)), cases.kernels, cases.device)
     with pytest.MonkeyPatch.context() as patch:  # torch has no such product on a CPU
-        patch.setattr("engine.kernels.fp8_linear.Fp8Linear.cublas", lambda self, x: None)
+        patch.setattr("baton.engine.kernels.fp8_linear.Fp8Linear.cublas", lambda self, x: None)
         rows = {row.name: row for make in fp8_cases for row in bench.measure(make, one_second_each, PLAIN)}
     parts = [f"fp8_{name}" for name in ("add_rms_norm", "silu_mul", "quantize", "layer", "linear.down")]
     assert {f"kernels.{part}.t{count}.time" for part in parts for count in (1, 2, 17)} <= {*rows}
@@ -145,7 +145,7 @@ def test_every_case_of_fp8_runs(cases: Cases) -> None:
 
 
 def test_every_case_of_fp8_kv_runs(cases: Cases) -> None:
-    from bench.kernels.fp8_kv import Fp8KVCases
+    from baton.bench.kernels.fp8_kv import Fp8KVCases
 
     kv_cases = Fp8KVCases(replace(TINY, batches=(2,), prompts=(17,)), cases.kernels, cases.device)
     rows = {row.name: row for make in kv_cases for row in bench.measure(make, one_second_each, PLAIN)}
@@ -160,9 +160,9 @@ def test_every_case_of_fp8_kv_runs(cases: Cases) -> None:
 
 
 def test_every_case_of_int4_runs(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench.kernels.int4 import Int4Cases
+    from baton.bench.kernels.int4 import Int4Cases
 
-    monkeypatch.setattr("engine.kernels.int4_linear.MAX_FEW_ROWS", 16)  # a prompt has more
+    monkeypatch.setattr("baton.engine.kernels.int4_linear.MAX_FEW_ROWS", 16)  # a prompt has more
     # Of groups of 128 columns.
     shape = replace(TINY, heads=8, inner=128, batches=(1,), prompts=(17,))
     int4_cases = Int4Cases(shape, cases.kernels, cases.device)
@@ -174,7 +174,7 @@ def test_every_case_of_int4_runs(cases: Cases, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_sweep_tries_every_choice_and_restores_the_constants(cases: Cases) -> None:
-    from engine.kernels import decode_attention
+    from baton.engine.kernels import decode_attention
 
     stages = decode_attention.STAGES
     found = bench.sweep(

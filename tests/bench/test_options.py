@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.load.measurement.slo import Bound, Slo
-from bench.load.options import (
+from baton.bench.load.measurement.slo import Bound, Slo
+from baton.bench.load.options import (
     Options,
     OutputOptions,
     PaceOptions,
@@ -19,8 +19,8 @@ from bench.load.options import (
     TraceOptions,
     WorkloadOptions,
 )
-from bench.load.report.compare import Condition
-from bench.load.traffic.distribution import Distribution
+from baton.bench.load.report.compare import Condition
+from baton.bench.load.traffic.distribution import Distribution
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from bench.load.experiment import Outcome, Plan
-from bench.load.measurement.self_check import check
-from bench.load.measurement.server_stages import ServerView, Stage
-from bench.load.measurement.slo import Slo
-from bench.load.measurement.summary import summarize
-from bench.load.options import Options, ShapeOptions, SloOptions
-from bench.load.report import results
-from bench.load.report.page import page
-from bench.load.report.svg import Chart, Line
-from bench.load.report.table import console, render, render_sweep
-from bench.load.target.record import Failure, Record
-from bench.load.target.request import Dialect, Target
-from bench.load.traffic.workload import Listed
+from baton.bench.load.experiment import Outcome, Plan
+from baton.bench.load.measurement.self_check import check
+from baton.bench.load.measurement.server_stages import ServerView, Stage
+from baton.bench.load.measurement.slo import Slo
+from baton.bench.load.measurement.summary import summarize
+from baton.bench.load.options import Options, ShapeOptions, SloOptions
+from baton.bench.load.report import results
+from baton.bench.load.report.page import page
+from baton.bench.load.report.svg import Chart, Line
+from baton.bench.load.report.table import console, render, render_sweep
+from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.request import Dialect, Target
+from baton.bench.load.traffic.workload import Listed
 from tests.bench.support import EXACT, one_turn, record
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m"

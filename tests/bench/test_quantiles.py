@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from bench.load.measurement.quantiles import Series
+from baton.bench.load.measurement.quantiles import Series
 
 
 def test_quantiles_are_by_nearest_rank() -> None:

@@ -9,11 +9,19 @@ from typing import Any
 
 import pytest
 
-from bench.chaos.streams import Case, Stream
-from bench.contract import Report
-from bench.load.traffic.datasets import MOONCAKE_BLOCK, SAMPLE_TRACE, TraceLine, read_trace
-from bench.reuse import replay as bench
-from bench.reuse.chats import CACHE_BLOCK, Asked, InfiniteCache, Prompts, asked_of, distinct_tokens, synthetic
+from baton.bench.chaos.streams import Case, Stream
+from baton.bench.contract import Report
+from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK, SAMPLE_TRACE, TraceLine, read_trace
+from baton.bench.reuse import replay as bench
+from baton.bench.reuse.chats import (
+    CACHE_BLOCK,
+    Asked,
+    InfiniteCache,
+    Prompts,
+    asked_of,
+    distinct_tokens,
+    synthetic,
+)
 
 
 def line(at: float, length: int, ids: list[int], answer: int = 10) -> TraceLine:

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench.load.measurement.server_stages import (
+from baton.bench.load.measurement.server_stages import (
     ServerView,
     Snapshot,
     between,
@@ -16,8 +16,8 @@ from bench.load.measurement.server_stages import (
     parse,
     scrape,
 )
-from bench.load.target.exchange import new_http_session
-from cluster.tools.histograms import Histogram
+from baton.bench.load.target.exchange import new_http_session
+from baton.cluster.tools.histograms import Histogram
 from tests.bench.mock_server import Behavior, MockServer, _histogram
 
 QUEUE = "vllm:request_queue_time_seconds"

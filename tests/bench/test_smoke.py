@@ -25,20 +25,20 @@ import torch
 import typer
 import typer.main
 
-import rpc
-from bench import contract, discovery, flip
-from bench.disagg import results, sides
-from bench.kv import __main__ as kv
-from bench.kv import exported
-from bench.kv.pair import Pair
-from bench.kv.raw_sockets import MIB
-from bench.overlap.streams import Background, Workers
-from bench.roles import Roles
-from bench.router import __main__ as router
-from bench.router import ends, stall
-from bench.shapes import SHAPES, write_shape
-from kv_transfer import TraceWriter
-from rpc import worker_pb2 as pb
+from baton import rpc
+from baton.bench import contract, discovery, flip
+from baton.bench.disagg import results, sides
+from baton.bench.kv import __main__ as kv
+from baton.bench.kv import exported
+from baton.bench.kv.pair import Pair
+from baton.bench.kv.raw_sockets import MIB
+from baton.bench.overlap.streams import Background, Workers
+from baton.bench.roles import Roles
+from baton.bench.router import __main__ as router
+from baton.bench.router import ends, stall
+from baton.bench.shapes import SHAPES, write_shape
+from baton.kv_transfer import TraceWriter
+from baton.rpc import worker_pb2 as pb
 from tests.forked import forking
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,9 @@ RESULTS = {name: float(i) for i, name in enumerate(results.RESULTS, 1)}
 def forked_processes() -> Iterator[None]:
     """Roles, and the processes of `multiprocessing`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "bench.kv.pair", "bench.kv.exported", "bench.router.stall"])
+    context.set_forkserver_preload(
+        ["pytest", "baton.bench.kv.pair", "baton.bench.kv.exported", "baton.bench.router.stall"]
+    )
     with forking(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda method: context)
         for module in (ends, stall):
@@ -72,7 +74,7 @@ def benches() -> set[str]:
 
 
 def main_of(name: str) -> Callable[..., Any]:
-    found = f"bench.{name}.__main__" if (ROOT / "bench" / name).is_dir() else f"bench.{name}"
+    found = f"baton.bench.{name}.__main__" if (ROOT / "bench" / name).is_dir() else f"baton.bench.{name}"
     return import_module(found).main
 
 
@@ -84,7 +86,7 @@ def test_every_bench_has_a_run() -> None:
 
 def test_the_readme_names_every_bench() -> None:
     index = (ROOT / "bench" / "README.md").read_text()
-    assert not {name for name in benches() - {"load"} if f"`python -m bench.{name}" not in index}
+    assert not {name for name in benches() - {"load"} if f"`python -m baton.bench.{name}" not in index}
 
 
 @pytest.mark.parametrize("name", [*ON_GPU, *ON_CPU])
@@ -102,7 +104,7 @@ def test_a_bench_refuses_a_gpu_that_is_not_there(
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Runs a bench as `python -m bench.NAME FLAGS` does. Returns value by row of its JSON report."""
+    """Runs a bench as `python -m baton.bench.NAME FLAGS` does. Returns value by row of its JSON report."""
 
     def run(name: str, *flags: str) -> dict[str, Any]:
         out = tmp_path / "report.json"
@@ -138,7 +140,7 @@ def commands_of(app: typer.Typer) -> dict[str, Any]:
 
 def check_flags(command: str, *flags: str) -> None:
     """Raises an error for flags that `baton COMMAND` does not take."""
-    from cluster.cli import app
+    from baton.cluster.cli import app
 
     commands_of(app)[command].make_context(command, [*flags])
 
@@ -154,13 +156,13 @@ class StandInRoles(Roles):
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The arguments of each `baton bench run` that a bench starts. A stand-in writes its report."""
-    from bench.load.cli import app
+    from baton.bench.load.cli import app
 
     sent: list[list[str]] = []
     commands = commands_of(app)
 
     def stand_in(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert line[:4] == [sys.executable, "-m", "cluster.cli", "bench"], line
+        assert line[:4] == [sys.executable, "-m", "baton.cluster.cli", "bench"], line
         context = commands[line[4]].make_context(line[4], line[5:])
         rows = [{"name": name, "value": value} for name, value in RESULTS.items()]
         detail = {"valid": True, "invalid_reasons": [], "notes": [], "errors": {}}
@@ -180,10 +182,10 @@ def test_runs_engine(
 ) -> None:
     from transformers import LlamaForCausalLM
 
-    from bench.engine import cpu_formats, host, on_cpu, start
+    from baton.bench.engine import cpu_formats, host, on_cpu, start
 
     def first_token(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command[:3] == [sys.executable, "-m", "bench.engine.start"], command
+        assert command[:3] == [sys.executable, "-m", "baton.bench.engine.start"], command
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
             patch.setattr(sys, "argv", command[2:])
             start.main()
@@ -209,8 +211,8 @@ def test_runs_engine(
 def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bench.engine import on_moe
-    from engine import EngineConfig, build_engine
+    from baton.bench.engine import on_moe
+    from baton.engine import EngineConfig, build_engine
 
     experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 8}
     shape = SHAPES[TINY] | experts | {"architectures": ["Qwen3MoeForCausalLM"]}
@@ -262,7 +264,7 @@ def test_runs_discovery(run: Callable[..., dict[str, Any]], monkeypatch: pytest.
 
 
 def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench.routing_sim import __main__ as sim
+    from baton.bench.routing_sim import __main__ as sim
 
     monkeypatch.setattr(sim, "MAIN", 8)
     monkeypatch.setattr(sim, "SCALES", {4: (4, 10, 3), 8: (4, 5, 3), 16: (1, 2, 3)})
@@ -339,7 +341,7 @@ def test_runs_router(
 def test_runs_overlap(
     run: Callable[..., dict[str, Any]], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overlap = import_module("bench.overlap.__main__")
+    overlap = import_module("baton.bench.overlap.__main__")
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr("gc.disable", lambda: None)
     monkeypatch.setattr(overlap, "REST_S", 0.0)
@@ -397,7 +399,7 @@ def test_reuse_names_a_trace_that_it_cannot_replay(
 def test_overlap_gives_each_rank_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overlap = import_module("bench.overlap.__main__")
+    overlap = import_module("baton.bench.overlap.__main__")
     present = ["0", "1", "2", "3"]
     monkeypatch.setattr(overlap, "visible_gpus", lambda: present)
 
@@ -521,7 +523,7 @@ def test_runs_flip(
 def test_the_short_form_runs_with_real_processes(bench: str, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     name, *flags = bench.split()
-    command = [sys.executable, "-m", f"bench.{name}", *flags, "--short", "--json", str(out)]
+    command = [sys.executable, "-m", f"baton.bench.{name}", *flags, "--short", "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(out.read_text())["results"]

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.load.measurement.slo import Slo
-from bench.load.measurement.summary import Summary, request_value, summarize
-from bench.load.target.record import Failure, Record
+from baton.bench.load.measurement.slo import Slo
+from baton.bench.load.measurement.summary import Summary, request_value, summarize
+from baton.bench.load.target.record import Failure, Record
 from tests.bench.support import record
 
 

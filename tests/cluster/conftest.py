@@ -13,9 +13,9 @@ import pytest
 import typer.main
 import typer.testing
 
-from cluster.supervision.python_path import PACKAGES
-from cluster.supervision.role_process import RoleProcess, RoleState
-from cluster.supervision.runner import RoleRunner
+from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.role_process import RoleProcess, RoleState
+from baton.cluster.supervision.runner import RoleRunner
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 

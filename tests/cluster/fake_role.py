@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster.supervision import lifeline
+from baton.cluster.supervision import lifeline
 
 parser = argparse.ArgumentParser()
 parser.add_argument("role")

@@ -11,18 +11,18 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-import cluster.autoscaling.autoscaler
-import cluster.autoscaling.balancer
-import cluster.autoscaling.scaling
-from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from cluster.autoscaling.autoscaler import Autoscaler
-from cluster.autoscaling.balancer import Sample, decode_load, prefill_load
-from cluster.options import PoolOptions, PoolSize
-from cluster.supervision.held import tokens_held
-from cluster.supervision.plan import Pool, RoleSpec
-from cluster.supervision.role_process import RoleState
-from cluster.supervision.supervisor import Supervisor
-from rpc import worker_pb2 as pb
+import baton.cluster.autoscaling.autoscaler
+import baton.cluster.autoscaling.balancer
+import baton.cluster.autoscaling.scaling
+from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.cluster.autoscaling.autoscaler import Autoscaler
+from baton.cluster.autoscaling.balancer import Sample, decode_load, prefill_load
+from baton.cluster.options import PoolOptions, PoolSize
+from baton.cluster.supervision.held import tokens_held
+from baton.cluster.supervision.plan import Pool, RoleSpec
+from baton.cluster.supervision.role_process import RoleState
+from baton.cluster.supervision.supervisor import Supervisor
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import eventually
 
@@ -125,14 +125,14 @@ class Pools:
 
 @pytest.fixture
 async def pools(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
-    monkeypatch.setattr(cluster.autoscaling.autoscaler, "INTERVAL", 0.02)
+    monkeypatch.setattr(baton.cluster.autoscaling.autoscaler, "INTERVAL", 0.02)
     for name, seconds in (
         ("GROW_AFTER", 0.2),
         ("QUEUE_WINDOW", 0.2),
         ("ARRIVAL_WINDOW", 0.5),
         ("SHRINK_EVERY", 0.2),
     ):
-        monkeypatch.setattr(cluster.autoscaling.scaling, name, seconds)
+        monkeypatch.setattr(baton.cluster.autoscaling.scaling, name, seconds)
     running = Pools()
     yield running
     running.tasks[1].cancel()
@@ -156,7 +156,7 @@ async def test_each_pool_follows_its_own_signal_and_comes_back(pools: Pools) -> 
 async def test_a_worker_moves_to_the_other_pool_rather_than_one_starting(
     pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.autoscaling.balancer, "FLIP_EVERY", 0.1)
+    monkeypatch.setattr(baton.cluster.autoscaling.balancer, "FLIP_EVERY", 0.1)
     pools.load("decode", blocks_free=10)
     await eventually(lambda: "decode 1" in pools.names())
     await eventually(lambda: pools.supervisor.pools["decode"]["ready"] == 2)
@@ -174,7 +174,7 @@ async def test_the_last_ready_worker_of_a_pool_does_not_move(
     pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pool has another member, which does not start."""
-    monkeypatch.setattr(cluster.autoscaling.balancer, "FLIP_EVERY", 0.1)
+    monkeypatch.setattr(baton.cluster.autoscaling.balancer, "FLIP_EVERY", 0.1)
     starts = asyncio.Event()
 
     async def start(self: Handle) -> RoleState:

@@ -1,4 +1,4 @@
-from cluster.supervision.backoff import RestartPolicy
+from baton.cluster.supervision.backoff import RestartPolicy
 
 
 def test_waits_double_up_to_a_bound() -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bench.chaos.cluster import free_port
-from cluster import check_model, serve
-from cluster.cli import app
-from cluster.options import DoctorOptions, EngineOptions, FrontOptions
-from cluster.supervision.ports import check_ports
-from cluster.tools.doctor.node import the_model
-from rpc.directories import make_directory
+from baton.bench.chaos.cluster import free_port
+from baton.cluster import check_model, serve
+from baton.cluster.cli import app
+from baton.cluster.options import DoctorOptions, EngineOptions, FrontOptions
+from baton.cluster.supervision.ports import check_ports
+from baton.cluster.tools.doctor.node import the_model
+from baton.rpc.directories import make_directory
 
 
 def test_a_port_that_is_taken_is_named() -> None:
@@ -115,7 +115,7 @@ def test_more_tokens_than_the_context_are_refused_before_the_start(
 ) -> None:
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "x" * 32)
     monkeypatch.setattr(serve.LocalCluster, "run", None)  # nothing is started
-    monkeypatch.setattr("worker.service_process.service.run", None)
+    monkeypatch.setattr("baton.worker.service_process.service.run", None)
     yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 100}
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 100, "rope_scaling": yarn}))
     for context, of in ((8192, []), (200, ["--model", str(tmp_path)])):

@@ -18,21 +18,21 @@ import typer
 import typer.main
 from typer.testing import CliRunner, Result
 
-import bench.load.cli
-import cluster.cli
-import cluster.roles
-import cluster.script
-import cluster.serve
-from cluster import options
-from cluster.cli import app
-from cluster.gpus import visible_gpus
-from cluster.options import RouterRole
-from cluster.options.parameters import option_of
-from cluster.supervision.plan import Plan
-from cluster.supervision.python_path import PACKAGES
+import baton.bench.load.cli
+import baton.cluster.cli
+import baton.cluster.roles
+import baton.cluster.script
+import baton.cluster.serve
+from baton.cluster import options
+from baton.cluster.cli import app
+from baton.cluster.gpus import visible_gpus
+from baton.cluster.options import RouterRole
+from baton.cluster.options.parameters import option_of
+from baton.cluster.supervision.plan import Plan
+from baton.cluster.supervision.python_path import PACKAGES
 
 
-def baton(*args: str, **environment: str) -> Result:
+def run_baton(*args: str, **environment: str) -> Result:
     return CliRunner().invoke(app, args, env={"COLUMNS": "200", "NO_COLOR": "1", **environment})
 
 
@@ -45,14 +45,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         plans.append(plan)
         return 0
 
-    monkeypatch.setattr(cluster.serve, "run", run)
+    monkeypatch.setattr(baton.cluster.serve, "run", run)
     return plans
 
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(cluster.roles, "run_worker", lambda *groups: calls.append(groups) or 0)
+    monkeypatch.setattr(baton.cluster.roles, "run_worker", lambda *groups: calls.append(groups) or 0)
     return calls
 
 
@@ -60,10 +60,10 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     "command", ["serve", "router", "prefill", "decode", "picker", "chat", "status", "flip"]
 )
 def test_every_command_has_help_and_an_example(command: str) -> None:
-    help_ = baton(command, "--help")
+    help_ = run_baton(command, "--help")
     assert help_.exit_code == 0
     assert f"baton {command}" in help_.output, "an example"
-    assert f" {command} " in baton("--help").output
+    assert f" {command} " in run_baton("--help").output
 
 
 def options_of(command: Any, parent: click.Context | None, name: str) -> Iterator[tuple[str, str]]:
@@ -78,7 +78,7 @@ def options_of(command: Any, parent: click.Context | None, name: str) -> Iterato
             yield f"{context.command_path} {parameter.opts[0]}", shown[1]
 
 
-@pytest.mark.parametrize("commands", [app, bench.load.cli.app])
+@pytest.mark.parametrize("commands", [app, baton.bench.load.cli.app])
 def test_help_shows_the_default_of_every_option(commands: typer.Typer) -> None:
     shown = dict(options_of(typer.main.get_command(commands), None, "baton"))
     assert len(shown) > 50
@@ -96,7 +96,7 @@ def test_help_shows_the_values_of_every_choice() -> None:
 
 
 def test_the_version_and_the_completion_of_a_shell() -> None:
-    assert baton("--version").output.startswith("baton ")
+    assert run_baton("--version").output.startswith("baton ")
     for words, expected in (
         ("baton serve --dtype fl", ["float32", "float16"]),
         ("baton bench re", ["replay", "report"]),
@@ -104,7 +104,7 @@ def test_the_version_and_the_completion_of_a_shell() -> None:
     ):
         place = str(words.count(" "))
         asked = {"_BATON_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
-        assert baton(**asked).output.split() == expected
+        assert run_baton(**asked).output.split() == expected
 
 
 def test_the_model_is_an_argument_or_an_option(served: list[Plan]) -> None:
@@ -112,15 +112,15 @@ def test_the_model_is_an_argument_or_an_option(served: list[Plan]) -> None:
         (("serve", "a/b"), {}),
         (("serve", "a/b", "--port", "1"), {"BATON_MODEL": "c/d"}),
     ):
-        assert baton(*args, **environment).exit_code == 0
+        assert run_baton(*args, **environment).exit_code == 0
         assert served.pop().model.model == "a/b"
-    twice = baton("serve", "a/b", "--model", "a/b")
+    twice = run_baton("serve", "a/b", "--model", "a/b")
     assert twice.exit_code == 2
     assert "leave one out" in twice.output
 
 
 def test_the_same_option_may_have_the_name_of_vllm(served: list[Plan]) -> None:
-    assert baton("serve", "--num-gpu-blocks-override", "77").exit_code == 0
+    assert run_baton("serve", "--num-gpu-blocks-override", "77").exit_code == 0
     assert served[0].engine.num_blocks == 77
     assert "--num-blocks 77" in " ".join(served[0].roles()[0].args)
 
@@ -132,15 +132,15 @@ def test_tokenizer_and_download_dir_reach_every_role(
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     monkeypatch.chdir(tmp_path)
     Path("tok").mkdir()
-    assert baton("serve", "--tokenizer", "tok", "--download-dir", "hub").exit_code == 0
+    assert run_baton("serve", "--tokenizer", "tok", "--download-dir", "hub").exit_code == 0
     started: list[Any] = []
     monkeypatch.setattr(
-        "worker.service_process.service.run", lambda config: started.append(config.engine) or 0
+        "baton.worker.service_process.service.run", lambda config: started.append(config.engine) or 0
     )
-    monkeypatch.setattr("router.main", lambda config: started.append(config) or 0)
+    monkeypatch.setattr("baton.router.main", lambda config: started.append(config) or 0)
     for role in served[0].roles():
         more = ("--worker", "127.0.0.1:1") if role.role == "router" else ()
-        result = baton(role.role, *role.args, *more)
+        result = run_baton(role.role, *role.args, *more)
         assert result.exit_code == 0, result.output
         assert os.environ.pop("HF_HUB_CACHE") == str(tmp_path / "hub")
     assert [each.tokenizer for each in started] == [str(tmp_path / "tok")] * 3
@@ -158,20 +158,22 @@ def test_prefix_caching_is_on_by_default(
 ) -> None:
     """Whether they are told directly or by `baton serve`."""
     started: list[Any] = []
-    monkeypatch.setattr("worker.service_process.service.run", lambda config: started.append(config) or 0)
+    monkeypatch.setattr(
+        "baton.worker.service_process.service.run", lambda config: started.append(config) or 0
+    )
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
-    baton("serve", *flags)
+    run_baton("serve", *flags)
     passed_on = served[0].roles()[0].args
     for role in ("prefill", "decode"):
         for arguments in (flags, passed_on):
-            assert baton(role, *arguments).exit_code == 0
+            assert run_baton(role, *arguments).exit_code == 0
     assert [(c.role, c.engine.enable_prefix_caching) for c in started] == [
         (role, caching) for role in ("prefill", "decode") for _ in range(2)
     ]
 
 
 def test_serve_uses_the_option_names_of_vllm() -> None:
-    output = baton("serve", "--help").output
+    output = run_baton("serve", "--help").output
     for flag in (
         "--model", "--served-model-name", "--host", "--port", "--tensor-parallel-size", "--max-model-len",
         "--gpu-memory-utilization", "--block-size", "--max-num-seqs", "--max-num-batched-tokens", "--dtype",
@@ -185,20 +187,22 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path, serve
     top = "port = 1001\nmax-num-seqs = 11\nblock_size = 32\n"
     file.write_text(top + "[serve]\nblock-size = 64\n[decode]\nport = 7\n")
     environment = {"BATON_PORT": "1002", "BATON_MAX_NUM_SEQS": "12"}
-    result = baton("serve", "--config", str(file), "--port", "1003", **environment)
+    result = run_baton("serve", "--config", str(file), "--port", "1003", **environment)
     assert result.exit_code == 0, result.output
     [plan] = served
     assert plan.front.port == 1003, "the flag"
     assert plan.engine.max_num_seqs == 12, "the environment"
     assert plan.engine.block_size == 64, "the file, the command's own table"
     assert plan.engine.dtype == "auto", "the default"
-    baton("serve", "--config", str(file))
+    run_baton("serve", "--config", str(file))
     assert served[1].front.port == 1001, "not the table of another command"
 
 
 def test_unknown_environment_variables_are_reported(served: list[Plan]) -> None:
     secret = {"BATON_CLUSTER_SECRET": "x" * 32, "BATON_CONFIG": os.devnull}
-    result = baton("serve", BATON_MAX_MODEL_LENGTH="4", BATON_ENABLE_LORA="1", BATON_TIMEOUT="5", **secret)
+    result = run_baton(
+        "serve", BATON_MAX_MODEL_LENGTH="4", BATON_ENABLE_LORA="1", BATON_TIMEOUT="5", **secret
+    )
     assert result.exit_code == 0
     assert len(served) == 1, "they are no error: another program may use them"
     assert [line.split(": ")[1] for line in result.stderr.splitlines()] == [
@@ -208,13 +212,13 @@ def test_unknown_environment_variables_are_reported(served: list[Plan]) -> None:
     ]
     assert "Did you mean BATON_MAX_MODEL_LEN?" in result.stderr
     assert "Merge the adapter" in result.stderr
-    assert baton("serve", BATON_PORT="0", **secret).stderr == ""
+    assert run_baton("serve", BATON_PORT="0", **secret).stderr == ""
 
 
 def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: list[Plan]) -> None:
-    baton("serve", BATON_API_KEY="one two")
+    run_baton("serve", BATON_API_KEY="one two")
     (tmp_path / "c.toml").write_text('api-key = ["three"]')
-    baton("serve", BATON_CONFIG=str(tmp_path / "c.toml"))
+    run_baton("serve", BATON_CONFIG=str(tmp_path / "c.toml"))
     assert [plan.front.api_key for plan in served] == [["one", "two"], ["three"]]
 
 
@@ -244,7 +248,7 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
 def test_errors_name_the_flag(
     args: list[str], environment: dict[str, str], words: list[str], served: list[Plan]
 ) -> None:
-    result = baton("serve", *args, **environment)
+    result = run_baton("serve", *args, **environment)
     assert result.exit_code == 2
     assert served == []
     for word in words:
@@ -265,7 +269,7 @@ def test_errors_in_the_file_name_the_field(
     tmp_path: Path, text: str, words: list[str], served: list[Plan]
 ) -> None:
     (tmp_path / "c.toml").write_text(text)
-    result = baton("serve", "--config", str(tmp_path / "c.toml"))
+    result = run_baton("serve", "--config", str(tmp_path / "c.toml"))
     assert result.exit_code == 2
     assert served == []
     for word in words:
@@ -276,8 +280,8 @@ def test_a_value_error_is_shown_without_a_traceback(monkeypatch: pytest.MonkeyPa
     def run(plan: Plan) -> int:
         raise ValueError("--max-model-len 9: too short")
 
-    monkeypatch.setattr(cluster.serve, "run", run)
-    result = baton("serve")
+    monkeypatch.setattr(baton.cluster.serve, "run", run)
+    result = run_baton("serve")
     assert result.exit_code == 2
     assert result.output.strip() == "Error: --max-model-len 9: too short"
 
@@ -294,10 +298,10 @@ def test_ctrl_c_before_the_command_runs_shows_no_traceback(monkeypatch: pytest.M
         handlers.append(handler)
         return found(number, handler)
 
-    monkeypatch.setattr(cluster.cli, "app", interrupted)
+    monkeypatch.setattr(baton.cluster.cli, "app", interrupted)
     monkeypatch.setattr(signal, "signal", noted)
     with pytest.raises(SystemExit) as ended:
-        cluster.script.main()
+        baton.cluster.script.main()
     assert ended.value.code == 130
     assert handlers == [signal.SIG_DFL, signal.default_int_handler], "while it imports"
 
@@ -308,7 +312,7 @@ def test_roles_accept_the_arguments_that_serve_passes(
     monkeypatch.delenv("BATON_CLUSTER_SECRET", raising=False)
     secret = tmp_path / "secret"
     secret.write_text("s" * 32)
-    baton(
+    run_baton(
         "serve", "--dtype", "float32", "--block-size", "32", "--enable-prefix-caching", "--kv-lanes", "2",
         "--drain-timeout", "5", "--trace-dir", str(tmp_path / "traces"), "--api-key", "k1", "--api-key", "k2",
         "--num-threads", "3", "--device", "cpu", "--cluster-secret-file", str(secret), "--decode", "2",
@@ -320,7 +324,7 @@ def test_roles_accept_the_arguments_that_serve_passes(
     assert all(role.environment["BATON_CLUSTER_SECRET"] == "s" * 32 for role in roles)
     assert roles[-1].environment["BATON_API_KEY"] == "k1 k2"
     assert not any("k1" in arg or "s" * 32 in arg for role in roles for arg in role.args)
-    result = baton("decode", *roles[1].args, "--index", "1")
+    result = run_baton("decode", *roles[1].args, "--index", "1")
     assert result.exit_code == 0, result.output
     [(name, given)] = workers
     assert (name, given.process.index) == ("decode", 1)
@@ -334,17 +338,17 @@ def test_the_opentelemetry_variable_is_the_default_of_the_flag(
     served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://env:4317")
-    baton("serve", "--device", "cpu")
-    baton("serve", "--device", "cpu", "--otlp-endpoint", "http://flag:4317")
+    run_baton("serve", "--device", "cpu")
+    run_baton("serve", "--device", "cpu", "--otlp-endpoint", "http://flag:4317")
     for plan, endpoint in zip(served, ("http://env:4317", "http://flag:4317"), strict=True):
         for role in plan.roles():
             assert role.args[role.args.index("--otlp-endpoint") + 1] == endpoint
 
 
 def test_engines_share_the_cpus(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.supervision.plan.usable_cpus", lambda: 8)
-    baton("serve", "--device", "cpu", "--prefill", "1", "--decode", "2")
-    baton("serve", "--device", "cpu", "--prefill", "9", "--decode", "9")
+    monkeypatch.setattr("baton.cluster.supervision.plan.usable_cpus", lambda: 8)
+    run_baton("serve", "--device", "cpu", "--prefill", "1", "--decode", "2")
+    run_baton("serve", "--device", "cpu", "--prefill", "9", "--decode", "9")
     assert [role.cpus for role in served[0].roles()] == [2, 2, 2, 1]
     assert {role.cpus for role in served[1].roles()} == {1}
 
@@ -354,8 +358,8 @@ def test_pools_and_their_places(served: list[Plan], tmp_path: Path) -> None:
     config.write_text(
         "prefill = 2\ndecode = '1:3'\nplacement = 'pack'\nprefill-nodes = ['gpu=h200', 'zone=a']"
     )
-    baton("serve", "--config", str(config), "--device", "cuda")
-    baton("serve", "--placement", "pair", "--prefill", "2", "--decode", "3")
+    run_baton("serve", "--config", str(config), "--device", "cuda")
+    run_baton("serve", "--placement", "pair", "--prefill", "2", "--decode", "3")
     [plan, pairs] = served
     roles = plan.roles()
     assert [role.name for role in roles] == ["prefill 0", "prefill 1", "decode 0", "router 0"]
@@ -371,13 +375,13 @@ def test_pools_that_need_too_many_gpus_are_refused(
     served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     present = ["0", "1", "2", "3"]
-    monkeypatch.setattr("cluster.supervision.plan.visible_gpus", lambda: present)
-    baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:2")
-    baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:3")
-    baton("serve", "--device", "cpu", "--prefill", "9")
+    monkeypatch.setattr("baton.cluster.supervision.plan.visible_gpus", lambda: present)
+    run_baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:2")
+    run_baton("serve", "--device", "cuda", "--prefill", "2", "--decode", "1:3")
+    run_baton("serve", "--device", "cpu", "--prefill", "9")
     groups = ("serve", "--device", "cuda", "--prefill", "0", "--tensor-parallel-size", "2", "--decode")
-    baton(*groups, "2")
-    baton(*groups, "3")
+    run_baton(*groups, "2")
+    run_baton(*groups, "3")
     fits, too_many, on_cpu, two_groups, three_groups = served
     assert fits.gpus(fits.roles()) == present
     with pytest.raises(ValueError, match=r"--prefill 2 --decode 1:3.* 5 GPUs, but this machine has 4"):
@@ -390,7 +394,7 @@ def test_pools_that_need_too_many_gpus_are_refused(
 
 
 def test_a_worker_of_several_ranks_reserves_gpus_and_cores(served: list[Plan]) -> None:
-    baton("serve", "--device", "cuda", "--prefill", "0", "--decode", "2", "--tensor-parallel-size", "2")
+    run_baton("serve", "--device", "cuda", "--prefill", "0", "--decode", "2", "--tensor-parallel-size", "2")
     workers = served[0].roles()[:-1]
     assert [(role.name, role.gpus, role.cpus) for role in workers] == [("decode 0", 2, 2), ("decode 1", 2, 2)]
 
@@ -398,11 +402,11 @@ def test_a_worker_of_several_ranks_reserves_gpus_and_cores(served: list[Plan]) -
 def test_pools_may_have_workers_of_different_sizes(
     served: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.supervision.plan.visible_gpus", lambda: ["0", "1", "2", "3"])
+    monkeypatch.setattr("baton.cluster.supervision.plan.visible_gpus", lambda: ["0", "1", "2", "3"])
     mixed = ("serve", "--device", "cuda", "--prefill-tensor-parallel-size", "2")
-    baton(*mixed, "--decode", "2", "--enable-expert-parallel")
-    baton(*mixed, "--decode", "3")
-    baton(*mixed, "--prefill", "1:2", "--decode", "1:2")
+    run_baton(*mixed, "--decode", "2", "--enable-expert-parallel")
+    run_baton(*mixed, "--decode", "3")
+    run_baton(*mixed, "--prefill", "1:2", "--decode", "1:2")
     fits, too_many, flips = served
     workers = fits.roles()[:-1]
     assert [(role.name, role.gpus, role.cpus) for role in workers] == [
@@ -426,19 +430,19 @@ def test_pools_may_have_different_kv_dtypes(served: list[Plan]) -> None:
         (("--decode-kv-cache-dtype", "fp8"), [None, "fp8"]),
         (("--kv-cache-dtype", "fp8", "--prefill-kv-cache-dtype", "auto"), [None, "fp8"]),
     ):
-        baton("serve", "--device", "cpu", *flags)
+        run_baton("serve", "--device", "cpu", *flags)
         args = [role.args for role in served[-1].roles()[:-1]]
         assert [given[given.index(flag) + 1] if flag in given else None for given in args] == expected
 
 
 def test_only_the_prefill_pool_may_be_left_out(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     routers: list[RouterRole] = []
-    monkeypatch.setattr(cluster.roles, "run_router", lambda given: routers.append(given) or 0)
+    monkeypatch.setattr(baton.cluster.roles, "run_router", lambda given: routers.append(given) or 0)
     for prefill, names in (("0", ["decode 0"]), ("1", ["prefill 0", "decode 0"])):
-        baton("serve", "--prefill", prefill, "--device", "cpu")
+        run_baton("serve", "--prefill", prefill, "--device", "cpu")
         [*workers, router] = served[-1].roles()
         assert [role.name for role in workers] == names
-        result = baton("router", *router.args)
+        result = run_baton("router", *router.args)
         assert result.exit_code == 0, result.output
     assert [given.membership.decode_only for given in routers] == [True, False]
 
@@ -463,7 +467,7 @@ def test_gpus_that_a_role_may_be_given(
 ) -> None:
     for device in devices:
         (tmp_path / device).touch()
-    monkeypatch.setattr("cluster.gpus.Path", lambda path: tmp_path)
+    monkeypatch.setattr("baton.cluster.gpus.Path", lambda path: tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
@@ -478,7 +482,7 @@ def test_gpus_that_a_role_may_be_given(
     ],
 )
 def test_invalid_placements_are_refused(flags: tuple[str, ...], words: str, served: list[Plan]) -> None:
-    baton("serve", *flags)
+    run_baton("serve", *flags)
     with pytest.raises(ValueError, match=words):
         served[0].roles()
 
@@ -492,7 +496,7 @@ class Blocker:
         if name.partition(".")[0] in {blocked.split()!r}:
             raise ImportError(f"{{name}} is not installed")
 sys.meta_path.insert(0, Blocker())
-from cluster.cli import app
+from baton.cluster.cli import app
 try:
     app({list(args)!r})
 except SystemExit as end:

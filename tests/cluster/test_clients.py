@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster.cli import app
-from cluster.supervision.python_path import PACKAGES
-from cluster.tools.status import device_of
-from router.status import _plain
-from rpc import worker_pb2 as pb
+from baton.cluster.cli import app
+from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.tools.status import device_of
+from baton.router.status import _plain
+from baton.rpc import worker_pb2 as pb
 
 STATUS: dict[str, Any] = {
     "router": {"ready": False},
@@ -105,12 +105,12 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def baton(*args: str, typed: str | None = None) -> Result:
+def run_baton(*args: str, typed: str | None = None) -> Result:
     return CliRunner().invoke(app, args, input=typed)
 
 
 def test_one_question(url: str) -> None:
-    result = baton("chat", "--url", url, "--system", "be brief", "--max-tokens", "9", "how are you")
+    result = run_baton("chat", "--url", url, "--system", "be brief", "--max-tokens", "9", "how are you")
     assert result.exit_code == 0
     assert result.stdout == "HOW ARE YOU \n"
     assert re.search(r"first token after \d+ ms, 3 tokens, then [\d.]+ tokens/s", result.stderr)
@@ -119,19 +119,19 @@ def test_one_question(url: str) -> None:
     assert [m["role"] for m in request["messages"]] == ["system", "user"]
     assert (request["max_tokens"], request["stream"]) == (9, True)
     assert "temperature" not in request, "the server's default"
-    assert baton("chat", "--url", url, "--model", "other", "hi").exit_code == 0
+    assert run_baton("chat", "--url", url, "--model", "other", "hi").exit_code == 0
     assert Router.requests[-1]["model"] == "other"
 
 
 def test_a_chat_remembers_its_turns(url: str) -> None:
-    result = baton("chat", "--url", url, typed="one\n\ntwo words\n")
+    result = run_baton("chat", "--url", url, typed="one\n\ntwo words\n")
     assert result.exit_code == 0
     assert [m["content"] for m in Router.requests[1]["messages"]] == ["one", "ONE ", "two words"]
     assert "Sampling defaults of the server: temperature 0.6, top_k 20." in result.stdout
 
 
 def test_a_failed_turn_does_not_end_the_chat_and_is_forgotten(url: str) -> None:
-    result = baton("chat", "--url", url, typed="bad\nbroken\ngood\n")
+    result = run_baton("chat", "--url", url, typed="bad\nbroken\ngood\n")
     assert "400 messages: too bad" in result.stderr
     assert "the engine is gone" in result.stderr
     assert [m["content"] for m in Router.requests[2]["messages"]] == ["good"]
@@ -140,7 +140,7 @@ def test_a_failed_turn_does_not_end_the_chat_and_is_forgotten(url: str) -> None:
 
 def test_ctrl_c_interrupts_the_answer_and_keeps_its_received_part(url: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "chat", "--url", url],
+        [sys.executable, "-m", "baton.cluster.cli", "chat", "--url", url],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -165,7 +165,7 @@ def test_ctrl_c_interrupts_the_answer_and_keeps_its_received_part(url: str) -> N
 
 
 def test_status_as_a_table_and_as_json(url: str) -> None:
-    result = baton("status", "--url", url)
+    result = run_baton("status", "--url", url)
     assert result.exit_code == 1, "the router is not ready"
     lines = result.stdout.splitlines()
     assert lines[1].split()[:4] == ["prefill", "0", "prefill", "connecting"]
@@ -173,7 +173,7 @@ def test_status_as_a_table_and_as_json(url: str) -> None:
     assert lines[2].split()[6:8] == ["2", "GPUs"]
     assert "25%" in lines[2]
     assert lines[3] == "prefill 0 at 127.0.0.1:4 is connecting: nothing listens at this address. Start it."
-    assert json.loads(baton("status", "--url", url, "--json").stdout) == STATUS
+    assert json.loads(run_baton("status", "--url", url, "--json").stdout) == STATUS
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_status_shows_the_present_pool_beside_the_name(monkeypatch: pytest.Monke
     moved = {**worker, "index": 1, "status": worker["status"] | {"pool": "pool_prefill"}}
     monkeypatch.setitem(STATUS, "workers", [worker, moved])
     monkeypatch.setitem(STATUS, "router", {"ready": True})
-    result = baton("status", "--url", url)
+    result = run_baton("status", "--url", url)
     assert [line.split()[:3] for line in result.stdout.splitlines()[1:]] == [
         ["decode", "0", "decode"], ["decode", "1", "prefill"],
     ]  # fmt: skip
@@ -210,7 +210,7 @@ def test_status_shows_the_transports_of_kv(monkeypatch: pytest.MonkeyPatch, url:
     )
     worker = {"role": "prefill", "index": 3, "state": "ready", "status": _plain(status)}
     monkeypatch.setitem(STATUS, "workers", [worker])
-    shown = baton("status", "--url", url).stdout
+    shown = run_baton("status", "--url", url).stdout
     assert "KV from prefill 3: cuda_ipc (decode 0, decode 2); tcp: another machine (decode 1)\n" in shown
 
 
@@ -231,7 +231,7 @@ def test_status_shows_each_address_in_a_row_of_its_own(monkeypatch: pytest.Monke
     }  # fmt: skip
     monkeypatch.setitem(STATUS, "workers", [*STATUS["workers"], *more])
     monkeypatch.setitem(STATUS, "cluster", {"roles": [supervised], "pools": {}})
-    lines = baton("status", "--url", url).stdout.splitlines()
+    lines = run_baton("status", "--url", url).stdout.splitlines()
     addresses = [re.findall(r"127\.0\.0\.1:\d", line) for line in lines[1:7]]
     assert addresses == [[f"127.0.0.1:{port}"] for port in (4, 6, 5, 9, 7, 8)]
     assert [line.split()[0] for line in lines[1:7]] == ["prefill", "prefill", "decode", "decode", "?", "?"]
@@ -250,7 +250,7 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
     pool = {"size": 2, "ready": 1, "least": 1, "most": 4, "needed": 1.7, "why": "the queue"}
     monkeypatch.setitem(STATUS, "cluster", {"roles": roles, "pools": {"decode": pool}})
-    lines = baton("status", "--url", url).stdout.splitlines()
+    lines = run_baton("status", "--url", url).stdout.splitlines()
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["prefill", "0"], ["prefill", "1"], ["decode", "0"], ["decode", "1"],
     ]  # fmt: skip
@@ -263,12 +263,12 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
 
 
 def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
-    gone = baton("status", "--url", "http://127.0.0.1:9")
+    gone = run_baton("status", "--url", "http://127.0.0.1:9")
     assert gone.exit_code == 2
     assert "--url http://127.0.0.1:9" in gone.stderr
     assert "baton serve" in gone.stderr
     for other in ("ftp://127.0.0.1", "127.0.0.1:8000"):
-        wrong = baton("status", "--url", other)
+        wrong = run_baton("status", "--url", other)
         assert wrong.exit_code == 2
         assert f"--url {other}: it must begin with http:// or https://" in wrong.stderr
     with socket.create_server(("127.0.0.1", 0)) as grpc:  # answers with a frame of HTTP/2
@@ -282,10 +282,10 @@ def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        other = baton("status", "--url", address)
+        other = run_baton("status", "--url", address)
         answering.join()
     assert f"--url {address}: what answers there is not the HTTP port of a router" in other.stderr
-    refused = baton("status", "--url", url, "--api-key", "wrong")
+    refused = run_baton("status", "--url", url, "--api-key", "wrong")
     assert refused.exit_code == 2
     assert "unknown key" in refused.stderr
     assert "--api-key" in refused.stderr

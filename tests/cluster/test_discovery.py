@@ -12,14 +12,14 @@ from typing import Protocol
 
 import pytest
 
-from cluster.discovery import kubernetes_discovery
-from cluster.discovery.kubernetes_discovery import KubernetesDiscovery
-from cluster.supervision.plan import RoleSpec
-from cluster.supervision.role_process import RoleState
-from cluster.supervision.runner import RoleRunner, write_atomically
-from cluster.supervision.supervisor import RoleHandle, Supervisor
-from router.workers import discovery
-from router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
+from baton.cluster.discovery import kubernetes_discovery
+from baton.cluster.discovery.kubernetes_discovery import KubernetesDiscovery
+from baton.cluster.supervision.plan import RoleSpec
+from baton.cluster.supervision.role_process import RoleState
+from baton.cluster.supervision.runner import RoleRunner, write_atomically
+from baton.cluster.supervision.supervisor import RoleHandle, Supervisor
+from baton.router.workers import discovery
+from baton.router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
 from tests.fake_kubernetes import FakeKubernetes, endpoint
 
 from .conftest import FAKE, eventually
@@ -323,7 +323,7 @@ async def test_a_workers_file_that_cannot_be_used_is_told_once(
 async def test_a_new_supervisor_updates_routers_after_all_roles_have_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.supervision.supervisor._ALL_ANSWER_WITHIN", 60.0)
+    monkeypatch.setattr("baton.cluster.supervision.supervisor._ALL_ANSWER_WITHIN", 60.0)
     registry = Registry(tmp_path)
     file = tmp_path / "router-0.workers"
     try:
@@ -349,7 +349,7 @@ async def test_a_new_supervisor_updates_routers_after_all_roles_have_answered(
 async def test_a_new_supervisor_does_not_wait_forever_for_an_unplaced_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.supervision.supervisor._ALL_ANSWER_WITHIN", 0.1)
+    monkeypatch.setattr("baton.cluster.supervision.supervisor._ALL_ANSWER_WITHIN", 0.1)
     registry = Registry(tmp_path)
     registry.workers[C].silent = True
     try:

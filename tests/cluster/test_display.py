@@ -9,9 +9,9 @@ from typing import Any, get_type_hints
 
 from rich.console import Console
 
-from cluster import options
-from cluster.supervision.display import Display
-from cluster.supervision.plan import Plan
+from baton.cluster import options
+from baton.cluster.supervision.display import Display
+from baton.cluster.supervision.plan import Plan
 
 
 def plan(**front: Any) -> Plan:

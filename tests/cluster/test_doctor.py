@@ -17,12 +17,12 @@ import pytest
 from aiohttp import web
 from typer.testing import CliRunner
 
-from cluster.cli import app
-from cluster.options import DoctorOptions, EndpointOptions
-from cluster.tools.doctor import network, nixl, node
-from cluster.tools.doctor.finding import Finding, bad, exit_code, good, warning
-from cluster.tools.doctor.running import running, workers
-from rpc import TlsFiles
+from baton.cluster.cli import app
+from baton.cluster.options import DoctorOptions, EndpointOptions
+from baton.cluster.tools.doctor import network, nixl, node
+from baton.cluster.tools.doctor.finding import Finding, bad, exit_code, good, warning
+from baton.cluster.tools.doctor.running import running, workers
+from baton.rpc import TlsFiles
 from tests.conftest import Certificates
 
 SECRET = b"a secret for the doctor"
@@ -142,7 +142,7 @@ def sent(port: int, secret: bytes, lanes: int = 2) -> list[Finding]:
 
 def test_both_ends_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "SECONDS", 0.2)
-    monkeypatch.setattr("kv_transfer.config.NIXL_WHEELS", ())
+    monkeypatch.setattr("baton.kv_transfer.config.NIXL_WHEELS", ())
     thread, heard, port = listening(SECRET)
     [there] = sent(port, SECRET)
     thread.join(10)
@@ -155,7 +155,7 @@ def test_both_ends_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_ends_measure_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "SECONDS", 0.1)
     monkeypatch.setattr(nixl, "SECONDS", 0.2)
-    monkeypatch.setattr("kv_transfer.process.nixl_memory.rdma_devices", list)
+    monkeypatch.setattr("baton.kv_transfer.process.nixl_memory.rdma_devices", list)
     thread, heard, port = listening(SECRET)
     there = sent(port, SECRET)
     thread.join(10)
@@ -165,7 +165,7 @@ def test_both_ends_measure_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_node_has_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.config.NIXL_WHEELS", ())
+    monkeypatch.setattr("baton.kv_transfer.config.NIXL_WHEELS", ())
     here, there = socket.socketpair()
     with here, there:
         there.sendall((3).to_bytes(4, "little") + b"abc")

@@ -11,9 +11,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner, Result
 
-from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from cluster.cli import app
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.cluster.cli import app
+from baton.rpc import worker_pb2 as pb
 
 NAMES = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import rpc
-from cluster.supervision.backoff import RestartPolicy
-from cluster.supervision.health import until_silent
-from cluster.supervision.role_process import RoleProcess
+from baton import rpc
+from baton.cluster.supervision.backoff import RestartPolicy
+from baton.cluster.supervision.health import until_silent
+from baton.cluster.supervision.role_process import RoleProcess
 from tests.conftest import Certificates
 
 from .conftest import FAKE, until, until_ready

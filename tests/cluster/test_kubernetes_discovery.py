@@ -18,12 +18,12 @@ import aiohttp
 import pytest
 import trustme
 
-from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from bench.roles import spawn
-from cluster.discovery import kubernetes_discovery
-from cluster.discovery.kubernetes_discovery import KubernetesDiscovery
-from cluster.model import EMBEDDED_NAME
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.bench.roles import spawn
+from baton.cluster.discovery import kubernetes_discovery
+from baton.cluster.discovery.kubernetes_discovery import KubernetesDiscovery
+from baton.cluster.model import EMBEDDED_NAME
+from baton.rpc import worker_pb2 as pb
 from tests.fake_kubernetes import NAMESPACE, FakeKubernetes, endpoint
 
 from .followed import Follower

@@ -14,8 +14,8 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
-from cluster import model
-from cluster.cli import app
+from baton.cluster import model
+from baton.cluster.cli import app
 
 
 @pytest.fixture(autouse=True)

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import cluster.serve
-import worker.service_process.service
-from cluster.cli import app
-from cluster.gpus import gpu_gib
-from cluster.options import EngineOptions, Optimize
-from cluster.options.optimize import choose
-from cluster.supervision.plan import Plan
-from engine import EngineConfig
-from worker import WorkerConfig
+import baton.cluster.serve
+import baton.worker.service_process.service
+from baton.cluster.cli import app
+from baton.cluster.gpus import gpu_gib
+from baton.cluster.options import EngineOptions, Optimize
+from baton.cluster.options.optimize import choose
+from baton.cluster.supervision.plan import Plan
+from baton.engine import EngineConfig
+from baton.worker import WorkerConfig
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_smallest_gpu_counts(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    monkeypatch.setattr("cluster.gpus.nvidia_smi", lambda *_: lines)
+    monkeypatch.setattr("baton.cluster.gpus.nvidia_smi", lambda *_: lines)
     gpu_gib.cache_clear()
     request.addfinalizer(gpu_gib.cache_clear)
     assert gpu_gib() == (expected and pytest.approx(expected, abs=0.05))
@@ -104,12 +104,14 @@ def test_the_smallest_gpu_counts(
 def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerConfig]:
     """The workers that commands were about to run."""
     configs: list[WorkerConfig] = []
-    monkeypatch.setattr("worker.service_process.service.run", lambda config: configs.append(config) or 0)
+    monkeypatch.setattr(
+        "baton.worker.service_process.service.run", lambda config: configs.append(config) or 0
+    )
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     return configs
 
 
-def baton(*args: str) -> None:
+def run_baton(*args: str) -> None:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
 
@@ -120,11 +122,11 @@ def test_the_choice_reaches_the_engine_and_the_log(
 ) -> None:
     """Whether the worker is told directly or by `baton serve`."""
     plans: list[Plan] = []
-    monkeypatch.setattr(cluster.serve, "run", lambda plan: plans.append(plan) or 0)
+    monkeypatch.setattr(baton.cluster.serve, "run", lambda plan: plans.append(plan) or 0)
     flags = ("--device", "cpu", "--optimize", "latency", "--max-num-batched-tokens", "512")
-    baton("serve", *flags)
-    baton(role, *flags)
-    baton(role, *plans[0].roles()[0].args)
+    run_baton("serve", *flags)
+    run_baton(role, *flags)
+    run_baton(role, *plans[0].roles()[0].args)
     for config in started:
         engine = config.engine
         assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (32, 512)
@@ -132,7 +134,7 @@ def test_the_choice_reaches_the_engine_and_the_log(
         assert engine.ttit_target is None
         assert config.settings is not None
         assert config.settings.startswith("optimize latency, CPU: --max-num-seqs 32, ")
-    baton(role, *flags, "--ttit-target", "20")
+    run_baton(role, *flags, "--ttit-target", "20")
     assert started[-1].engine.ttit_target == 0.02
     assert len(started) == 3
 
@@ -143,12 +145,12 @@ def test_a_worker_logs_its_settings_at_its_start(
     def refuse(*_: Any) -> None:
         raise ValueError("stop here")
 
-    monkeypatch.setattr(worker.service_process.service, "Service", refuse)
+    monkeypatch.setattr(baton.worker.service_process.service, "Service", refuse)
     monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
     monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
     config = WorkerConfig(
         role="decode", engine=EngineConfig("model"), secret=b"s" * 32, settings="optimize balanced, CPU: …"
     )
-    with caplog.at_level(logging.INFO, "worker.service_process.service"):
-        assert worker.service_process.service.run(config) == 1
+    with caplog.at_level(logging.INFO, "baton.worker.service_process.service"):
+        assert baton.worker.service_process.service.run(config) == 1
     assert caplog.messages == ["optimize balanced, CPU: …", "stop here"]

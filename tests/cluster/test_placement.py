@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.on_ray import placement
-from cluster.supervision.plan import RoleSpec
+from baton.cluster.on_ray import placement
+from baton.cluster.supervision.plan import RoleSpec
 
 WORKER = RoleSpec("decode", 0, (), {}, gpus=2, cpus=2)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.supervision.backoff import RestartPolicy
-from cluster.supervision.role_process import RoleProcess
+from baton.cluster.supervision.backoff import RestartPolicy
+from baton.cluster.supervision.role_process import RoleProcess
 
 from .conftest import FAKE, eventually, gone, until, until_ready
 
@@ -138,8 +138,8 @@ async def test_signals_that_the_supervisor_blocks_reach_the_role(start: Start) -
 
 SUPERVISOR = """
 import asyncio, os, pathlib, sys
-from cluster.supervision.backoff import RestartPolicy
-from cluster.supervision.role_process import RoleProcess
+from baton.cluster.supervision.backoff import RestartPolicy
+from baton.cluster.supervision.role_process import RoleProcess
 
 async def main():
     process = RoleProcess(sys.argv[2:], os.environ, pathlib.Path(sys.argv[1]), RestartPolicy())

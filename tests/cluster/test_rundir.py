@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.supervision import rundir
-from cluster.supervision.python_path import PACKAGES
-from cluster.supervision.rundir import RunDir
+from baton.cluster.supervision import rundir
+from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.rundir import RunDir
 
 OWNER = """
 import sys
 from pathlib import Path
-from cluster.supervision.rundir import RunDir
+from baton.cluster.supervision.rundir import RunDir
 
 run_dir = RunDir.create(Path(sys.argv[1]))
 print(run_dir.path, flush=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.autoscaling.scaling import (
+from baton.cluster.autoscaling.scaling import (
     GROW_BEYOND,
     SHRINK_BELOW,
     DecodeDemand,

@@ -12,12 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.shapes import BAMBA, write_shape
-from cluster.cli import app
-from cluster.tools.sizing.answer import Answer, PlannedLoad, answer
-from cluster.tools.sizing.models import MODELS
-from cluster.tools.sizing.simulated import decode, prefill
-from cluster.tools.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
+from baton.bench.shapes import BAMBA, write_shape
+from baton.cluster.cli import app
+from baton.cluster.tools.sizing.answer import Answer, PlannedLoad, answer
+from baton.cluster.tools.sizing.models import MODELS
+from baton.cluster.tools.sizing.simulated import decode, prefill
+from baton.cluster.tools.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
 
 H200 = GPUS["h200"]
 SPEEDS = Speeds(H200, REFERENCE)
@@ -29,7 +29,7 @@ LOAD = PlannedLoad(
 @pytest.fixture(autouse=True)
 def few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of simulated requests changes the accuracy of an answer, not the way to it."""
-    monkeypatch.setattr("cluster.tools.sizing.simulated.REQUESTS", 500)
+    monkeypatch.setattr("baton.cluster.tools.sizing.simulated.REQUESTS", 500)
 
 
 def test_speeds_are_the_measured_ones() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import cluster.supervision.runner
-import cluster.supervision.supervisor
-from cluster.supervision.backoff import RestartPolicy
-from cluster.supervision.plan import RoleName, RoleSpec
-from cluster.supervision.role_process import RoleState
-from cluster.supervision.runner import RoleRunner
-from cluster.supervision.supervisor import Supervisor
+import baton.cluster.supervision.runner
+import baton.cluster.supervision.supervisor
+from baton.cluster.supervision.backoff import RestartPolicy
+from baton.cluster.supervision.plan import RoleName, RoleSpec
+from baton.cluster.supervision.role_process import RoleState
+from baton.cluster.supervision.runner import RoleRunner
+from baton.cluster.supervision.supervisor import Supervisor
 
 from .conftest import FAKE, Up, eventually, gone, until_ready, up
 
@@ -76,7 +76,7 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(cluster.supervision.runner, "until_silent", forever)
+    monkeypatch.setattr(baton.cluster.supervision.runner, "until_silent", forever)
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ class Unplaced:
 async def test_a_worker_that_ray_has_not_placed_can_be_stopped(
     tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.supervision.supervisor, "_PLACED_WITHIN", 0.1)
+    monkeypatch.setattr(baton.cluster.supervision.supervisor, "_PLACED_WITHIN", 0.1)
     unplaced = Unplaced()
     supervisor = Supervisor(
         [spec("decode"), spec("router")],
@@ -324,7 +324,7 @@ async def test_a_rolling_restart_begins_with_flipped_workers_which_are_in_their_
         assert set(addresses) == running.listed()
         return {flipped: "prefill"}
 
-    monkeypatch.setattr(cluster.supervision.supervisor, "ask_pools", ask)
+    monkeypatch.setattr(baton.cluster.supervision.supervisor, "ask_pools", ask)
     running.events.clear()
     restarting = asyncio.create_task(running.supervisor.restart_workers())
     await eventually(lambda: bool(running.events))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cluster import roles
-from cluster.cli import app
+from baton.cluster import roles
+from baton.cluster.cli import app
 
 UNITS = sorted((Path(__file__).parents[2] / "deploy/systemd").glob("*.service"))
 

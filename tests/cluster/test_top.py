@@ -19,17 +19,17 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from typer.testing import CliRunner
 
-from bench.fakes.worker import FakeWorker
-from cluster.cli import app
-from cluster.options import EndpointOptions
-from cluster.supervision.python_path import PACKAGES
-from cluster.tools.top.frame import frame
-from cluster.tools.top.scrape import Page, Scrape, parse, scrape
-from kv_transfer import TransferStats
-from router.text.tokenizer import ModelTokenizer, load_tokenizer
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import FakeWorker
+from baton.cluster.cli import app
+from baton.cluster.options import EndpointOptions
+from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.tools.top.frame import frame
+from baton.cluster.tools.top.scrape import Page, Scrape, parse, scrape
+from baton.kv_transfer import TransferStats
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.rpc import worker_pb2 as pb
+from baton.worker.service_process.metrics import Metrics
 from tests.router.conftest import Cluster, make_cluster
-from worker.service_process.metrics import Metrics
 
 TEXT = "w11 w12 w13 w14 w15 w16 w17"
 TTFT = "vllm:time_to_first_token_seconds"
@@ -203,7 +203,7 @@ async def test_in_a_pipe_it_prints_frame_after_frame_until_ctrl_c(
 ) -> None:
     async with make_cluster(tokenizer, tmp_path, text=TEXT) as cluster, asyncio.timeout(60):
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cluster.cli", "top", "--interval", "0.1", "--url", cluster.url,
+            sys.executable, "-m", "baton.cluster.cli", "top", "--interval", "0.1", "--url", cluster.url,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=dict(os.environ) | {"PYTHONPATH": PACKAGES, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip

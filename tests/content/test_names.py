@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from content import (
+from baton.content import (
     CHUNK_TOKENS,
     content_root,
     extend_names,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 from tests.bad_network import BadNetwork
 from tests.cluster_helpers import Pair, WorkerProcess, WorkerStream, sampling, started_pair, tiny_model
 from tests.device import DEVICE

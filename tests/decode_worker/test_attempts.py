@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import assert_whole, metrics, paired, request, sampling
 
 from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status

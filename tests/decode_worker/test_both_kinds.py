@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import Pair, assert_whole, attached, request, sampling
 
 from .conftest import BLOCKS, Workers, prompt

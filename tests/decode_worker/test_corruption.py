@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import Pair, assert_whole, metrics, paired, request, sampling
 
 from .conftest import WorkersAndNetwork, damaging, prompt, retarget

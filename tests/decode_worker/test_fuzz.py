@@ -17,7 +17,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import WorkerStream, assert_whole, attached, paired, request, sampling
 
 from .conftest import Workers, prompt, status

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,
     WorkerStream,

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     Pair,
     WorkerProcess,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
-from rpc import worker_pb2 as pb
+from baton.engine import Engine, EngineConfig, EngineRequest, SamplingParams, build_engine
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import assert_whole, metrics, paired, request, sampling
 from tests.device import DEVICE
 

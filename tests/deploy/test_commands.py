@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from cluster.cli import app
-from cluster.options.parameters import ENV_PREFIX, KNOWN
+from baton.cluster.cli import app
+from baton.cluster.options.parameters import ENV_PREFIX, KNOWN
 
 from .conftest import Object, PodTemplate, of_kind, pod_templates
 

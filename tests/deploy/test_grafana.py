@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 
+from baton.worker.service_process.metrics import REFUSED
 from tests.grafana import GRAFANA, RULES, expressions, generator, rules
 from tests.prometheus import find
-from worker.service_process.metrics import REFUSED
 
 DOCS = GRAFANA.parents[1] / "docs"
 DOCUMENTED = DOCS / "reference" / "metrics.md"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from content import Tier
-from engine import EngineStats, ExpertStats, OffloadStats
-from worker.messages import EngineStatus, RequestCounts
-from worker.service_process.metrics import Metrics
+from baton.content import Tier
+from baton.engine import EngineStats, ExpertStats, OffloadStats
+from baton.worker.messages import EngineStatus, RequestCounts
+from baton.worker.service_process.metrics import Metrics
 
 from .conftest import K8S, ROOT, Object, of_kind
 

@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from bench.load.cli import app as bench_app
-from cluster.cli import app as baton_app
+from baton.bench.load.cli import app as bench_app
+from baton.cluster.cli import app as baton_app
 from tests.pages import PAGES, ROOT, blocks
 
 LANGUAGES = {"", "text", "yaml", "toml", "python", "json"}

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 from prometheus_client import Metric
 
-from content import Tier
-from engine import EngineStats, ExpertStats, OffloadStats
-from kv_transfer import TransferStats
-from router.admission.queue import Admission
-from router.metrics import Metrics as RouterMetrics
-from rpc import worker_pb2 as pb
-from worker.messages import EngineStatus, RequestCounts
-from worker.service_process.metrics import Metrics as WorkerMetrics
+from baton.content import Tier
+from baton.engine import EngineStats, ExpertStats, OffloadStats
+from baton.kv_transfer import TransferStats
+from baton.router.admission.queue import Admission
+from baton.router.metrics import Metrics as RouterMetrics
+from baton.rpc import worker_pb2 as pb
+from baton.worker.messages import EngineStatus, RequestCounts
+from baton.worker.service_process.metrics import Metrics as WorkerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 SUFFIX = {"counter": "_total", "info": "_info"}

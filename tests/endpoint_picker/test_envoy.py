@@ -14,10 +14,10 @@ import aiohttp
 import pytest
 import yaml
 
-from endpoint_picker import PickerConfig
-from endpoint_picker.server import running
-from router.text.tokenizer import load_tokenizer
-from router.workers.discovery import StaticDiscovery
+from baton.endpoint_picker import PickerConfig
+from baton.endpoint_picker.server import running
+from baton.router.text.tokenizer import load_tokenizer
+from baton.router.workers.discovery import StaticDiscovery
 from tests.router.conftest import TEXT, Cluster, make_cluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples/envoy.yaml"

@@ -15,13 +15,13 @@ from aiohttp import web
 from google.protobuf import json_format
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from endpoint_picker import PickerConfig
-from endpoint_picker.exchange import MAX_BODY_BYTES, PIECE_BYTES
-from endpoint_picker.server import SERVICE, RunningPicker, running
-from router.metrics import Metrics
-from router.workers.discovery import StaticDiscovery
-from rpc import ext_proc_pb2 as pb
-from rpc.ext_proc_pb2_grpc import ExternalProcessorStub
+from baton.endpoint_picker import PickerConfig
+from baton.endpoint_picker.exchange import MAX_BODY_BYTES, PIECE_BYTES
+from baton.endpoint_picker.server import SERVICE, RunningPicker, running
+from baton.router.metrics import Metrics
+from baton.router.workers.discovery import StaticDiscovery
+from baton.rpc import ext_proc_pb2 as pb
+from baton.rpc.ext_proc_pb2_grpc import ExternalProcessorStub
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hello"}]}).encode()
 KEY = "x-gateway-destination-endpoint"

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.kernels import AttentionMetadata, HeadNorm, Kernels
-from engine.kernels.attention import first_seen
-from engine.kernels.torch_kernels import TorchKernels
-from engine.model_config import Span
+from baton.engine.kernels import AttentionMetadata, HeadNorm, Kernels
+from baton.engine.kernels.attention import first_seen
+from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.model_config import Span
 from tests.engine.kernel_checks import F32, close, normal
 
 LARGEST_TILE = 128  # keys that a kernel loads at once

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import Engine, EngineConfig, build_engine
+from baton.engine import Engine, EngineConfig, build_engine
 
 
 def load(path: Path, **config: Any) -> Engine:

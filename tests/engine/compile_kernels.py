@@ -41,7 +41,7 @@ def main() -> None:
     triton.runtime.driver.set_active(NoDriver())
     JITFunction.__getitem__ = compile_instead
 
-    from engine.kernels import (
+    from baton.engine.kernels import (
         FP8,
         KV,
         AttentionMetadata,
@@ -55,15 +55,15 @@ def main() -> None:
         parts,
         sampling,
     )
-    from engine.kernels.fp8_linear import Fp8Linear
-    from engine.kernels.int4_linear import Int4Linear
-    from engine.kernels.peer_copy import PeerCopy
-    from engine.kernels.skinny_linear import SkinnyLinear
-    from engine.kernels.sum_norm import SumNorm
-    from engine.kernels.thresholds import thresholds
-    from engine.kernels.triton_kernels import TritonKernels
-    from engine.model_config import ClampedSwiGLU, Scoring, Span
-    from kv_transfer.device import copy_kernels
+    from baton.engine.kernels.fp8_linear import Fp8Linear
+    from baton.engine.kernels.int4_linear import Int4Linear
+    from baton.engine.kernels.peer_copy import PeerCopy
+    from baton.engine.kernels.skinny_linear import SkinnyLinear
+    from baton.engine.kernels.sum_norm import SumNorm
+    from baton.engine.kernels.thresholds import thresholds
+    from baton.engine.kernels.triton_kernels import TritonKernels
+    from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
+    from baton.kv_transfer.device import copy_kernels
 
     def step(
         dtype: torch.dtype,

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, build_engine
-from engine.execution.moments import moment
-from engine.execution.rank import Follower
-from engine.execution.rank_files import RankFiles
-from engine.kernels import Kernels
+from baton.engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, build_engine
+from baton.engine.execution.moments import moment
+from baton.engine.execution.rank import Follower
+from baton.engine.execution.rank_files import RankFiles
+from baton.engine.kernels import Kernels
 from tests.device import DEVICE
 
 torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def request_fixture() -> Callable[..., EngineRequest]:
 
 @pytest.fixture(scope="module")
 def triton_kernels(kernel_device: str) -> Kernels:
-    from engine.kernels.triton_kernels import TritonKernels
+    from baton.engine.kernels.triton_kernels import TritonKernels
 
     return TritonKernels(torch.device(kernel_device), 64)
 
@@ -104,7 +104,7 @@ def check_tokens_of_kernels(
 
     def check(path: Path, **formats: Any) -> None:
         expected = tokens(path, "cpu", **formats)
-        for module in ("engine.execution.start", "engine.layers.weights"):
+        for module in ("baton.engine.execution.start", "baton.engine.layers.weights"):
             monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim: triton_kernels)
         assert tokens(path, kernel_device, **formats) == expected
 

@@ -50,11 +50,11 @@ def main() -> int:
     for owner, name in ((torch, "{}"), (torch, "{}_like"), (torch.Tensor, "new_{}")):
         setattr(owner, name.format("empty"), getattr(owner, name.format("zeros")))
 
-    from engine import EngineConfig, build, build_engine
-    from engine.execution.rehearsal import Rehearsal, warm_up
-    from engine.kernels import sampling
-    from engine.kernels.triton_kernels import TritonKernels
-    from engine.layers import weights
+    from baton.engine import EngineConfig, build, build_engine
+    from baton.engine.execution.rehearsal import Rehearsal, warm_up
+    from baton.engine.kernels import sampling
+    from baton.engine.kernels.triton_kernels import TritonKernels
+    from baton.engine.layers import weights
     from tests.engine.conftest import request, save_tiny
 
     def kernels_for(_: torch.device, head_dim: int) -> TritonKernels:

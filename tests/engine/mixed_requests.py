@@ -7,8 +7,8 @@ import json
 import sys
 from typing import Any
 
-from bench.engine.ranks import running
-from engine import EngineConfig, EngineRequest, StructuredOutput
+from baton.bench.engine.ranks import running
+from baton.engine import EngineConfig, EngineRequest, StructuredOutput
 from tests.engine.conftest import request, run
 
 SMALL_POOL: dict[str, Any] = {

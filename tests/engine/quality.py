@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine import Engine
-from engine.kernels import AttentionMetadata
+from baton.engine import Engine
+from baton.engine.kernels import AttentionMetadata
 
 TEXT: list[int] = next(
     golden["prompt_ids"]

@@ -6,14 +6,14 @@ from array import array
 import pytest
 import torch
 
-from engine import EngineRequest
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.schedule import Chunk
-from engine.core.step_builder import build_step
-from engine.kernels.attention import AttentionMetadata
-from engine.kernels.torch_kernels import TorchKernels
-from engine.model_config import Span
-from engine.step import Step
+from baton.engine import EngineRequest
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.schedule import Chunk
+from baton.engine.core.step_builder import build_step
+from baton.engine.kernels.attention import AttentionMetadata
+from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.model_config import Span
+from baton.engine.step import Step
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 VOCABULARY = 1000

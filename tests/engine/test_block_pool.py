@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool
 
 NUM_BLOCKS = 12
 

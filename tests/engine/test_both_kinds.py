@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineRequest, Output
+from baton.engine import Engine, EngineRequest, Output
 from tests.engine.test_disaggregation import LIST, copy_kv
 
 WAYS = ("add", "start", "resume", "join")

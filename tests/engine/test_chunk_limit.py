@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engine import Engine, MixedStep
-from engine.core.chunk_limit import EARLIER, FIRST, LEAST, LONG, MIDDLE, SHORT, ChunkLimit
+from baton.engine import Engine, MixedStep
+from baton.engine.core.chunk_limit import EARLIER, FIRST, LEAST, LONG, MIDDLE, SHORT, ChunkLimit
 
 STEP, TOKEN = 0.010, 0.0001
 LATE = [(500, 0.0)]
@@ -69,7 +69,7 @@ def test_the_engine_passes_its_targets_on(
     tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[tuple[float | None, int, float, tuple[int, float]]] = []
-    monkeypatch.setattr("engine.engine.ChunkLimit", lambda *given: made.append(given))
+    monkeypatch.setattr("baton.engine.engine.ChunkLimit", lambda *given: made.append(given))
     # On a GPU an engine also measures a prompt when it starts, which is the last argument.
     tiny_engine(device="cpu", max_num_batched_tokens=64, ttit_target_steps=6.0)
     tiny_engine(device="cpu", max_num_batched_tokens=128, ttit_target=0.02)

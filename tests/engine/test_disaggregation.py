@@ -14,7 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine import (
+from baton.engine import (
     Engine,
     EngineConfig,
     EngineRequest,
@@ -23,7 +23,7 @@ from engine import (
     StructuredOutput,
     build_engine,
 )
-from engine.kernels import parts
+from baton.engine.kernels import parts
 from tests.device import DEVICE
 
 

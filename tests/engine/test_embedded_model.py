@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineConfig, build_engine
+from baton.engine import Engine, EngineConfig, build_engine
 from tests.device import DEVICE
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").read_text())

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, PrefillChunk, SamplingParams, check_request
-from engine.kernels import parts
+from baton.engine import Engine, PrefillChunk, SamplingParams, check_request
+from baton.engine.kernels import parts
 
 PROMPT = [5, 9, 17, 33, 65, 129, 3, 4, 11]
 

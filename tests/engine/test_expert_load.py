@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, build_engine
-from engine.execution import expert_meter
-from engine.execution.expert_meter import ExpertMeter
-from engine.layers.expert_load import ExpertLoad
-from engine.model_config import ExpertsConfig, Scoring
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.execution import expert_meter
+from baton.engine.execution.expert_meter import ExpertMeter
+from baton.engine.layers.expert_load import ExpertLoad
+from baton.engine.model_config import ExpertsConfig, Scoring
 from tests.device import DEVICE
 
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import Engine, EngineConfig, build_engine
-from engine.kernels import FP8
-from engine.layers.ranks import Part, whole
-from engine.layers.weights import DeclaredWeights
-from engine.loader import check_model, choose_format, open_checkpoint
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.kernels import FP8
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.weights import DeclaredWeights
+from baton.engine.loader import check_model, choose_format, open_checkpoint
 from tests.engine.test_disaggregation import Pair
 from tests.engine.test_models import scores
 
@@ -192,7 +192,7 @@ def test_two_ranks_compute_the_tokens_of_one(
 @pytest.fixture
 def quantized_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU computes as a GPU does."""
-    monkeypatch.setattr("engine.loader.fp8_formats.from_hopper_on", lambda device: True)
+    monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
 
 
 @pytest.mark.usefixtures("quantized_activations")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import Engine
-from engine.kernels import FP8, Fp8KV, Kernels
-from engine.kernels.torch_kernels import TorchKernels
-from engine.model_config import Span
-from engine.models import cache_bytes_per_token
+from baton.engine import Engine
+from baton.engine.kernels import FP8, Fp8KV, Kernels
+from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.model_config import Span
+from baton.engine.models import cache_bytes_per_token
 from tests.engine.attention_step import RAGGED, Step
 from tests.engine.kernel_checks import BF16, F16, F32, close
 
@@ -88,7 +88,7 @@ def test_long_chunks_gather_their_blocks(
     triton_kernels: Kernels, kernel_device: str, block_size: int, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from engine.kernels.gather_kv import gather
+    from baton.engine.kernels.gather_kv import gather
 
     used: list[int] = []
 
@@ -96,13 +96,13 @@ def test_long_chunks_gather_their_blocks(
         used.append(len(blocks))
         return gather(kv, blocks, to)
 
-    monkeypatch.setattr("engine.kernels.triton_kernels.gather", counted)
+    monkeypatch.setattr("baton.engine.kernels.triton_kernels.gather", counted)
     check(Step([(70, 71), (3, 20), (150, 400)], (3, 1), 64, block_size, dtype), triton_kernels, kernel_device)
     assert used == [-(-20 // block_size) + -(-400 // block_size)]
 
 
 def test_which_chunks_gather_their_blocks() -> None:
-    from engine.kernels.gather_kv import MOST_POSITIONS, plan_gather
+    from baton.engine.kernels.gather_kv import MOST_POSITIONS, plan_gather
 
     tables = torch.zeros(2, 1 + MOST_POSITIONS // 128, dtype=torch.int32)
     for chunk, gathers in (((1000, 1128), True), ((1000, 1127), False), ((0, MOST_POSITIONS + 1), False)):

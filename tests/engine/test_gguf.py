@@ -12,12 +12,12 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from engine import EngineConfig
-from engine.layers.ranks import Part, whole
-from engine.loader import check_model
-from engine.loader.dummy import DummyCheckpoint
-from engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
-from engine.loader.hf import HFCheckpoint
+from baton.engine import EngineConfig
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.loader import check_model
+from baton.engine.loader.dummy import DummyCheckpoint
+from baton.engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
+from baton.engine.loader.hf import HFCheckpoint
 from tests.engine.checkpoints import is_refused, load
 from tests.engine.test_models import LLAMA3_ROPE
 
@@ -124,7 +124,7 @@ def test_a_part_of_a_quantized_tensor_needs_only_its_blocks(
         sizes.append(raw.size)
         return dequantize(raw, kind)
 
-    monkeypatch.setattr("engine.loader.gguf_file.dequantize", counted)
+    monkeypatch.setattr("baton.engine.loader.gguf_file.dequantize", counted)
     part = file.read("m", [Part(2, 5, 8), Part(70, 130, 256)])
     np.testing.assert_array_equal(part, everything[2:5, 70:130])
     block = gguf.GGML_QUANT_SIZES[quantized][1]

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import EngineConfig, build_engine
-from engine.layers.ranks import Part, whole
-from engine.loader.gpt_oss import GptOssCheckpoint
-from engine.loader.hf import HFCheckpoint
+from baton.engine import EngineConfig, build_engine
+from baton.engine.layers.ranks import Part, whole
+from baton.engine.loader.gpt_oss import GptOssCheckpoint
+from baton.engine.loader.hf import HFCheckpoint
 from tests.device import DEVICE
 
 EXPERTS = "model.layers.1.mlp.experts"

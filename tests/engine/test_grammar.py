@@ -13,12 +13,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine import Engine, Reasoning, StructuredOutput
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.step_builder import build_adjustments
-from engine.execution.sampler import adjust
-from engine.grammar import LIMITS, Grammars
-from engine.loader.tokenizer_json import tokenizer_json
+from baton.engine import Engine, Reasoning, StructuredOutput
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.step_builder import build_adjustments
+from baton.engine.execution.sampler import adjust
+from baton.engine.grammar import LIMITS, Grammars
+from baton.engine.loader.tokenizer_json import tokenizer_json
 
 EOS = 2
 PERSON = {

@@ -11,9 +11,9 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from engine import EngineConfig, build_engine
-from engine.layers import grouped_linear
-from engine.layers.grouped_linear import (
+from baton.engine import EngineConfig, build_engine
+from baton.engine.layers import grouped_linear
+from baton.engine.layers.grouped_linear import (
     MOST_DECODES,
     TILE,
     ByRows,
@@ -23,13 +23,13 @@ from engine.layers.grouped_linear import (
     for_prompts,
     packs,
 )
-from engine.layers.groups import Groups
-from engine.layers.linear import PlainFormat, PlainLinear
-from engine.layers.ranks import Part, Ranks, whole
-from engine.layers.step_rows import StepRows
-from engine.layers.weights import Weights
-from engine.loader import choose_format, open_checkpoint
-from engine.loader.gguf_groups import UNPACK
+from baton.engine.layers.groups import Groups
+from baton.engine.layers.linear import PlainFormat, PlainLinear
+from baton.engine.layers.ranks import Part, Ranks, whole
+from baton.engine.layers.step_rows import StepRows
+from baton.engine.layers.weights import Weights
+from baton.engine.loader import choose_format, open_checkpoint
+from baton.engine.loader.gguf_groups import UNPACK
 from tests.engine.test_disaggregation import Pair
 
 PACKS = packs(4, torch.bfloat16, torch.device("cpu"))
@@ -124,7 +124,7 @@ def test_which_gguf_files_stay_packed(embedded_model_path: Path, monkeypatch: py
     assert chosen("cpu", load_format="dummy") == chosen("cuda", load_format="dummy") == "plain"
     with pytest.raises(ValueError, match=r"--quantization gguf: .* in 16 bits; use --dtype auto"):
         chosen("cpu", quantization="gguf", dtype="float32")
-    monkeypatch.setattr("engine.layers.grouped_linear.from_hopper_on", lambda device: False)
+    monkeypatch.setattr("baton.engine.layers.grouped_linear.from_hopper_on", lambda device: False)
     assert chosen("cuda") == "plain"
     assert chosen("cuda", quantization="gguf") == packed
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import EngineConfig
-from engine.loader import check_model, choose_format
-from engine.loader.hf import HFCheckpoint
-from engine.loader.hf_config import model_config_from_hf
-from engine.model_config import Span
+from baton.engine import EngineConfig
+from baton.engine.loader import check_model, choose_format
+from baton.engine.loader.hf import HFCheckpoint
+from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.model_config import Span
 from tests.engine.checkpoints import edited_copy, is_refused, load
 
 

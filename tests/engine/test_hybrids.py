@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, build_engine, step_loop
-from engine.core import state_copies
-from engine.core.state_copies import StateCopies
-from engine.execution import memory
-from engine.execution.rehearsal import Rehearsal, warm_up
-from engine.loader import check_model
+from baton.engine import Engine, EngineConfig, build_engine, step_loop
+from baton.engine.core import state_copies
+from baton.engine.core.state_copies import StateCopies
+from baton.engine.execution import memory
+from baton.engine.execution.rehearsal import Rehearsal, warm_up
+from baton.engine.loader import check_model
 from tests.engine.test_overlap import land_one
 
 KINDS = ("Bamba", "Qwen3Next")
@@ -166,7 +166,7 @@ def caching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
         monkeypatch.setattr(memory, "_num_copies", lambda *_: num_copies)
         return {"enable_prefix_caching": True, **config}
 
-    monkeypatch.setattr("engine.engine.COPY_TOKENS", 8)
+    monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
     monkeypatch.setattr(state_copies, "END_TOKENS", 4)
     return make
 
@@ -290,7 +290,7 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     plain = tiny_engine(model=str(path))
     expected = [tokens(run(plain, [request]))[0] for request in requests]
     config = caching(12)
-    monkeypatch.setattr("engine.engine.COPY_TOKENS", 64)
+    monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 64)
     engine = late_engine(model=str(path), **config, num_blocks=200, max_num_batched_tokens=256)
     lengths: list[list[int]] = []
     build = step_loop.build_step

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import EngineConfig, build_engine
-from engine.kernels import FP8
-from engine.layers.fp8_linear import Fp8Linear
-from engine.layers.grouped_linear import packs
-from engine.layers.linear import PlainLinear
-from engine.layers.ranks import Part, Ranks, whole
-from engine.layers.weights import Weights
-from engine.loader import check_model, choose_format, open_checkpoint
-from engine.loader.int4_formats import Int4Format
-from engine.loader.int4_on_load import rounded
+from baton.engine import EngineConfig, build_engine
+from baton.engine.kernels import FP8
+from baton.engine.layers.fp8_linear import Fp8Linear
+from baton.engine.layers.grouped_linear import packs
+from baton.engine.layers.linear import PlainLinear
+from baton.engine.layers.ranks import Part, Ranks, whole
+from baton.engine.layers.weights import Weights
+from baton.engine.loader import check_model, choose_format, open_checkpoint
+from baton.engine.loader.int4_formats import Int4Format
+from baton.engine.loader.int4_on_load import rounded
 
 CPU = torch.device("cpu")
 SIZE = 32
@@ -267,7 +267,7 @@ def test_the_output_projection_of_int4_on_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU that multiplies FP8 numbers."""
-    monkeypatch.setattr("engine.loader.fp8_formats.from_hopper_on", lambda device: True)
+    monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     save_tiny(tmp_path, "Llama", **SIZES, **shape)
     config = EngineConfig(str(tmp_path), device="cpu", dtype="float32", quantization="int4", num_blocks=8)
     engine = build_engine(config)

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import Kernels
-from engine.kernels.torch_kernels import TorchKernels
+from baton.engine.kernels import Kernels
+from baton.engine.kernels.torch_kernels import TorchKernels
 from tests.engine.kernel_checks import BF16, DTYPES, close, normal
 
 # Pointwise
@@ -68,7 +68,7 @@ def test_linear_of_few_rows(
     bias: bool,
 ) -> None:
     """With tiles that W does not fill, with one part and with several. The counters are 0 afterwards."""
-    from engine.kernels.skinny_linear import SkinnyLinear
+    from baton.engine.kernels.skinny_linear import SkinnyLinear
 
     x, weight, b = (
         normal(*s, seed=i).to(dtype) for i, s in enumerate([(rows, inner), (size, inner), (size,)])
@@ -82,7 +82,7 @@ def test_linear_of_few_rows(
 
 @pytest.mark.gpu
 def test_linear_of_few_rows_does_not_depend_on_timing() -> None:
-    from engine.kernels.skinny_linear import SkinnyLinear
+    from baton.engine.kernels.skinny_linear import SkinnyLinear
 
     x, weight = (normal(*s).to(BF16).cuda() for s in [(64, 14336), (4096, 14336)])
     assert SkinnyLinear.suits(weight)
@@ -95,7 +95,7 @@ def test_linear_of_few_rows_does_not_depend_on_timing() -> None:
 
 
 def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
-    from engine.kernels.triton_kernels import TritonKernels
+    from baton.engine.kernels.triton_kernels import TritonKernels
 
     with pytest.raises(ValueError, match=r"head_dim 24 cannot run on CUDA .* use --device cpu"):
         TritonKernels(torch.device(kernel_device), 24)
@@ -124,7 +124,7 @@ def test_an_engine_on_these_kernels(
 
 
 def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.kernels import kernels_for
+    from baton.engine.kernels import kernels_for
 
     for name in [name for name in sys.modules if name.split(".")[0] == "triton" or "kernels." in name]:
         monkeypatch.delitem(sys.modules, name)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import EngineConfig, build_engine
-from engine.kernels import parts
-from engine.loader import check_model
-from engine.loader.hf import HFCheckpoint
+from baton.engine import EngineConfig, build_engine
+from baton.engine.kernels import parts
+from baton.engine.loader import check_model
+from baton.engine.loader.hf import HFCheckpoint
 from tests.engine.checkpoints import edit_json, edited_copy, flip_last_tensor, load
 
 

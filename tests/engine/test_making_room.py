@@ -2,10 +2,10 @@
 
 import pytest
 
-from engine.api.request import EngineRequest
-from engine.core.live_request import LiveRequest
-from engine.core.making_room import to_drop
-from engine.core.scheduler import Scheduler
+from baton.engine.api.request import EngineRequest
+from baton.engine.core.live_request import LiveRequest
+from baton.engine.core.making_room import to_drop
+from baton.engine.core.scheduler import Scheduler
 
 from .scheduling import BLOCK, add, make, step
 

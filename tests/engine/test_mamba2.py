@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import AttentionMetadata, GatedDelta, Kernels, LayerState, Mamba2
-from engine.kernels.torch_kernels import TorchKernels
+from baton.engine.kernels import AttentionMetadata, GatedDelta, Kernels, LayerState, Mamba2
+from baton.engine.kernels.torch_kernels import TorchKernels
 from tests.engine.kernel_checks import CLOSE, DTYPES, F32, close, normal
 
 HEADS, HEAD_DIM, SIZE, WIDTH = 4, 16, 32, 4
@@ -282,8 +282,8 @@ def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels, k
 
 def test_padding_of_a_graph_changes_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
     """A graph has static work for more requests and chunks than a step has."""
-    from engine.kernels.ssd import chunk_tokens
-    from engine.kernels.tiles import scan_work
+    from baton.engine.kernels.ssd import chunk_tokens
+    from baton.engine.kernels.tiles import scan_work
 
     step = Step([(4, 5), (0, 40), (3, 9)], layer_of(1, F32))
     expected = step.run(TorchKernels())

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, build_engine
-from engine.execution.memory import (
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.execution.memory import (
     GIB,
     CacheLimits,
     MemoryUse,
@@ -20,14 +20,14 @@ from engine.execution.memory import (
     memory_for,
     size_pool,
 )
-from engine.execution.rehearsal import Rehearsal, warm_up
-from engine.kernels import FP8
-from engine.layers.ranks import Ranks
-from engine.loader.hf import read_config
-from engine.model_config import ModelConfig
-from engine.models import cache_spec
-from engine.models.cache_spec import StateCache
-from engine.step import Step
+from baton.engine.execution.rehearsal import Rehearsal, warm_up
+from baton.engine.kernels import FP8
+from baton.engine.layers.ranks import Ranks
+from baton.engine.loader.hf import read_config
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import cache_spec
+from baton.engine.models.cache_spec import StateCache
+from baton.engine.step import Step
 
 LLAMA = ModelConfig(
     "LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False, False, (), None
@@ -165,9 +165,9 @@ def test_weights_that_cannot_fit_the_machine_are_refused(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(str(tiny_path), dtype="float32", num_blocks=64)
-    monkeypatch.setattr("engine.execution.memory.available_memory", lambda: 500_000)
+    monkeypatch.setattr("baton.engine.execution.memory.available_memory", lambda: 500_000)
     build_engine(config)
-    monkeypatch.setattr("engine.execution.memory.available_memory", lambda: 400_000)
+    monkeypatch.setattr("baton.engine.execution.memory.available_memory", lambda: 400_000)
     with pytest.raises(
         ValueError, match=r"its weights take 0\.00 GiB in torch\.float32, and 0\.00 GiB of mem"
     ):
@@ -178,7 +178,7 @@ def test_an_engine_has_no_more_threads_than_usable_cpus(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless it is told to. torch knows no quota of a container."""
-    monkeypatch.setattr("engine.execution.start.usable_cpus", lambda: 1)
+    monkeypatch.setattr("baton.engine.execution.start.usable_cpus", lambda: 1)
     before = torch.get_num_threads()
     try:
         for told, found in ((None, 1), (2, 2)):

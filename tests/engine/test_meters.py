@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.core.chunk_limit import ChunkLimit
-from engine.core.meters import LARGE, Meters
+from baton.engine.core.chunk_limit import ChunkLimit
+from baton.engine.core.meters import LARGE, Meters
 from tests.engine.scheduling import add, make, step
 
 

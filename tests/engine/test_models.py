@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine import EngineConfig, build_engine
-from engine.layers.linear import PlainFormat
-from engine.layers.ranks import Ranks
-from engine.layers.rotary import Rotary
-from engine.layers.weights import Weights
-from engine.loader.hf import HFCheckpoint, read_config
-from engine.loader.hf_config import model_config_from_hf
-from engine.model_config import Span
-from router.text.model_files import context_length
+from baton.engine import EngineConfig, build_engine
+from baton.engine.layers.linear import PlainFormat
+from baton.engine.layers.ranks import Ranks
+from baton.engine.layers.rotary import Rotary
+from baton.engine.layers.weights import Weights
+from baton.engine.loader.hf import HFCheckpoint, read_config
+from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.model_config import Span
+from baton.router.text.model_files import context_length
 from tests.device import DEVICE
 
 LLAMA3_ROPE = {
@@ -181,7 +181,7 @@ def test_a_shared_expert_beside_the_others_gives_the_same_tokens(
         return [result.tokens for result in run(build_engine(config), requests).values()]
 
     found = [tokens(cuda_graphs=True), tokens(cuda_graphs=True), tokens(cuda_graphs=False)]
-    monkeypatch.setattr("engine.layers.moe.MOST_BESIDE", 0)
+    monkeypatch.setattr("baton.engine.layers.moe.MOST_BESIDE", 0)
     assert found == [tokens(cuda_graphs=True), tokens(cuda_graphs=True), tokens(cuda_graphs=False)]
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from content import CHUNK_TOKENS
-from engine.api.request import EngineRequest
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.making_room import to_drop
-from engine.core.prefix_exchange import PrefixExchange
-from engine.core.scheduler import Scheduler
+from baton.content import CHUNK_TOKENS
+from baton.engine.api.request import EngineRequest
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.making_room import to_drop
+from baton.engine.core.prefix_exchange import PrefixExchange
+from baton.engine.core.scheduler import Scheduler
 from tests.engine.scheduling import BLOCK, make, step
 
 ROUNDS = 3000

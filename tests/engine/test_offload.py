@@ -11,15 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from content import Tier
-from engine.api.request import CachedBlock, EngineRequest
-from engine.api.sampling_params import SamplingParams
-from engine.core import offload_tier
-from engine.core.block_pool import BlockPool
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.offload_tier import BlockCopy, OffloadTier
-from engine.core.prefix_cache import PrefixCache
-from engine.core.scheduler import Scheduler
+from baton.content import Tier
+from baton.engine.api.request import CachedBlock, EngineRequest
+from baton.engine.api.sampling_params import SamplingParams
+from baton.engine.core import offload_tier
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.offload_tier import BlockCopy, OffloadTier
+from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.scheduler import Scheduler
 
 BLOCK = 16
 TENANTS = [b"one", b"two", b"three"]

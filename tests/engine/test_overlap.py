@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine
-from engine.core.pace import Pace
+from baton.engine import Engine
+from baton.engine.core.pace import Pace
 from tests.device import DEVICE
 from tests.engine.test_engine import PROMPT, crowd
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from content import CHUNK_TOKENS
-from engine.api.request import EngineRequest
-from engine.core.block_pool import BlockPool
-from engine.core.prefix_exchange import MissingPrefix
-from engine.core.prefix_names import PrefixNames
-from engine.core.scheduler import Scheduler
+from baton.content import CHUNK_TOKENS
+from baton.engine.api.request import EngineRequest
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.prefix_exchange import MissingPrefix
+from baton.engine.core.prefix_names import PrefixNames
+from baton.engine.core.scheduler import Scheduler
 
 ROOT = b"root"
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from content import CHUNK_TOKENS, extend_names, salted
-from engine.core.prefix_names import PrefixNames
+from baton.content import CHUNK_TOKENS, extend_names, salted
+from baton.engine.core.prefix_names import PrefixNames
 
 TOKENS = random.Random(0).choices(range(50000), k=1000)
 

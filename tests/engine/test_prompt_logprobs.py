@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, EngineRequest, PromptLogprobs
+from baton.engine import Engine, EngineRequest, PromptLogprobs
 
 RNG = random.Random(3)
 LONG, SHORT, OTHER = ([RNG.randrange(3, 199) for _ in range(n)] for n in (50, 7, 23))
@@ -32,8 +32,8 @@ def reference(tiny_path: Path) -> Callable[[list[int]], torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.execution.prompt_logprobs.PIECE", 5)
-    monkeypatch.setattr("engine.logprobs.PROMPT_PIECE", 6)
+    monkeypatch.setattr("baton.engine.execution.prompt_logprobs.PIECE", 5)
+    monkeypatch.setattr("baton.engine.logprobs.PROMPT_PIECE", 6)
 
 
 def scores(

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import Engine, EngineConfig, build_engine
-from engine.kernels import Fp8KV, parts
-from engine.kernels.torch_kernels import TorchKernels
-from engine.layers.ranks import Part
-from engine.layers.weights import LinearMethod, Weights
-from engine.loader.int4_on_load import Int4OnLoad
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.kernels import Fp8KV, parts
+from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.loader.int4_on_load import Int4OnLoad
 from tests.device import DEVICE
 from tests.engine.quality import TEXT, logits, quality
 
@@ -55,7 +55,7 @@ def test_fp8_weights_and_activations(
 ) -> None:
     on_gpu = DEVICE != "cpu"
     if not on_gpu:
-        monkeypatch.setattr("engine.loader.fp8_formats.from_hopper_on", lambda device: True)
+        monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     engine = engine_of(quantization="fp8", device=DEVICE, dtype="bfloat16" if on_gpu else "float32")
     exact = quality(reference, reference)
     # On a GPU: cuBLAS, then the kernel for few rows.
@@ -72,7 +72,7 @@ def test_int4_weights_rounded_on_load(
     """The output projection is in FP8, as in a model where it is not tied to the embedding."""
     on_gpu = DEVICE != "cpu"
     if not on_gpu:
-        monkeypatch.setattr("engine.loader.fp8_formats.from_hopper_on", lambda device: True)
+        monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
     monkeypatch.setattr(Int4OnLoad, "tied", output_in_fp8)
     engine = engine_of(quantization="int4", device=DEVICE, dtype="bfloat16" if on_gpu else "float32")
     # On a GPU: dequantized for cuBLAS, then the kernel for few rows, then the one for up to 2 rows.

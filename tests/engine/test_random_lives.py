@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine import Engine, EngineRequest, Output, Reservation, StructuredOutput
-from engine.execution.runner import Launched, ModelRunner
-from engine.kernels import parts
-from engine.step import Step
+from baton.engine import Engine, EngineRequest, Output, Reservation, StructuredOutput
+from baton.engine.execution.runner import Launched, ModelRunner
+from baton.engine.kernels import parts
+from baton.engine.step import Step
 from tests.engine.conftest import LateMoment
 from tests.engine.test_disaggregation import copy_kv
 

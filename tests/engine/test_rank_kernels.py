@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.execution.cuda_ranks import CudaRanks
+from baton.engine.execution.cuda_ranks import CudaRanks
 from tests.device import DEVICE
 
 SIZE = 96
@@ -43,7 +43,7 @@ def given(call: int, ranks: int) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 def sum_norm(rank: int, addresses: list[int], nbytes: int) -> list[Call]:
-    from engine.kernels.sum_norm import SumNorm
+    from baton.engine.kernels.sum_norm import SumNorm
 
     end = SumNorm(rank, addresses, nbytes, torch.device(DEVICE))
 
@@ -60,7 +60,7 @@ def logits_of(call: int) -> Tensor:
 
 def gather(rank: int, addresses: list[int], nbytes: int) -> list[Call]:
     """Several calls follow each other without a meeting."""
-    from engine.kernels.peer_copy import PeerCopy
+    from baton.engine.kernels.peer_copy import PeerCopy
 
     end, share = PeerCopy(rank, addresses, nbytes, torch.device(DEVICE)), -(-VOCABULARY // len(addresses))
     parts = [logits_of(call).split(share, dim=1)[rank].to(DEVICE).contiguous() for call in range(4)]
@@ -70,7 +70,7 @@ def gather(rank: int, addresses: list[int], nbytes: int) -> list[Call]:
 
 
 def broadcast(rank: int, addresses: list[int], nbytes: int) -> list[Call]:
-    from engine.kernels.peer_copy import PeerCopy
+    from baton.engine.kernels.peer_copy import PeerCopy
 
     end = PeerCopy(rank, addresses, nbytes, torch.device(DEVICE))
 
@@ -129,7 +129,7 @@ run_ranks = in_processes if DEVICE == "cpu" else in_streams
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_get_the_sum_and_its_norm(kernel_device: str, ranks: int) -> None:
-    from engine.kernels.sum_norm import MAX_ROWS
+    from baton.engine.kernels.sum_norm import MAX_ROWS
 
     found = run_ranks(sum_norm, ranks, MAX_ROWS * ranks * 8 + NBYTES)
     for call in range(len(ROWS)):
@@ -145,7 +145,7 @@ def test_all_ranks_get_the_sum_and_its_norm(kernel_device: str, ranks: int) -> N
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rank_0_gathers_the_columns_of_all(kernel_device: str, ranks: int) -> None:
-    from engine.kernels.peer_copy import counts_bytes
+    from baton.engine.kernels.peer_copy import counts_bytes
 
     # Room for 4 rows.
     inboxes = 4 * (ranks - 1) * -(-VOCABULARY // ranks) * 4
@@ -157,7 +157,7 @@ def test_rank_0_gathers_the_columns_of_all(kernel_device: str, ranks: int) -> No
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_get_what_rank_0_has(kernel_device: str, ranks: int) -> None:
-    from engine.kernels.peer_copy import counts_bytes
+    from baton.engine.kernels.peer_copy import counts_bytes
 
     for words in run_ranks(broadcast, ranks, counts_bytes(ranks) + NBYTES):
         for found, count in zip(words, WORDS, strict=True):

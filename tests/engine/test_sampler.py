@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine import EngineRequest, SamplingParams
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.step_builder import build_adjustments, draw_keys, draws_of, is_plain
-from engine.execution.sampler import adjust, choose, top_logprobs
-from engine.kernels.torch_kernels import TorchKernels, exponentials
-from engine.step import NO_CHOICE, NOT_FINITE, Adjustments, Draws
+from baton.engine import EngineRequest, SamplingParams
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.step_builder import build_adjustments, draw_keys, draws_of, is_plain
+from baton.engine.execution.sampler import adjust, choose, top_logprobs
+from baton.engine.kernels.torch_kernels import TorchKernels, exponentials
+from baton.engine.step import NO_CHOICE, NOT_FINITE, Adjustments, Draws
 
 VOCABULARY = 1000
 EOS = (2,)

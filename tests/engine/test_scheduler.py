@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from engine.api.request import EngineRequest
-from engine.core.chunk_limit import MIXED_STEPS
-from engine.core.live_request import Phase
-from engine.core.making_room import to_drop
+from baton.engine.api.request import EngineRequest
+from baton.engine.core.chunk_limit import MIXED_STEPS
+from baton.engine.core.live_request import Phase
+from baton.engine.core.making_room import to_drop
 from tests.engine.scheduling import BLOCK, add, make, step, tokens
 
 

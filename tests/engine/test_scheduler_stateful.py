@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.api.request import EngineRequest
-from engine.api.sampling_params import SamplingParams
-from engine.core.live_request import Phase
-from engine.core.schedule import Chunk
+from baton.engine.api.request import EngineRequest
+from baton.engine.api.sampling_params import SamplingParams
+from baton.engine.core.live_request import Phase
+from baton.engine.core.schedule import Chunk
 from tests.engine.scheduling import BLOCK, make
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, EngineRequest, PrefillChunk
-from engine.core.live_request import LiveRequest, Phase
-from engine.core.schedule import Chunk
-from engine.core.step_builder import build_step
-from engine.execution.graphs import CHUNKS, Size, batch_sizes, chunk_sizes, size_for
-from engine.kernels import parts
+from baton.engine import Engine, EngineRequest, PrefillChunk
+from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.schedule import Chunk
+from baton.engine.core.step_builder import build_step
+from baton.engine.execution.graphs import CHUNKS, Size, batch_sizes, chunk_sizes, size_for
+from baton.engine.kernels import parts
 from tests.device import DEVICE
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 2, 15, 16, 17, 40, 70, 100)]

@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Engine, EngineConfig
-from engine.execution import host_ranks
-from engine.execution.commands import SLOTS, Commands, Sample
-from engine.execution.host_ranks import HostRanks
-from engine.execution.rank_files import RankFiles
-from engine.kernels import Fp8Experts, parts
-from engine.loader import check_model
-from engine.step import Draws, Scored, Step, Variant, arrange
+from baton.engine import Engine, EngineConfig
+from baton.engine.execution import host_ranks
+from baton.engine.execution.commands import SLOTS, Commands, Sample
+from baton.engine.execution.host_ranks import HostRanks
+from baton.engine.execution.rank_files import RankFiles
+from baton.engine.kernels import Fp8Experts, parts
+from baton.engine.loader import check_model
+from baton.engine.step import Draws, Scored, Step, Variant, arrange
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}

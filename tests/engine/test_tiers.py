@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from content import Tier
-from engine import Engine
-from engine.api.request import EngineRequest
-from engine.api.sampling_params import SamplingParams
-from engine.core.offload_tier import OffloadTier
-from kv_transfer.stores.disk_store import DiskStore
+from baton.content import Tier
+from baton.engine import Engine
+from baton.engine.api.request import EngineRequest
+from baton.engine.api.sampling_params import SamplingParams
+from baton.engine.core.offload_tier import OffloadTier
+from baton.kv_transfer.stores.disk_store import DiskStore
+from baton.worker.engine_process.offload import offload_pumps
 from tests.engine.test_offload import text
-from worker.engine_process.offload import offload_pumps
 
 
 def answers(

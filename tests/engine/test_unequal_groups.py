@@ -18,23 +18,23 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer as kv
-from engine import EngineConfig, EngineRequest, PrefillChunk, SamplingParams, build_engine
-from engine.api.request import Reservation
-from engine.core import state_copies
-from engine.execution.rank import Follower
-from engine.execution.rank_files import RankFiles
-from engine.kernels import KV, Fp8KV, parts
-from kv_transfer.endpoint.rank_copier import RankCopier
-from kv_transfer.layout import heads_of
-from kv_transfer.wait import wait
-from prefill_worker.sink import SenderSink
+import baton.kv_transfer as kv
+from baton.engine import EngineConfig, EngineRequest, PrefillChunk, SamplingParams, build_engine
+from baton.engine.api.request import Reservation
+from baton.engine.core import state_copies
+from baton.engine.execution.rank import Follower
+from baton.engine.execution.rank_files import RankFiles
+from baton.engine.kernels import KV, Fp8KV, parts
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.layout import heads_of
+from baton.kv_transfer.wait import wait
+from baton.prefill_worker.sink import SenderSink
+from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
 from tests.device import DEVICE
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
 from tests.kv_transfer.transfer_process import TransferProcess
-from worker.engine_process.attempts import Attempts
-from worker.engine_process.paged_kv import kv_layout, paged_kv
 
 ON_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="two ranks cannot share a GPU")
 

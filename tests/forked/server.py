@@ -25,8 +25,8 @@ from typing import Any
 
 import setproctitle
 
-from kv_transfer.config import NIXL_WHEELS
-from kv_transfer.parent import die_with_parent
+from baton.kv_transfer.config import NIXL_WHEELS
+from baton.kv_transfer.parent import die_with_parent
 from tests.forked import popen
 
 _MESSAGE = 1 << 18  # bytes, at most: the arguments and the environment
@@ -35,29 +35,29 @@ _OPEN_FILES = 1 << 20  # of one process, at most, where /proc/sys/fs/nr_open is 
 _PRELOADED = {
     "roles": (
         "torch",
-        "cluster.cli",
-        "cluster.roles",
-        "cluster.serve",
-        "decode_worker.role",
-        "engine.execution.rank",
-        "kv_transfer.endpoint.rank_copier",
-        "prefill_worker.role",
-        "prefill_worker.sink",
-        "router.preparation.child",
-        "router.server",
+        "baton.cluster.cli",
+        "baton.cluster.roles",
+        "baton.cluster.serve",
+        "baton.decode_worker.role",
+        "baton.engine.execution.rank",
+        "baton.kv_transfer.endpoint.rank_copier",
+        "baton.prefill_worker.role",
+        "baton.prefill_worker.sink",
+        "baton.router.preparation.child",
+        "baton.router.server",
         "tests.worker_process",
-        "worker.engine_process.__main__",
-        "worker.engine_process.loop",
-        "worker.engine_process.offload",
-        "worker.engine_process.paged_kv",
-        "worker.engine_process.prefix_fetches",
-        "worker.engine_process.rank_process",
-        "worker.service_process.service",
+        "baton.worker.engine_process.__main__",
+        "baton.worker.engine_process.loop",
+        "baton.worker.engine_process.offload",
+        "baton.worker.engine_process.paged_kv",
+        "baton.worker.engine_process.prefix_fetches",
+        "baton.worker.engine_process.rank_process",
+        "baton.worker.service_process.service",
     ),
-    "transfers": ("kv_transfer.process.__main__",),
-    "loads": ("bench.load.cli", "bench.load.commands", "bench.load.traffic.client_process"),
+    "transfers": ("baton.kv_transfer.process.__main__",),
+    "loads": ("baton.bench.load.cli", "baton.bench.load.commands", "baton.bench.load.traffic.client_process"),
 }
-_PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process", "bench.load")
+_PARENTS = ("serve", "prefill", "decode", "router", "tests.worker_process", "baton.bench.load")
 """These start other processes that are forked: `baton` commands, and modules."""
 
 
@@ -91,7 +91,7 @@ def _load_nixl() -> None:
 
 def _close_before_the_end_of_serve() -> None:
     """`baton serve` waits at its end until it has no descendant."""
-    serve = importlib.import_module("cluster.serve")
+    serve = importlib.import_module("baton.cluster.serve")
     end_descendants = serve.end_descendants
 
     def end(*arguments: Any) -> Any:
@@ -184,7 +184,7 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     sys.argv = [*request["command"]]
     tempfile.tempdir = None  # TMPDIR may differ
     command = [*request["command"], ""]
-    if command[0] in _PARENTS or (command[0] == "cluster.cli" and command[1] in _PARENTS):
+    if command[0] in _PARENTS or (command[0] == "baton.cluster.cli" and command[1] in _PARENTS):
         _start_server(popen.KINDS[command[0]])
         if command[1] == "router":  # uvloop
             setattr(asyncio, "create_subprocess_exec", popen.AsyncProcess.start)  # noqa: B010

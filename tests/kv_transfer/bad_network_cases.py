@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-import kv_transfer as kv
+import baton.kv_transfer as kv
 from tests.bad_network import BACK_FAULTS, FAULTS, BadNetwork
 
 from .second_wire import ACK, CREDIT, FETCH, HELLO, PING

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer import cuda_memory
+from baton.kv_transfer import cuda_memory
 
 
 class Stream:

@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 import torch
 
-import kv_transfer as kv
-from kv_transfer.channel import ChannelClosed
-from kv_transfer.endpoint import ranked_pool
-from kv_transfer.endpoint.rank_copier import RankCopier
-from kv_transfer.layout import heads_of
-from kv_transfer.parent import die_with_parent
-from kv_transfer.transport import PagedKV
-from kv_transfer.wait import wait
+import baton.kv_transfer as kv
+from baton.kv_transfer.channel import ChannelClosed
+from baton.kv_transfer.endpoint import ranked_pool
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.layout import heads_of
+from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.transport import PagedKV
+from baton.kv_transfer.wait import wait
 
 from .transfer_process import TransferProcess
 

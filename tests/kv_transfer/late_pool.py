@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer as kv
-from kv_transfer import channel as ch
-from kv_transfer import local_messages as lm
-from kv_transfer.device.host_pool import HostPool
-from kv_transfer.endpoint import ranked_pool
+import baton.kv_transfer as kv
+from baton.kv_transfer import channel as ch
+from baton.kv_transfer import local_messages as lm
+from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.endpoint import ranked_pool
 
 LAYOUT = kv.KVLayout(2, 1, 8, "float32")  # 64 B a position and layer
 NO_TRACE = kv.TraceWriter(None, "")

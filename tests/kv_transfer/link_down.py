@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 
-import kv_transfer as kv
+import baton.kv_transfer as kv
 
 from .conftest import Decode, Pair, Prefill, until
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from kv_transfer.arena import Arena, ArenaEnd
-from kv_transfer.endpoint.rank_copier import RankCopier
-from kv_transfer.layout import KVLayout, Range, heads_of
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.arena import Arena, ArenaEnd
+from baton.kv_transfer.endpoint.rank_copier import RankCopier
+from baton.kv_transfer.layout import KVLayout, Range, heads_of
+from baton.kv_transfer.transport import PagedKV
 
 
 class Ranks:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kv_transfer.config import TransferDeadlines
-from kv_transfer.protocol.acks import Acks
+from baton.kv_transfer.config import TransferDeadlines
+from baton.kv_transfer.protocol.acks import Acks
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import kv_transfer as kv
-from kv_transfer import channel as ch
-from kv_transfer import local_messages as lm
-from kv_transfer.protocol import tombstones
+import baton.kv_transfer as kv
+from baton.kv_transfer import channel as ch
+from baton.kv_transfer import local_messages as lm
+from baton.kv_transfer.protocol import tombstones
 
 
 def test_a_child_process_shares_the_arena_and_the_heartbeat() -> None:

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from kv_transfer.arena import channel_pair
-from kv_transfer.layout import FP8, KVLayout
-from kv_transfer.stores import disk_store, ranked_store
-from kv_transfer.stores.block_store import BlockStore, CpuStore, block_bytes, open_host_store
-from kv_transfer.stores.cuda_store import CudaStore
-from kv_transfer.stores.disk_store import DiskStore
-from kv_transfer.stores.ranked_store import RankedStore, StoreServer
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.arena import channel_pair
+from baton.kv_transfer.layout import FP8, KVLayout
+from baton.kv_transfer.stores import disk_store, ranked_store
+from baton.kv_transfer.stores.block_store import BlockStore, CpuStore, block_bytes, open_host_store
+from baton.kv_transfer.stores.cuda_store import CudaStore
+from baton.kv_transfer.stores.disk_store import DiskStore
+from baton.kv_transfer.stores.ranked_store import RankedStore, StoreServer
+from baton.kv_transfer.transport import PagedKV
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, BLOCK = 12, 16
@@ -163,7 +163,7 @@ def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8])
 def test_the_kernels_move_whole_blocks_with_their_checksums(kernel_device: str, dtype: str) -> None:
-    from kv_transfer.stores.cuda_store import BlockLines
+    from baton.kv_transfer.stores.cuda_store import BlockLines
 
     kv = paged(dtype, kernel_device)
     lines = BlockLines(kv)

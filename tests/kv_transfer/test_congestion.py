@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.process.__main__ import _listen
-from kv_transfer.process.tcp import _connecting, use_cubic
-from kv_transfer.wait import wait
+from baton.kv_transfer.process.__main__ import _listen
+from baton.kv_transfer.process.tcp import _connecting, use_cubic
+from baton.kv_transfer.wait import wait
 
 
 def congestion_control(sock: socket.socket) -> bytes:

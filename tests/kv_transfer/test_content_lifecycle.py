@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kv_transfer.protocol.effects import Send
-from kv_transfer.protocol.fetches import FrameRefused
-from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.held import MOST_PINS, Pin, Release, StartTransfer
-from kv_transfer.protocol.incoming import TransferState
-from kv_transfer.protocol.messages import Ack, Commit, FetchContent, FirstToken, Have
+from baton.kv_transfer.protocol.effects import Send
+from baton.kv_transfer.protocol.fetches import FrameRefused
+from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.protocol.held import MOST_PINS, Pin, Release, StartTransfer
+from baton.kv_transfer.protocol.incoming import TransferState
+from baton.kv_transfer.protocol.messages import Ack, Commit, FetchContent, FirstToken, Have
 
 from .test_lifecycle import DEADLINES, LAYOUT, PEER, World, reachable
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kv_transfer.layout import Slice
+from baton.kv_transfer.layout import Slice
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -24,7 +24,7 @@ def test_equal_torch(
     slices: list[tuple[int, int, int, int, int]],
 ) -> None:  # fmt: skip
     """`slices`: (layer, first head, heads, first position, positions), two requests in turn."""
-    from kv_transfer.device import copy_kernels
+    from baton.kv_transfer.device import copy_kernels
 
     element, generator = getattr(torch, dtype), torch.Generator().manual_seed(len(slices))
     blocks = -(-320 // block_size)
@@ -93,7 +93,7 @@ def checksum(words: np.ndarray) -> int:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_checksums_of_what_is_moved(kernel_device: str, fp8: bool, into_pool: bool) -> None:
     """Values, and the scales behind them, of two slices."""
-    from kv_transfer.device import copy_kernels
+    from baton.kv_transfer.device import copy_kernels
 
     heads, head_dim, blocks = 3, 16, torch.tensor([7, 2, 5], device=kernel_device)
     pieces = [Slice(0, 0, heads, 5, 37), Slice(0, 1, 2, 0, 48)]
@@ -137,7 +137,7 @@ def test_checksums_of_what_is_moved(kernel_device: str, fp8: bool, into_pool: bo
 )
 def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim: int, beside: int) -> None:
     """Heads 2 to `heads` of a rank, of which one slice has some. Other numbers lie beside them in a row."""
-    from kv_transfer.device import copy_kernels
+    from baton.kv_transfer.device import copy_kernels
 
     generator = torch.Generator().manual_seed(rows)
     width, first_head = (heads - 2) * head_dim, 2

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots, SenderAccount, SenderSlots
-from kv_transfer.protocol.messages import Credit
+from baton.kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots, SenderAccount, SenderSlots
+from baton.kv_transfer.protocol.messages import Credit
 
 
 def test_a_frame_beyond_credit_is_an_error() -> None:

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 
-from kv_transfer.protocol.messages import Export
+from baton.kv_transfer.protocol.messages import Export
 
 pytestmark = pytest.mark.gpu
 SLOTS, SLOT_BYTES = 4, 64 << 20
 OWNER = f"""
 import os, sys, msgspec, torch
-from kv_transfer.cuda_memory import DeviceMemory, copy
+from baton.kv_transfer.cuda_memory import DeviceMemory, copy
 numbers = torch.arange({SLOTS * SLOT_BYTES // 4}, dtype=torch.int32, device="cuda")
 memory = DeviceMemory({SLOTS}, {SLOT_BYTES}, bytes(16))
 copy(memory.address, numbers.data_ptr(), {SLOTS * SLOT_BYTES}, torch.cuda.current_stream().cuda_stream)
@@ -45,8 +45,8 @@ def test_the_owner_is_killed_while_its_memory_is_copied(
     owner: tuple[subprocess.Popen[bytes], Export],
 ) -> None:
     """The copies end, with the right bytes. Then nothing is left of the memory."""
-    from kv_transfer.cuda_memory import PeerDeviceMemory, copy
-    from kv_transfer.peer_memory import Unreachable
+    from baton.kv_transfer.cuda_memory import PeerDeviceMemory, copy
+    from baton.kv_transfer.peer_memory import Unreachable
 
     process, export = owner
     size = SLOTS * SLOT_BYTES
@@ -69,8 +69,8 @@ def test_the_owner_is_killed_while_its_memory_is_copied(
 def test_memory_that_is_smaller_than_its_owner_says(
     owner: tuple[subprocess.Popen[bytes], Export],
 ) -> None:
-    from kv_transfer.cuda_memory import PeerDeviceMemory
-    from kv_transfer.peer_memory import Unreachable
+    from baton.kv_transfer.cuda_memory import PeerDeviceMemory
+    from baton.kv_transfer.peer_memory import Unreachable
 
     torch.zeros(1, device="cuda")
     PeerDeviceMemory(owner[1]).close()
@@ -79,8 +79,8 @@ def test_memory_that_is_smaller_than_its_owner_says(
 
 
 def test_a_handle_that_names_nothing() -> None:
-    from kv_transfer.cuda_memory import PeerDeviceMemory
-    from kv_transfer.peer_memory import Unreachable, host
+    from baton.kv_transfer.cuda_memory import PeerDeviceMemory
+    from baton.kv_transfer.peer_memory import Unreachable, host
 
     torch.zeros(1, device="cuda")
     for handle in (bytes(64), b"short"):

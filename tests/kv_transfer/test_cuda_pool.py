@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer import staging
-from kv_transfer.arena import Arena
-from kv_transfer.cuda_memory import DeviceMemory, Slots, copy
-from kv_transfer.device import copy_kernels, cuda_pool
-from kv_transfer.device.cuda_pool import CudaPool
-from kv_transfer.device.host_pool import HostPool
-from kv_transfer.device.pool import Pool, Rest, Staged
-from kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state, slice_bytes
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer import staging
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.cuda_memory import DeviceMemory, Slots, copy
+from baton.kv_transfer.device import copy_kernels, cuda_pool
+from baton.kv_transfer.device.cuda_pool import CudaPool
+from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.device.pool import Pool, Rest, Staged
+from baton.kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state, slice_bytes
+from baton.kv_transfer.transport import PagedKV
 
 from . import cuda_on_cpu
 

@@ -10,16 +10,16 @@ from typing import Any, cast
 
 import pytest
 
-import kv_transfer as kv
-from kv_transfer import channel as ch
-from kv_transfer import local_messages as lm
-from kv_transfer.process import decode_side
-from kv_transfer.process.connector import ProtocolError, Session
-from kv_transfer.process.decode_side import DecodeSide
-from kv_transfer.process.slots import SlotPipe
-from kv_transfer.process.stats import TransferCounters
-from kv_transfer.protocol.frame import FrameError, FrameType, Header
-from kv_transfer.protocol.messages import (
+import baton.kv_transfer as kv
+from baton.kv_transfer import channel as ch
+from baton.kv_transfer import local_messages as lm
+from baton.kv_transfer.process import decode_side
+from baton.kv_transfer.process.connector import ProtocolError, Session
+from baton.kv_transfer.process.decode_side import DecodeSide
+from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header
+from baton.kv_transfer.protocol.messages import (
     Abort,
     Aborted,
     Ack,

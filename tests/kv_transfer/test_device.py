@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.arena import Arena
-from kv_transfer.device.open_pool import open_pool
-from kv_transfer.device.pool import Pool, Staged
-from kv_transfer.layout import KVLayout, cut
-from kv_transfer.staging import GATHER_BYTES, SCATTER_BYTES, SLACK, at_once, coalesce, landing_bytes
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.device.open_pool import open_pool
+from baton.kv_transfer.device.pool import Pool, Staged
+from baton.kv_transfer.layout import KVLayout, cut
+from baton.kv_transfer.staging import GATHER_BYTES, SCATTER_BYTES, SLACK, at_once, coalesce, landing_bytes
+from baton.kv_transfer.transport import PagedKV
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer as kv
-from kv_transfer.process.loop import Loop
-from kv_transfer.protocol import keys
-from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.keys import DirectionKey, LaneKeys
+import baton.kv_transfer as kv
+from baton.kv_transfer.process.loop import Loop
+from baton.kv_transfer.protocol import keys
+from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.protocol.keys import DirectionKey, LaneKeys
 
 from .conftest import Pair
 from .second_wire import COMMIT, CREDIT, FETCH, KV, Direction, connect, frame

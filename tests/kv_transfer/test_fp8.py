@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import kv_transfer as kv
-from kv_transfer.device.convert import Dense
-from kv_transfer.layout import Slice, slice_bytes
+import baton.kv_transfer as kv
+from baton.kv_transfer.device.convert import Dense
+from baton.kv_transfer.layout import Slice, slice_bytes
 
 from .ranks import as_bytes, positions
 
@@ -95,7 +95,7 @@ def test_numbers_that_are_not_finite_spoil_their_head_alone() -> None:
 
 def test_a_gpu_that_does_not_know_fp8_decodes_it(kernel_device: str) -> None:
     """All 256 numbers, two of them NaN, with a scale of 1."""
-    from kv_transfer.device import copy_kernels
+    from baton.kv_transfer.device import copy_kernels
 
     piece = Slice(0, 0, 8, 0, 1)
     bits = torch.arange(256).to(torch.uint8)
@@ -108,7 +108,7 @@ def test_a_gpu_that_does_not_know_fp8_decodes_it(kernel_device: str) -> None:
 
 
 def test_kernel_of_scales(kernel_device: str) -> None:
-    from kv_transfer.device import copy_kernels
+    from baton.kv_transfer.device import copy_kernels
 
     pool = torch.rand(2, 9, 4, 16, device=kernel_device)
     blocks, piece = torch.tensor([7, 2, 5], device=kernel_device), Slice(0, 1, 3, 5, 37)
@@ -137,7 +137,7 @@ def test_kernel_of_scales(kernel_device: str) -> None:
 )
 def test_kernel_that_converts(kernel_device: str, sent: str, kept: str) -> None:
     """Against the torch code of `Dense`. The pool has heads 2 to 5 of 8, and the slice has heads 1 to 4."""
-    from kv_transfer.device import copy_kernels
+    from baton.kv_transfer.device import copy_kernels
 
     whole = kv.KVLayout(1, 8, 16, sent)
     piece, held = Slice(0, 1, 4, 5, 37), (2, 5)

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.protocol.frame import FrameError, FrameType, Header, pack, parse
+from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header, pack, parse
 
 u8, u16, u32 = (st.integers(0, (1 << bits) - 1) for bits in (8, 16, 32))
 ids = st.binary(min_size=16, max_size=16)

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer as kv
-from bench.chaos.processes import resident_bytes
-from kv_transfer.wait import wait
+import baton.kv_transfer as kv
+from baton.bench.chaos.processes import resident_bytes
+from baton.kv_transfer.wait import wait
 
 from .second_wire import (
     ABORT,

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import pytest
 
-import kv_transfer as kv
-from kv_transfer.spawn import EXIT_ENGINE_GONE
+import baton.kv_transfer as kv
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
 
 from .conftest import Decode, Pair, Prefill, Worker, until
 from .group_process import CONTEXT, GroupProcess, Side

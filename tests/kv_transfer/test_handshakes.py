@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.process import stats
-from kv_transfer.process.handshakes import Handshakes
-from kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.process import stats
+from baton.kv_transfer.process.handshakes import Handshakes
+from baton.kv_transfer.process.stats import TransferCounters
 
 
 def table(most: int, *lanes: tuple[str, str | None]) -> Any:

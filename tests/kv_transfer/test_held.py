@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kv_transfer.config import TransferDeadlines
-from kv_transfer.protocol.effects import Expired, Send
-from kv_transfer.protocol.held import (
+from baton.kv_transfer.config import TransferDeadlines
+from baton.kv_transfer.protocol.effects import Expired, Send
+from baton.kv_transfer.protocol.held import (
     HeldPrefills,
     HoldState,
     Pin,
@@ -18,7 +18,7 @@ from kv_transfer.protocol.held import (
     StopTransfer,
     Waiting,
 )
-from kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, FirstToken, Have, Reason
+from baton.kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, FirstToken, Have, Reason
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
 FETCH = Fetch(P, 0, 1, ((0, 8),), 0, 0, 4)

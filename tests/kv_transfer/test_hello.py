@@ -7,9 +7,9 @@ import contextlib
 import msgspec
 import pytest
 
-from kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
-from kv_transfer.protocol.keys import LaneKeys
-from kv_transfer.protocol.messages import HelloOpen, HelloProof, HelloReply, Identity, decode_hello
+from baton.kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
+from baton.kv_transfer.protocol.keys import LaneKeys
+from baton.kv_transfer.protocol.messages import HelloOpen, HelloProof, HelloReply, Identity, decode_hello
 
 from .second_wire import mac
 

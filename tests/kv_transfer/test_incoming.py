@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.layout import KVLayout, Slice, StateType, cut, cut_state, slice_bytes
-from kv_transfer.protocol.frame import FrameType, Header, kind_of
-from kv_transfer.protocol.incoming import Fault, Incoming, TransferState
-from kv_transfer.protocol.messages import Commit, FirstToken
+from baton.kv_transfer.layout import KVLayout, Slice, StateType, cut, cut_state, slice_bytes
+from baton.kv_transfer.protocol.frame import FrameType, Header, kind_of
+from baton.kv_transfer.protocol.incoming import Fault, Incoming, TransferState
+from baton.kv_transfer.protocol.messages import Commit, FirstToken
 
 LAYOUT = KVLayout(2, 4, 8, "float32")
 FIRST = FirstToken(3)

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from kv_transfer.process.lane import Lane
-from kv_transfer.process.lane_owner import OutgoingFrame
-from kv_transfer.process.loop import Loop
-from kv_transfer.process.tcp_session import SendingSession
-from kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack
-from kv_transfer.trace import TraceWriter
-from kv_transfer.wait import wait
+from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.lane_owner import OutgoingFrame
+from baton.kv_transfer.process.loop import Loop
+from baton.kv_transfer.process.tcp_session import SendingSession
+from baton.kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack
+from baton.kv_transfer.trace import TraceWriter
+from baton.kv_transfer.wait import wait
 
 BURST = 32  # frames
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.layout import (
+from baton.kv_transfer.layout import (
     KVLayout,
     Slice,
     StateType,

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from kv_transfer.config import TransferDeadlines
-from kv_transfer.layout import KVLayout
-from kv_transfer.protocol.acks import Acks
-from kv_transfer.protocol.effects import Send
-from kv_transfer.protocol.fetches import (
+from baton.kv_transfer.config import TransferDeadlines
+from baton.kv_transfer.layout import KVLayout
+from baton.kv_transfer.protocol.acks import Acks
+from baton.kv_transfer.protocol.effects import Send
+from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
     Completed,
     EndSession,
@@ -29,10 +29,10 @@ from kv_transfer.protocol.fetches import (
     Refuse,
     Transfer,
 )
-from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.protocol.held import HeldPrefills, Release, StartTransfer
-from kv_transfer.protocol.incoming import TransferState
-from kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToken
+from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.protocol.held import HeldPrefills, Release, StartTransfer
+from baton.kv_transfer.protocol.incoming import TransferState
+from baton.kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToken
 
 DEADLINES = TransferDeadlines()
 LAYOUT = KVLayout(2, 1, 8, "float32")

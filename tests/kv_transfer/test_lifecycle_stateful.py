@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kv_transfer.protocol.held import HoldState
-from kv_transfer.protocol.incoming import TransferState
+from baton.kv_transfer.protocol.held import HoldState
+from baton.kv_transfer.protocol.incoming import TransferState
 
 from .test_lifecycle import World
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.protocol import messages as m
-from kv_transfer.protocol.frame import FrameType
+from baton.kv_transfer.protocol import messages as m
+from baton.kv_transfer.protocol.frame import FrameType
 
 ID = bytes(range(16))
 TO_SENDER: list[m.Control] = [

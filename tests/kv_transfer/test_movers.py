@@ -14,13 +14,13 @@ import psutil
 import pytest
 import torch
 
-import kv_transfer as kv
-from kv_transfer.process import mover
-from kv_transfer.process.lane_owner import OutgoingFrame
-from kv_transfer.process.movers import FarLane
-from kv_transfer.process.tcp_session import SendingSession
-from kv_transfer.protocol.frame import FrameType, Header
-from kv_transfer.wait import wait
+import baton.kv_transfer as kv
+from baton.kv_transfer.process import mover
+from baton.kv_transfer.process.lane_owner import OutgoingFrame
+from baton.kv_transfer.process.movers import FarLane
+from baton.kv_transfer.process.tcp_session import SendingSession
+from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.wait import wait
 
 from .second_wire import ACK, COMMIT, CREDIT, FETCH, KV, PING, FakePrefill, Lane, connect, frame, pack, unpack
 

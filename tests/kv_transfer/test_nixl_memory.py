@@ -11,10 +11,10 @@ import msgspec
 import psutil
 import pytest
 
-import kv_transfer as kv
-from kv_transfer.cuda_memory import CudaError
-from kv_transfer.process import nixl_slots
-from kv_transfer.process.nixl_memory import NixlMemory, SliceToRead, checksum, listen_on
+import baton.kv_transfer as kv
+from baton.kv_transfer.cuda_memory import CudaError
+from baton.kv_transfer.process import nixl_slots
+from baton.kv_transfer.process.nixl_memory import NixlMemory, SliceToRead, checksum, listen_on
 
 from .conftest import until
 

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import torch
 
-import kv_transfer as kv
-from kv_transfer import cuda_memory
-from kv_transfer.arena import exported_bytes
-from kv_transfer.device.host_pool import HostPool
-from kv_transfer.device.pool import Staged
-from kv_transfer.layout import Slice
-from kv_transfer.peer_memory import (
+import baton.kv_transfer as kv
+from baton.kv_transfer import cuda_memory
+from baton.kv_transfer.arena import exported_bytes
+from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.device.pool import Staged
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.peer_memory import (
     PeerArena,
     PeerMemories,
     Unreachable,
@@ -27,7 +27,7 @@ from kv_transfer.peer_memory import (
     host,
     join,
 )
-from kv_transfer.protocol.messages import Export
+from baton.kv_transfer.protocol.messages import Export
 
 LAYOUT = kv.KVLayout(1, 1, 8, "float32")
 PIECE = Slice(0, 0, 1, 0, 16)

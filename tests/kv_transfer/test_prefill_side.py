@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-import kv_transfer as kv
-from kv_transfer.channel import Channel
-from kv_transfer.local_messages import CommitOut, Exported, FromSender, Offer, SliceOut, SlicesOut
-from kv_transfer.process import prefill_side
-from kv_transfer.process.connector import ProtocolError
-from kv_transfer.process.nixl_memory import NixlMemory
-from kv_transfer.process.prefill_side import PrefillSide
-from kv_transfer.process.stats import TransferCounters
-from kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
-from kv_transfer.protocol.messages import Credit, Export, Fetch, Reach, encode
-from kv_transfer.spawn import MAX_MESSAGE
+import baton.kv_transfer as kv
+from baton.kv_transfer.channel import Channel
+from baton.kv_transfer.local_messages import CommitOut, Exported, FromSender, Offer, SliceOut, SlicesOut
+from baton.kv_transfer.process import prefill_side
+from baton.kv_transfer.process.connector import ProtocolError
+from baton.kv_transfer.process.nixl_memory import NixlMemory
+from baton.kv_transfer.process.prefill_side import PrefillSide
+from baton.kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from baton.kv_transfer.protocol.messages import Credit, Export, Fetch, Reach, encode
+from baton.kv_transfer.spawn import MAX_MESSAGE
 
 
 class Peer:

@@ -16,10 +16,10 @@ from typing import Any, cast
 import psutil
 import pytest
 
-import kv_transfer as kv
-from kv_transfer.process.tcp import _connecting
-from kv_transfer.wait import wait
-from rpc import url_host
+import baton.kv_transfer as kv
+from baton.kv_transfer.process.tcp import _connecting
+from baton.kv_transfer.wait import wait
+from baton.rpc import url_host
 from tests.kv_transfer.transfer_process import TransferProcess
 
 

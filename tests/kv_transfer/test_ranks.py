@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer.arena import Arena, ArenaEnd, channel_pair
-from kv_transfer.channel import Channel, ChannelClosed
-from kv_transfer.device.host_pool import HostPool
-from kv_transfer.device.pool import Event, Pool, Staged
-from kv_transfer.endpoint import ranked_pool
-from kv_transfer.endpoint.ranked_pool import RankedPool, _PeerMemory, _Table, open_ranks
-from kv_transfer.layout import KVLayout, cut
-from kv_transfer.local_messages import Copied, Copy, Opened
-from kv_transfer.peer_memory import Unreachable
-from kv_transfer.transport import PagedKV
+from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
+from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.device.pool import Event, Pool, Staged
+from baton.kv_transfer.endpoint import ranked_pool
+from baton.kv_transfer.endpoint.ranked_pool import RankedPool, _PeerMemory, _Table, open_ranks
+from baton.kv_transfer.layout import KVLayout, cut
+from baton.kv_transfer.local_messages import Copied, Copy, Opened
+from baton.kv_transfer.peer_memory import Unreachable
+from baton.kv_transfer.transport import PagedKV
 
 from .ranks import Ranks, mapped, positions
 

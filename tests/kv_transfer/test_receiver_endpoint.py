@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer as kv
-from kv_transfer import local_messages as lm
-from kv_transfer.endpoint.receiver import ArenaReceiver, _LayerPace
+import baton.kv_transfer as kv
+from baton.kv_transfer import local_messages as lm
+from baton.kv_transfer.endpoint.receiver import ArenaReceiver, _LayerPace
 
 from .late_pool import Bench, LatePool, late_pools
 

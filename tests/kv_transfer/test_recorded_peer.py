@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer as kv
-from kv_transfer.endpoint import receiver
-from kv_transfer.protocol import hello
-from kv_transfer.protocol import messages as m
-from kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack, parse
+import baton.kv_transfer as kv
+from baton.kv_transfer.endpoint import receiver
+from baton.kv_transfer.protocol import hello
+from baton.kv_transfer.protocol import messages as m
+from baton.kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack, parse
 
 from .recorded_peer import RECORDINGS, SECRET, RecordedPeer, payload
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer as kv
-from kv_transfer import local_messages as lm
-from kv_transfer.endpoint.sender import ArenaSender
-from kv_transfer.endpoint.turns import Turns
+import baton.kv_transfer as kv
+from baton.kv_transfer import local_messages as lm
+from baton.kv_transfer.endpoint.sender import ArenaSender
+from baton.kv_transfer.endpoint.turns import Turns
 
 from .late_pool import Bench, LatePool, late_pools
 
@@ -144,7 +144,7 @@ def test_commit_does_not_wait_for_the_pump(sending: Any, until: Any, monkeypatch
         end_of_sleep.wait()
         return []
 
-    monkeypatch.setattr("kv_transfer.endpoint.sender.wait", sleep)
+    monkeypatch.setattr("baton.kv_transfer.endpoint.sender.wait", sleep)
     sender.expect(b"q")  # ends the wait that is under way
     assert sleeps.wait(20)
     sender.commit(b"p", kv.FirstToken(1))

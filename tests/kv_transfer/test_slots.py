@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from kv_transfer.process.slots import SlotPipe
-from kv_transfer.protocol.frame import FrameError
+from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.protocol.frame import FrameError
 
 
 def taken(pipe: SlotPipe) -> list[int]:

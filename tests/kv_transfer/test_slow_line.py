@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import kv_transfer as kv
+import baton.kv_transfer as kv
 from tests.proxy import Proxy
 
 LAYOUT = kv.KVLayout(3, 8, 128, "float32")  # 8 KiB a position and layer

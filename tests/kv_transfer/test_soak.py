@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-import kv_transfer as kv
-from bench.chaos.processes import resident_bytes
+import baton.kv_transfer as kv
+from baton.bench.chaos.processes import resident_bytes
 
 AT_ONCE = 8
 GROWTH = 4 << 20  # bytes: allocators round up

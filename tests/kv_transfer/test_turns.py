@@ -4,9 +4,9 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer
-from kv_transfer.endpoint.turns import Turns
-from kv_transfer.layout import Slice
+from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer
+from baton.kv_transfer.endpoint.turns import Turns
+from baton.kv_transfer.layout import Slice
 
 
 def transfer(name: bytes, *layers: int, launched: bool) -> OutgoingTransfer:

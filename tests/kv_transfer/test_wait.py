@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_transfer import wait as waits
-from kv_transfer.wait import SPIN, end_waits_on_time, spins, wait
+from baton.kv_transfer import wait as waits
+from baton.kv_transfer.wait import SPIN, end_waits_on_time, spins, wait
 
 PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-import kv_transfer as kv
-from kv_transfer.wait import wait
+import baton.kv_transfer as kv
+from baton.kv_transfer.wait import wait
 
 from .second_wire import (
     ABORT,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import kv_transfer as kv
+import baton.kv_transfer as kv
 
 from .conftest import Prefill
 from .second_wire import (

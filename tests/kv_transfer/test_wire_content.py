@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import kv_transfer as kv
+import baton.kv_transfer as kv
 
 from .second_wire import (
     ABORT,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import kv_transfer as kv
+import baton.kv_transfer as kv
 
 from .ranks import as_bytes
 from .second_wire import (

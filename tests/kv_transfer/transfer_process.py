@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import kv_transfer as kv
-from kv_transfer import spawn, staging
+import baton.kv_transfer as kv
+from baton.kv_transfer import spawn, staging
 from tests.forked import ForkedPopen
 
 SECRET = b"a cluster secret for tests"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from machine import available_memory, usable_cpus
+from baton.machine import available_memory, usable_cpus
 
 GIB = 1 << 30
 

@@ -13,14 +13,14 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from router.api.defaults import SamplingDefaults
-from router.config import RouterConfig
-from router.server import RunningRouter, running
-from router.text.gguf_tokenizer import read_gguf
-from router.text.tokenizer import ModelTokenizer, load_tokenizer
-from rpc import TlsFiles
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.router.api.defaults import SamplingDefaults
+from baton.router.config import RouterConfig
+from baton.router.server import RunningRouter, running
+from baton.router.text.gguf_tokenizer import read_gguf
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.rpc import TlsFiles
+from baton.rpc import worker_pb2 as pb
 
 NO_DEFAULTS = SamplingDefaults()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."

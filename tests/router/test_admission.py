@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.account import MAX_RETRY_AFTER, Account
-from router.admission.drain_rate import DrainRate
-from router.admission.keys import ANY_CLIENT, ApiKey
-from router.admission.queue import Admission, Turn, TurnResult
-from router.errors import Overloaded, RateLimited
-from router.policy import FreeCapacity
+from baton.router.admission.account import MAX_RETRY_AFTER, Account
+from baton.router.admission.drain_rate import DrainRate
+from baton.router.admission.keys import ANY_CLIENT, ApiKey
+from baton.router.admission.queue import Admission, Turn, TurnResult
+from baton.router.errors import Overloaded, RateLimited
+from baton.router.policy import FreeCapacity
 
 
 @dataclass

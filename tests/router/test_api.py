@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from router.api.bodies import ChatBody, CompletionBody, TokenizeBody
-from router.api.validation import parse
-from router.errors import InvalidRequest, Unsupported
+from baton.router.api.bodies import ChatBody, CompletionBody, TokenizeBody
+from baton.router.api.validation import parse
+from baton.router.errors import InvalidRequest, Unsupported
 
 HELLO = [{"role": "user", "content": "hi"}]
 BODIES: list[tuple[type[ChatBody | CompletionBody], dict[str, Any]]] = [

@@ -4,10 +4,10 @@ from typing import cast
 
 import pytest
 
-from router.policy import DecodeLoad, PrefillWork
-from router.workers.attempts import AttemptTable
-from rpc import worker_pb2 as pb
-from rpc.tracing import Span
+from baton.router.policy import DecodeLoad, PrefillWork
+from baton.router.workers.attempts import AttemptTable
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.tracing import Span
 
 
 class RecordedSpan:

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bench.fakes.worker import FakeWorker
-from content import Tier, prompt_hints
-from router.policy import apply_cache_events
-from router.policy.chunk_index import ChunkIndex
-from router.text.tokenizer import ModelTokenizer
-from router.workers import candidates, connection
-from router.workers.cache_sequence import CacheAction, CacheSequence
-from router.workers.candidates import PrefixSource
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import FakeWorker
+from baton.content import Tier, prompt_hints
+from baton.router.policy import apply_cache_events
+from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.workers import candidates, connection
+from baton.router.workers.cache_sequence import CacheAction, CacheSequence
+from baton.router.workers.candidates import PrefixSource
+from baton.rpc import worker_pb2 as pb
+from baton.worker.service_process import cache_feed
+from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
+from baton.worker.service_process.streams import MAX_UNREAD_CACHE_BYTES, RouterStream
 from tests.router.conftest import Cluster, make_cluster
 from tests.router.test_overflow import offering
 from tests.router.test_recovery import decodes
-from worker.service_process import cache_feed
-from worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
-from worker.service_process.streams import MAX_UNREAD_CACHE_BYTES, RouterStream
 
 CHUNKS = list(range(9))
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from router.text.chat_encoder import MOST_BYTES, ChatEncoder
-from router.text.tokenizer import ModelTokenizer
+from baton.router.text.chat_encoder import MOST_BYTES, ChatEncoder
+from baton.router.text.tokenizer import ModelTokenizer
 
 PIECES = [
     "<s>", "</s>", "<a>", "<a><b>", "<b>", "<left>", "<right>", "<norm>", "<unk>", "<|im_start|>",

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from router.api.anthropic import content
-from router.api.openai_responses import items
+from baton.router.api.anthropic import content
+from baton.router.api.openai_responses import items
 
 COUNT = 40_000
 USE = content.ToolUseBlock(type="tool_use", id="a", name="f", input={})

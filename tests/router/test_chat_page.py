@@ -9,8 +9,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from router.admission.keys import api_keys
-from router.text.tokenizer import ModelTokenizer
+from baton.router.admission.keys import api_keys
+from baton.router.text.tokenizer import ModelTokenizer
 from tests.browser import browser
 
 from .conftest import TEXT, make_cluster

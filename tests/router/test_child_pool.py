@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from router.child_pool import ChildDied, ChildPool
+from baton.router.child_pool import ChildDied, ChildPool
 
 # Replies with its pid, its first frame and the request. The request "die" ends it, and "wait" takes a while.
 # "kill PATH" adds a line to the file and kills the child, if the file has fewer than two lines.

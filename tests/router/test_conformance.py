@@ -7,8 +7,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from rpc import inference_pb2 as pb
-from rpc.inference_pb2_grpc import InferenceStub
+from baton.rpc import inference_pb2 as pb
+from baton.rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import Cluster
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from router.admission.keys import api_keys
-from router.config import RouterConfig
-from router.text.tokenizer import ModelTokenizer
+from baton.router.admission.keys import api_keys
+from baton.router.config import RouterConfig
+from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import Cluster, make_cluster
 

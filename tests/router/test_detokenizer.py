@@ -5,10 +5,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.generation.choice import Choice, Delta
-from router.generation.token_queue import Token
-from router.text.detokenizer import Detokenizer, StopStrings
-from router.text.tokenizer import ModelTokenizer
+from baton.router.generation.choice import Choice, Delta
+from baton.router.generation.token_queue import Token
+from baton.router.text.detokenizer import Detokenizer, StopStrings
+from baton.router.text.tokenizer import ModelTokenizer
 
 TEXT = "Größe: 🙂🚀 und 漢字 — e\u0301\n\n  end"
 

@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.fairness import FairQueue
+from baton.router.admission.fairness import FairQueue
 
 
 def served(queue: FairQueue[str, tuple[str, int]], tokens: int) -> dict[str, int]:

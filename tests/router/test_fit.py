@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from router.workers.fit import RouterModel, check_fit
-from router.workers.refusal import RefusedWorker
-from rpc import worker_pb2 as pb
+from baton.router.workers.fit import RouterModel, check_fit
+from baton.router.workers.refusal import RefusedWorker
+from baton.rpc import worker_pb2 as pb
 
 MODEL = RouterModel("ours", vocab_size=1000, vocabulary_fingerprint="v1")
 

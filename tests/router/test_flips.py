@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from bench.fakes.worker import SECRET, FakeWorker
-from router.text.tokenizer import ModelTokenizer
-from router.workers import breaker
-from rpc import connect
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
+from baton.bench.fakes.worker import SECRET, FakeWorker
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.workers import breaker
+from baton.rpc import connect
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 
 from .conftest import Cluster, make_cluster
 from .test_recovery import answered_whole, decodes, prefills, retargets

@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 from google.protobuf.message import DecodeError
 
-from router.api.anthropic.body import MessagesBody
-from router.api.openai_responses.body import ResponsesBody
-from rpc import inference_pb2 as pb
-from rpc.inference_pb2_grpc import InferenceStub
+from baton.router.api.anthropic.body import MessagesBody
+from baton.router.api.openai_responses.body import ResponsesBody
+from baton.rpc import inference_pb2 as pb
+from baton.rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import Cluster
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from router.api import responses
-from router.api.defaults import sampling_defaults, shown
-from router.text.tokenizer import ModelTokenizer
+from baton.router.api import responses
+from baton.router.api.defaults import sampling_defaults, shown
+from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import make_cluster
 

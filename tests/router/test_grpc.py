@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.admission.keys import ApiKey
-from router.text.tokenizer import ModelTokenizer
-from rpc import inference_pb2 as pb
-from rpc.inference_pb2_grpc import InferenceStub
+from baton.router.admission.keys import ApiKey
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import inference_pb2 as pb
+from baton.rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import TEXT, Cluster, encode_chat, make_cluster
 

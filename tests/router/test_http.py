@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from router.api import responses
-from router.text.tokenizer import load_tokenizer
-from rpc import worker_pb2 as pb
+from baton.router.api import responses
+from baton.router.text.tokenizer import load_tokenizer
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, encode_chat, make_cluster
 

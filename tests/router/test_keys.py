@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from router.admission.keys import ANY_CLIENT, ApiKey, KeyRing, api_keys, read_key_file
-from router.errors import RateLimited, Unauthorized
+from baton.router.admission.keys import ANY_CLIENT, ApiKey, KeyRing, api_keys, read_key_file
+from baton.router.errors import RateLimited, Unauthorized
 
 from .conftest import Cluster
 

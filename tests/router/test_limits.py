@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from router.admission.keys import ApiKey, api_keys
-from router.api.structured import Structure
-from router.preparation.grammar_checker import GrammarChecker
-from router.text.tokenizer import ModelTokenizer
+from baton.router.admission.keys import ApiKey, api_keys
+from baton.router.api.structured import Structure
+from baton.router.preparation.grammar_checker import GrammarChecker
+from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import TEXT, Cluster, make_cluster
 

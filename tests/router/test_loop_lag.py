@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from router.server import observe_lag
+from baton.router.server import observe_lag
 
 STALL = 0.2
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.generation import failure_count
-from router.text.tokenizer import ModelTokenizer
+from baton.router.generation import failure_count
+from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import Cluster, make_cluster
 

@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.processes.merged_metrics import MergedMetrics
+from baton.router.processes.merged_metrics import MergedMetrics
 
 
 def page(requests: int, waiting: int, workers: int, *seconds: float) -> bytes:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from router.admission.keys import api_keys
-from router.api.anthropic.reply import AnthropicMessage, MessageEvent
-from router.endpoints.builders.anthropic import _arguments
-from router.text.tokenizer import ModelTokenizer
+from baton.router.admission.keys import api_keys
+from baton.router.api.anthropic.reply import AnthropicMessage, MessageEvent
+from baton.router.endpoints.builders.anthropic import _arguments
+from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
 

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from router.text.tokenizer import ModelTokenizer
+from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import TEXT, Cluster, make_cluster
 

@@ -7,10 +7,10 @@ from typing import Any
 import openapi_spec_validator
 import pytest
 
-from router.admission.keys import api_keys
-from router.api import openapi, responses
-from router.api.openapi import OPERATIONS
-from router.text.tokenizer import ModelTokenizer
+from baton.router.admission.keys import api_keys
+from baton.router.api import openapi, responses
+from baton.router.api.openapi import OPERATIONS
+from baton.router.text.tokenizer import ModelTokenizer
 from tests.browser import browser
 
 from .conftest import Cluster, make_cluster

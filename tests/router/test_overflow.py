@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from content import prompt_hints
-from router.policy import PrefillLoads
-from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
+from baton.content import prompt_hints
+from baton.router.policy import PrefillLoads
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster
 from .test_recovery import answered_whole, decodes, prefills

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from router.admission import parked as parked_module
-from router.admission.parked import Parked
-from router.admission.retry_budget import FLOOR, WINDOW_S, RetryBudget
+from baton.router.admission import parked as parked_module
+from baton.router.admission.parked import Parked
+from baton.router.admission.retry_budget import FLOOR, WINDOW_S, RetryBudget
 
 
 def take_all(budget: RetryBudget, now: float) -> int:

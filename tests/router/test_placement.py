@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import (
+from baton.router.policy import (
     DecodeCaches,
     DecodeLoad,
     DecodeOffer,
@@ -21,10 +21,10 @@ from router.policy import (
     place_without_room,
     prefill_offer,
 )
-from router.policy.chunk_index import ChunkIndex
-from router.policy.placement import SHORT_ANSWER
-from router.policy.prefill import COMPARED
-from rpc import worker_pb2 as pb
+from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.policy.placement import SHORT_ANSWER
+from baton.router.policy.prefill import COMPARED
+from baton.rpc import worker_pb2 as pb
 
 # 50 tokens in a step of 15 ms instead of 10: 3,333 tokens/s beside the decodes.
 PACE = MixedPace(decode_seconds=0.010, short_tokens=50, short_seconds=0.015)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from content import CHUNK_TOKENS, Tier
-from router.policy import PrefillLoads, PrefillRequest, PrefillSnapshot, PrefillWork
-from router.policy.chunk_index import ChunkIndex
+from baton.content import CHUNK_TOKENS, Tier
+from baton.router.policy import PrefillLoads, PrefillRequest, PrefillSnapshot, PrefillWork
+from baton.router.policy.chunk_index import ChunkIndex
 
 SPEED = 1000.0
 

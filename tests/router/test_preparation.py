@@ -17,21 +17,21 @@ import grpc
 import psutil
 import pytest
 
-from kv_transfer.wait import wait
-from router.active_request import ActiveRequests
-from router.admission.account import Account
-from router.admission.keys import ANY_CLIENT, ApiKey
-from router.api.bodies import ChatBody, ChatOptions, CompletionBody
-from router.endpoints.grpc_server import SERVICE
-from router.errors import ApiError, ContextLengthExceeded, InvalidRequest
-from router.preparation import child
-from router.preparation.child import reply_to
-from router.preparation.prepare import Kind, Prepared, Served, prepare
-from router.preparation.preparer import SMALL_BYTES, Preparer
-from router.preparation.wire import MAX_OPTIONS_BYTES, read_reply, request_head
-from router.text.tokenizer import ModelTokenizer, load_tokenizer
-from rpc import inference_pb2 as ipb
-from rpc.inference_pb2_grpc import InferenceStub
+from baton.kv_transfer.wait import wait
+from baton.router.active_request import ActiveRequests
+from baton.router.admission.account import Account
+from baton.router.admission.keys import ANY_CLIENT, ApiKey
+from baton.router.api.bodies import ChatBody, ChatOptions, CompletionBody
+from baton.router.endpoints.grpc_server import SERVICE
+from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
+from baton.router.preparation import child
+from baton.router.preparation.child import reply_to
+from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
+from baton.router.preparation.preparer import SMALL_BYTES, Preparer
+from baton.router.preparation.wire import MAX_OPTIONS_BYTES, read_reply, request_head
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.rpc import inference_pb2 as ipb
+from baton.rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import Cluster, make_cluster
 
@@ -170,7 +170,7 @@ def test_a_defect_in_a_child_is_logged_without_the_clients_text(
     def broken(*_: Any) -> Any:
         raise RuntimeError("of a ".join(["text", "client"]))
 
-    monkeypatch.setattr("router.preparation.child.prepare", broken)
+    monkeypatch.setattr("baton.router.preparation.child.prepare", broken)
     with pytest.raises(ApiError) as failure:
         read_reply(reply_to(request_head("chat", SERVED) + b"{}", tokenizer))
     assert failure.value.status == 500

@@ -18,17 +18,17 @@ import aiohttp
 import psutil
 import pytest
 
-from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import TEXT
 
 LAUNCH = """
 import json, sys
-from router import main
-from router.admission.keys import api_keys
-from router.config import RouterConfig
+from baton.router import main
+from baton.router.admission.keys import api_keys
+from baton.router.config import RouterConfig
 given = json.loads(sys.argv[1])
 if keys := given.pop("keys", None):
     given["read_api_keys"] = lambda: api_keys([], keys)

@@ -20,15 +20,15 @@ import grpc.aio
 import psutil
 import pytest
 
-from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from bench.roles import spawn
-from router.config import RouterConfig
-from router.processes import supervise
-from router.processes.listen import listen, reserve
-from router.text.tokenizer import ModelTokenizer
-from rpc import inference_pb2 as pb
-from rpc import worker_pb2
-from rpc.inference_pb2_grpc import InferenceStub
+from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.bench.roles import spawn
+from baton.router.config import RouterConfig
+from baton.router.processes import supervise
+from baton.router.processes.listen import listen, reserve
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import inference_pb2 as pb
+from baton.rpc import worker_pb2
+from baton.rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import TEXT
 

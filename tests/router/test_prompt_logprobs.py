@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from router.api import jobs
-from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
+from baton.router.api import jobs
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.fakes.worker import FakeWorker
-from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import FakeWorker
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster
 from .test_flips import connection_of, flipped, hold, no_attempt_was_replaced, release

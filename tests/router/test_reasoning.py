@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from router.api import responses
-from router.endpoints.builders.chat import ChatBuilder
-from router.endpoints.builders.output_parser import OutputParser, Part
-from router.text.tokenizer import ModelTokenizer, load_tokenizer
-from router.tools import REASONING, Beginning, continues_reasoning, reasoning_of
-from rpc import worker_pb2 as pb
+from baton.router.api import responses
+from baton.router.endpoints.builders.chat import ChatBuilder
+from baton.router.endpoints.builders.output_parser import OutputParser, Part
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.router.tools import REASONING, Beginning, continues_reasoning, reasoning_of
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import ANSWER, CALL, THINKING_TEMPLATE, THOUGHT, Cluster
 from .test_tools import TOOLS

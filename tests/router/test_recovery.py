@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench.fakes.worker import FakeWorker
-from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import FakeWorker
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster
 
@@ -367,7 +367,7 @@ async def test_without_any_worker_a_request_gets_503(tokenizer: ModelTokenizer, 
 async def test_a_parked_stream_gets_keepalives_and_then_the_error(
     tokenizer: ModelTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("router.endpoints.http_response.KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("baton.router.endpoints.http_response.KEEPALIVE_SECONDS", 0.1)
     async with make_cluster(tokenizer, tmp_path, prefill=0, worker_wait=0.5, overflow=False) as cluster:
         body = {"prompt": "x", "stream": True}
         async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:

@@ -10,14 +10,14 @@ import grpc.aio
 import pytest
 from aiohttp import web
 
-import rpc
-from bench.fakes.worker import SECRET, FakeWorker, Lanes
-from router.config import RouterConfig
-from router.workers import refusal
-from router.workers.ask import first_description
-from rpc import TlsFiles
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
+from baton import rpc
+from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.router.config import RouterConfig
+from baton.router.workers import refusal
+from baton.router.workers.ask import first_description
+from baton.rpc import TlsFiles
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.conftest import Certificates
 
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from router.admission import retry_budget
-from router.workers import breaker
-from rpc import worker_pb2 as pb
+from baton.router.admission import retry_budget
+from baton.router.workers import breaker
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import Cluster
 from .test_recovery import answered_whole, decodes, prefills

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from router.workers.reports import clear_invalid_rates, token_defect
-from rpc import worker_pb2 as pb
+from baton.router.workers.reports import clear_invalid_rates, token_defect
+from baton.rpc import worker_pb2 as pb
 
 
 def token(token_id: int = 1, **logprobs) -> pb.TokenEvent:

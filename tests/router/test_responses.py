@@ -11,15 +11,15 @@ import pytest
 from aiohttp import web
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 
-from router.active_request import ActiveRequest
-from router.admission.keys import api_keys
-from router.api.openai_responses.reply import ResponseEvent, ResponseObject
-from router.endpoints import stored_responses
-from router.endpoints.http_generation import HttpGeneration
-from router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
-from router.errors import NotFound
-from router.preparation import preparer
-from router.text.tokenizer import ModelTokenizer
+from baton.router.active_request import ActiveRequest
+from baton.router.admission.keys import api_keys
+from baton.router.api.openai_responses.reply import ResponseEvent, ResponseObject
+from baton.router.endpoints import stored_responses
+from baton.router.endpoints.http_generation import HttpGeneration
+from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
+from baton.router.errors import NotFound
+from baton.router.preparation import preparer
+from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import ANSWER, ARGUMENTS, TEXT, THOUGHT, Cluster, make_cluster
 

@@ -12,13 +12,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from router import active_request
-from router.errors import ApiError
-from router.generation.choice import Delta
-from router.generation.token_queue import MAX_TAKEN, Token, TokenQueue
-from router.text.tokenizer import ModelTokenizer
-from rpc import inference_pb2 as pb
-from rpc.inference_pb2_grpc import InferenceStub
+from baton.router import active_request
+from baton.router.errors import ApiError
+from baton.router.generation.choice import Delta
+from baton.router.generation.token_queue import MAX_TAKEN, Token, TokenQueue
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import inference_pb2 as pb
+from baton.rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import TEXT, Cluster, make_cluster
 

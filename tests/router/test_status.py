@@ -7,9 +7,9 @@ from typing import cast
 import grpc.aio
 import pytest
 
-from bench.fakes.worker import FakeWorker
-from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import FakeWorker
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import make_cluster
 

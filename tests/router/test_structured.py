@@ -10,12 +10,12 @@ import grpc
 import pytest
 from llguidance.gbnf_to_lark import any_to_lark
 
-from router.api.structured import Structure
-from router.errors import InvalidRequest
-from router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
-from rpc import inference_pb2 as ipb
-from rpc import worker_pb2 as pb
-from rpc.inference_pb2_grpc import InferenceStub
+from baton.router.api.structured import Structure
+from baton.router.errors import InvalidRequest
+from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
+from baton.rpc import inference_pb2 as ipb
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.inference_pb2_grpc import InferenceStub
 
 from .conftest import Cluster
 

@@ -8,10 +8,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from router.text.tokenizer import ModelTokenizer
-from rpc import TlsFiles
-from rpc import inference_pb2 as pb
-from rpc.inference_pb2_grpc import InferenceStub
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import TlsFiles
+from baton.rpc import inference_pb2 as pb
+from baton.rpc.inference_pb2_grpc import InferenceStub
 from tests.conftest import Certificates
 
 from .conftest import TEXT, Cluster, make_cluster

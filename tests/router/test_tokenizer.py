@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import tokenizers
 
-from engine.loader.tokenizer_json import vocabulary
-from router.text.chat_template import ChatTemplate, ChatTemplateError
-from router.text.tokenizer import ModelTokenizer, load_tokenizer
-from rpc import vocabulary_fingerprint
+from baton.engine.loader.tokenizer_json import vocabulary
+from baton.router.text.chat_template import ChatTemplate, ChatTemplateError
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.rpc import vocabulary_fingerprint
 
 from .conftest import encode_chat
 
@@ -141,8 +141,8 @@ def test_text_survives_the_round_trip(tokenizer: ModelTokenizer):
 def test_a_router_never_imports_torch(directory: Path):
     code = f"""
 import sys
-import router.text.gguf_tokenizer, router.server
-from router.text.tokenizer import load_tokenizer
+import baton.router.text.gguf_tokenizer, baton.router.server
+from baton.router.text.tokenizer import load_tokenizer
 load_tokenizer({str(directory)!r})
 assert not {{"torch", "transformers", "engine"}} & sys.modules.keys()
 """

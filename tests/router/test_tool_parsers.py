@@ -7,8 +7,8 @@ import random
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from router.api.tools import Tool
-from router.tools import FORMATS, Piece, format_of
+from baton.router.api.tools import Tool
+from baton.router.tools import FORMATS, Piece, format_of
 
 WEATHER = {"city": 'Paris "} </tool_call> [TOOL_CALLS] é\\', "days": [1, {"x": "]"}], "deep": {"a": {}}}
 W = json.dumps(WEATHER, ensure_ascii=False)

@@ -10,8 +10,8 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from router.api import responses
-from router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.router.api import responses
+from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 
 from .conftest import TEXT, Cluster, encode_chat, make_cluster
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from router.text.tokenizer import ModelTokenizer
-from rpc import inference_pb2 as pb
-from rpc import worker_pb2
-from rpc.inference_pb2_grpc import InferenceStub
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import inference_pb2 as pb
+from baton.rpc import worker_pb2
+from baton.rpc.inference_pb2_grpc import InferenceStub
 from tests.otlp import Receiver, Span
 
 from .conftest import Cluster, make_cluster

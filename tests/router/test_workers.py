@@ -10,14 +10,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from bench.fakes.worker import FakeWorker
-from router.config import RouterConfig
-from router.generation.generation import Generation
-from router.text.tokenizer import ModelTokenizer
-from router.workers import connection
-from router.workers.connection import WorkerConnection, WorkerState
-from router.workers.send_queue import SendQueue
-from rpc import worker_pb2 as pb
+from baton.bench.fakes.worker import FakeWorker
+from baton.router.config import RouterConfig
+from baton.router.generation.generation import Generation
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.workers import connection
+from baton.router.workers.connection import WorkerConnection, WorkerState
+from baton.router.workers.send_queue import SendQueue
+from baton.rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster
 

@@ -9,11 +9,11 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rpc import HealthServicer, auth, connect, create_server, load_secret
-from rpc import channel as rpc_channel
-from rpc.auth import WINDOW_SECONDS, Verifier, ask_server_id, sign
-from rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage
-from rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
+from baton.rpc import HealthServicer, auth, connect, create_server, load_secret
+from baton.rpc import channel as rpc_channel
+from baton.rpc.auth import WINDOW_SECONDS, Verifier, ask_server_id, sign
+from baton.rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage
+from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 
 SECRET = b"a secret of the cluster"
 ID = b"the id of server"

@@ -8,10 +8,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from rpc import channel, connect, create_server
-from rpc.channel import MAX_MESSAGE_BYTES
-from rpc.worker_pb2 import DescribeRequest, WorkerDescription, WorkerMessage
-from rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
+from baton.rpc import channel, connect, create_server
+from baton.rpc.channel import MAX_MESSAGE_BYTES
+from baton.rpc.worker_pb2 import DescribeRequest, WorkerDescription, WorkerMessage
+from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 
 SECRET = b"a secret of the cluster"
 

@@ -21,7 +21,12 @@ importlib.import_module(sys.argv[1])
 
 
 @pytest.mark.parametrize(
-    "module", ["router.server", "worker.service_process.grpc_service", "cluster.autoscaling.autoscaler"]
+    "module",
+    [
+        "baton.router.server",
+        "baton.worker.service_process.grpc_service",
+        "baton.cluster.autoscaling.autoscaler",
+    ],
 )
 def test_fork_handlers_of_grpc_are_off(module: str) -> None:
     """The handlers can crash a child between fork and exec."""

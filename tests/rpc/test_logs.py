@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rpc.logs import Format, Level, log_config
+from baton.rpc.logs import Format, Level, log_config
 
 SPEAKER = {"role": "prefill", "index": 3, "process": "engine", "incarnation": "00ff"}
 
@@ -18,7 +18,7 @@ def written(style: Format, level: Level, **how: bool) -> list[str]:
     script = f"""
 import logging.config, json
 logging.config.dictConfig(json.loads({json.dumps(log_config(style, level, SPEAKER, **how))!r}))
-for name in ("router.generation.generation", "baton.kv", "aiohttp.server"):
+for name in ("baton.router.generation.generation", "baton.kv", "aiohttp.server"):
     for number in (logging.DEBUG, logging.INFO, logging.WARNING):
         logging.getLogger(name).log(number, "of %s", name, extra={{"request_id": "mine"}})
 try:
@@ -27,7 +27,7 @@ try:
     except ZeroDivisionError as error:
         raise ValueError("private") from error
 except ValueError:
-    logging.getLogger("worker.service_process.service").exception("it broke")
+    logging.getLogger("baton.worker.service_process.service").exception("it broke")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return done.stderr.splitlines()
@@ -37,7 +37,7 @@ def test_json_lines_have_fields_for_process_request_and_exception() -> None:
     *records, broke = [json.loads(line) for line in written("json", "info")]
     assert [(r["logger"], r["level"]) for r in records] == [
         (name, level)
-        for name in ("router.generation.generation", "baton.kv", "aiohttp.server")
+        for name in ("baton.router.generation.generation", "baton.kv", "aiohttp.server")
         for level in ("INFO", "WARNING")
     ]
     for record in records:

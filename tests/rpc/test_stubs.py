@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rpc import ext_proc_pb2, inference_pb2, worker_pb2
+from baton.rpc import ext_proc_pb2, inference_pb2, worker_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path.name for path in (ROOT / "proto").glob("*.proto"))
@@ -14,10 +14,10 @@ SOURCES = sorted(path.name for path in (ROOT / "proto").glob("*.proto"))
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_checked_in_stubs_are_current(source, tmp_path):
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-Irpc=proto"]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Ibaton/rpc=proto"]
     command += [f"--{kind}={tmp_path}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
-    subprocess.run([*command, f"rpc/{source}"], cwd=ROOT, check=True, timeout=60)
-    generated = {path.name: path.read_text() for path in (tmp_path / "rpc").iterdir()}
+    subprocess.run([*command, f"baton/rpc/{source}"], cwd=ROOT, check=True, timeout=60)
+    generated = {path.name: path.read_text() for path in (tmp_path / "baton/rpc").iterdir()}
     assert len(generated) == 3
     for name, text in generated.items():
         assert (ROOT / "rpc" / name).read_text() == text, f"{name} is stale: run `make proto`"

@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from rpc import TlsFiles, add_port, connect, create_server
-from rpc.worker_pb2 import DescribeRequest, WorkerDescription
-from rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
+from baton.rpc import TlsFiles, add_port, connect, create_server
+from baton.rpc.worker_pb2 import DescribeRequest, WorkerDescription
+from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 from tests.conftest import Certificates
 
 SECRET = b"a secret of the cluster"

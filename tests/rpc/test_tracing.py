@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from rpc import tracing
-from rpc.tracing import open_tracer, valid_traceparent
+from baton.rpc import tracing
+from baton.rpc.tracing import open_tracer, valid_traceparent
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -46,9 +46,9 @@ class Missing:
         if name.split(".")[0] == "opentelemetry":
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
-from rpc import tracing
-from rpc.tracing import open_tracer
-import router, worker.service_process.service
+from baton.rpc import tracing
+from baton.rpc.tracing import open_tracer
+import baton.router, baton.worker.service_process.service
 open_tracer({endpoint!r}, "baton", {{}})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
-from bench.routing_sim.chats import chats
-from cluster.options.optimize import PROFILES
-from simulator.arrivals import Arrival, Load
-from simulator.placement import Kind, simulate
-from simulator.step_worker import PlacementOutcome, Quantiles
-from simulator.steps import step_seconds
+from baton.bench.routing_sim.chats import chats
+from baton.cluster.options.optimize import PROFILES
+from baton.simulator.arrivals import Arrival, Load
+from baton.simulator.placement import Kind, simulate
+from baton.simulator.step_worker import PlacementOutcome, Quantiles
+from baton.simulator.steps import step_seconds
 
 MEASURED = {
     Load(2000, 150, 12): (179, 16.0),

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from bench.load.traffic.datasets import SAMPLE_TRACE
-from bench.routing_sim.baselines import POLICIES, emptiest
-from bench.routing_sim.sizing import h200, size
-from bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
-from router.policy import two_choices
-from simulator import decode
-from simulator.prefill import Outcome, Simulation
-from simulator.trace import Session, Trace, Turn
-from simulator.worker import Queued, SimWorker
+from baton.bench.load.traffic.datasets import SAMPLE_TRACE
+from baton.bench.routing_sim.baselines import POLICIES, emptiest
+from baton.bench.routing_sim.sizing import h200, size
+from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
+from baton.router.policy import two_choices
+from baton.simulator import decode
+from baton.simulator.prefill import Outcome, Simulation
+from baton.simulator.trace import Session, Trace, Turn
+from baton.simulator.worker import Queued, SimWorker
 
 
 def simulate(trace: Trace, policy: str, *, workers: int = 8, changes=()) -> Outcome:

@@ -26,9 +26,9 @@ import grpc
 import grpc.aio
 import msgspec
 
-from rpc import auth
-from rpc import inference_pb2 as inference
-from rpc import worker_pb2 as worker
+from baton.rpc import auth
+from baton.rpc import inference_pb2 as inference
+from baton.rpc import worker_pb2 as worker
 from tests.kv_transfer import second_wire as wire
 
 BLOWS = {

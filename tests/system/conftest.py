@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from bench.chaos.cluster import LocalCluster, free_port
-from bench.chaos.streams import expected
-from cluster.model import EMBEDDED_NAME
-from engine import Engine, EngineConfig, build_engine
+from baton.bench.chaos.cluster import LocalCluster, free_port
+from baton.bench.chaos.streams import expected
+from baton.cluster.model import EMBEDDED_NAME
+from baton.engine import Engine, EngineConfig, build_engine
 from tests.forked import forking
 from tests.otlp import Receiver
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from cluster.supervision.processes import Process, descendants
+from baton.cluster.supervision.processes import Process, descendants
 
-BATON = [sys.executable, "-m", "cluster.cli"]
+BATON = [sys.executable, "-m", "baton.cluster.cli"]
 T = TypeVar("T")
 
 
@@ -45,7 +45,7 @@ class Machine:
 
     def baton(self, *args: str, within: float = 60) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
-        return self.python("-m", "cluster.cli", *args, within=within)
+        return self.python("-m", "baton.cluster.cli", *args, within=within)
 
     def python(self, *args: str, within: float) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *args]

@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.python_path import PACKAGES
 
 _CONTROL = """
 import json, os, secrets, sys, threading
 from pathlib import Path
-from cluster.supervision.lifeline import adopt_orphans
-from cluster.supervision.python_path import PACKAGES
-from cluster.supervision.processes import end_descendants
+from baton.cluster.supervision.lifeline import adopt_orphans
+from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.processes import end_descendants
 
 directory = Path(sys.argv[1])
 adopt_orphans()

@@ -8,8 +8,8 @@ import subprocess
 import urllib.request
 from typing import Any
 
-from bench.chaos.cluster import free_port, leaks_when_idle
-from cluster.supervision.processes import Process
+from baton.bench.chaos.cluster import free_port, leaks_when_idle
+from baton.cluster.supervision.processes import Process
 from tests.forked import FreshPopen
 
 from .machine import BATON, Machine, alive, answers, listening, titled, tree, until

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from bench.chaos.cluster import LocalCluster, free_port, leaks_when_idle
-from bench.chaos.processes import resident_bytes
-from bench.chaos.streams import Case, Stream, cases, new_session, read
+from baton.bench.chaos.cluster import LocalCluster, free_port, leaks_when_idle
+from baton.bench.chaos.processes import resident_bytes
+from baton.bench.chaos.streams import Case, Stream, cases, new_session, read
 from tests.shallow import LAYERS
 
 from .attack import BLOWS, Target

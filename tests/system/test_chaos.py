@@ -1,4 +1,4 @@
-"""`python -m bench.chaos` meets all its bounds.
+"""`python -m baton.bench.chaos` meets all its bounds.
 
 The short form cuts lanes once and flips a worker of each role. The long ones kill a hundred workers, and the
 router fifty times."""
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.__main__ import arguments, measure
+from baton.bench.chaos.__main__ import arguments, measure
 
 from .recovery import Broken
 

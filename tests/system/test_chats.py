@@ -10,8 +10,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from bench.chaos.cluster import LocalCluster
-from bench.chaos.streams import Case, Stream, new_session, read
+from baton.bench.chaos.cluster import LocalCluster
+from baton.bench.chaos.streams import Case, Stream, new_session, read
 
 from .recovery import FLAGS, Broken
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from bench.chaos.cluster import LocalCluster, leaks_when_idle
+from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
 from tests.engine.conftest import save_spelled_tokenizer, save_tiny
 from tests.engine.test_models import scores
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.cluster import LocalCluster
-from bench.chaos.streams import Case, expected
-from content import CHUNK_TOKENS
-from router.policy.placement import SHORT_ANSWER
+from baton.bench.chaos.cluster import LocalCluster
+from baton.bench.chaos.streams import Case, expected
+from baton.content import CHUNK_TOKENS
+from baton.router.policy.placement import SHORT_ANSWER
 
 from .recovery import FLAGS, SHORT, Broken, each_has
 

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from bench.chaos.cluster import free_port, leaks_when_idle
-from bench.chaos.load import Load, judge
-from bench.chaos.streams import Case, cases, expected
+from baton.bench.chaos.cluster import free_port, leaks_when_idle
+from baton.bench.chaos.load import Load, judge
+from baton.bench.chaos.streams import Case, cases, expected
 
 from .machine import Machine, alive, command_lines, titled, tree, until
 from .raylets import Raylets
@@ -58,7 +58,7 @@ import sys
 from ray._private import services
 node = sys.argv.pop(1)
 services.find_node_ids = lambda: {node}
-from cluster.cli import app
+from baton.cluster.cli import app
 app()
 """
 

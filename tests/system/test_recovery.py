@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.chaos.cluster import Worker
-from bench.chaos.streams import Case, new_session, read
+from baton.bench.chaos.cluster import Worker
+from baton.bench.chaos.streams import Case, new_session, read
 
 from .recovery import LONG, MIXED, SHORT, Broken, each_has
 

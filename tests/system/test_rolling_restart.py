@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
-from bench.chaos.load import Load, judge
-from bench.chaos.streams import cases, expected
+from baton.bench.chaos.load import Load, judge
+from baton.bench.chaos.streams import cases, expected
 
 from .machine import Machine
 from .serve import Serve

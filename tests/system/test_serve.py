@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.streams import cases, expected
-from cluster.supervision.processes import Process, descendants
+from baton.bench.chaos.streams import cases, expected
+from baton.cluster.supervision.processes import Process, descendants
 
 from .machine import Machine, alive, command_lines, tree, until
 from .recovery import each_has, ride

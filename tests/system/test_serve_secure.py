@@ -12,7 +12,7 @@ import httpx2
 import openai
 from openai.types import Completion
 
-from bench.chaos.cluster import free_port
+from baton.bench.chaos.cluster import free_port
 from tests.conftest import Certificates
 
 from .machine import Machine, command_lines

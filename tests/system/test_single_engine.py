@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 
-from cluster.model import EMBEDDED_NAME
-from engine import Engine, EngineRequest, SamplingParams
+from baton.cluster.model import EMBEDDED_NAME
+from baton.engine import Engine, EngineRequest, SamplingParams
 
 from .recovery import Broken
 

@@ -10,8 +10,8 @@ from typing import Any
 import jsonschema
 import openai
 
-from cluster.model import EMBEDDED_NAME
-from engine import Engine, EngineRequest, SamplingParams, StructuredOutput
+from baton.cluster.model import EMBEDDED_NAME
+from baton.engine import Engine, EngineRequest, SamplingParams, StructuredOutput
 
 from .recovery import Broken
 

@@ -12,7 +12,7 @@ from typing import Literal
 import grpc.aio
 import psutil
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     Pair,
     WorkerProcess,

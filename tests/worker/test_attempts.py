@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-from decode_worker.role import DecodeRole
-from engine import EngineRequest, Logprobs, Output
-from kv_transfer import TraceWriter
-from worker import messages
-from worker.engine_process.attempts import Attempts
-from worker.messages import Code, FromEngine
+from baton.decode_worker.role import DecodeRole
+from baton.engine import EngineRequest, Logprobs, Output
+from baton.kv_transfer import TraceWriter
+from baton.worker import messages
+from baton.worker.engine_process.attempts import Attempts
+from baton.worker.messages import Code, FromEngine
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rpc import worker_pb2 as pb
+from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerStream,
     assert_whole,

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from content import CHUNK_TOKENS, Tier, prompt_hints
-from engine.api.request import EngineRequest
-from engine.core.block_pool import BlockPool
-from engine.core.scheduler import Scheduler
-from worker.engine_process.cached_chunks import CachedChunks
+from baton.content import CHUNK_TOKENS, Tier, prompt_hints
+from baton.engine.api.request import EngineRequest
+from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.scheduler import Scheduler
+from baton.worker.engine_process.cached_chunks import CachedChunks
 
 ROOT = b"root"
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from engine import EngineConfig
-from worker import Deadlines, WorkerConfig
+from baton.engine import EngineConfig
+from baton.worker import Deadlines, WorkerConfig
 
 
 def config(**fields: Any) -> WorkerConfig:
@@ -39,7 +39,7 @@ def config(**fields: Any) -> WorkerConfig:
 def test_an_error_names_the_flag_and_the_value(
     fields: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.config.NIXL_WHEELS", ())  # as if it were not installed
+    monkeypatch.setattr("baton.kv_transfer.config.NIXL_WHEELS", ())  # as if it were not installed
     with pytest.raises(ValueError, match=flag):
         config(**fields)
 
@@ -57,7 +57,7 @@ def test_an_error_names_the_flag_and_the_value(
 def test_nixl_reads_memory_of_gpus_where_nics_can(
     connector: Any, device: str, nics: bool, slots: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.config.nics_read_gpus", lambda: nics)
+    monkeypatch.setattr("baton.kv_transfer.config.nics_read_gpus", lambda: nics)
     engine = EngineConfig("model", device=device)
     assert config(kv_connector=connector, engine=engine).nixl_device() == slots
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kv_transfer import wait as waits
-from kv_transfer.wait import SPIN
-from worker.engine_process.loop import IDLE_TICK, seconds_to_wait
+from baton.kv_transfer import wait as waits
+from baton.kv_transfer.wait import SPIN
+from baton.worker.engine_process.loop import IDLE_TICK, seconds_to_wait
 
 
 def test_an_idle_engine_polls_for_a_commit_that_is_due_and_then_sleeps(

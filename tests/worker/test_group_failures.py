@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import Engine, EngineConfig, build_engine
+from baton.engine import Engine, EngineConfig, build_engine
 from tests.cluster_helpers import ENGINE, WorkerProcess, start_worker, tiny_model
 from tests.device import DEVICE
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import zmq
 
-from kv_transfer.wait import wait
-from worker import messages
-from worker.failure import StartError
-from worker.ipc import EngineLink, ServiceLink
+from baton.kv_transfer.wait import wait
+from baton.worker import messages
+from baton.worker.failure import StartError
+from baton.worker.ipc import EngineLink, ServiceLink
 
 
 async def test_messages_travel_both_ways_and_the_socket_file_is_removed(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ async def test_messages_travel_both_ways_and_the_socket_file_is_removed(tmp_path
 async def test_an_engine_whose_service_does_not_read_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.ipc.SEND_TIMEOUT", 0.05)
-    monkeypatch.setattr("worker.ipc.MAX_QUEUED", 4)
+    monkeypatch.setattr("baton.worker.ipc.SEND_TIMEOUT", 0.05)
+    monkeypatch.setattr("baton.worker.ipc.MAX_QUEUED", 4)
     service = EngineLink(str(tmp_path))
     engine = ServiceLink(service.address)
 

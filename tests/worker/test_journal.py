@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine import EngineConfig
-from kv_transfer import InjectStats
+from baton.engine import EngineConfig
+from baton.kv_transfer import InjectStats
+from baton.worker import messages
+from baton.worker.config import Role, WorkerConfig
+from baton.worker.messages import Code
+from baton.worker.service_process import validation
+from baton.worker.service_process.journal import Journal
 from tests.cluster_helpers import request, sampling
 from tests.otlp import Receiver, Span
-from worker import messages
-from worker.config import Role, WorkerConfig
-from worker.messages import Code
-from worker.service_process import validation
-from worker.service_process.journal import Journal
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import grpc.aio
 import psutil
 import pytest
 
-import rpc
-from rpc import worker_pb2 as pb
-from rpc.worker_pb2_grpc import WorkerStub
+from baton import rpc
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.cluster_helpers import (
     SECRET,
     WorkerProcess,

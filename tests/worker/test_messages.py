@@ -2,8 +2,8 @@
 
 import pytest
 
-from content import Tier
-from engine import (
+from baton.content import Tier
+from baton.engine import (
     EngineRequest,
     EngineStats,
     ExpertStats,
@@ -15,9 +15,9 @@ from engine import (
     SamplingParams,
     StructuredOutput,
 )
-from kv_transfer import KVLayout
-from worker import messages
-from worker.messages import FromEngine, RequestCounts, ToEngine
+from baton.kv_transfer import KVLayout
+from baton.worker import messages
+from baton.worker.messages import FromEngine, RequestCounts, ToEngine
 
 ID = bytes(range(16))
 SAMPLING = SamplingParams(

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from content import Tier
-from engine import EngineStats, ExpertStats, OffloadStats
-from kv_transfer import TransferStats
-from worker.messages import EngineStatus, RequestCounts
-from worker.service_process.metrics import Metrics
+from baton.content import Tier
+from baton.engine import EngineStats, ExpertStats, OffloadStats
+from baton.kv_transfer import TransferStats
+from baton.worker.messages import EngineStatus, RequestCounts
+from baton.worker.service_process.metrics import Metrics
 
 # The Accept headers of Prometheus 2.42 and 3.5.
 ACCEPTED = (

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from content import CHUNK_TOKENS
-from engine import EngineRequest
-from kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, TraceWriter
-from worker.engine_process import prefix_fetches, prefix_links
-from worker.engine_process.prefix_fetches import PrefixFetches
-from worker.engine_process.prefix_links import PrefixLinks
-from worker.messages import ContentSource, RequestCounts
+from baton.content import CHUNK_TOKENS
+from baton.engine import EngineRequest
+from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, TraceWriter
+from baton.worker.engine_process import prefix_fetches, prefix_links
+from baton.worker.engine_process.prefix_fetches import PrefixFetches
+from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.messages import ContentSource, RequestCounts
 
 TOKEN_BYTES = 100
 SOURCE = ContentSource("127.0.0.1:7000", 8)

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine import CachedPrefix
-from prefill_worker import offers
-from prefill_worker.offers import ANSWER, BYTES, DECLINED, OPEN, SECONDS, PrefixOffers
+from baton.engine import CachedPrefix
+from baton.prefill_worker import offers
+from baton.prefill_worker.offers import ANSWER, BYTES, DECLINED, OPEN, SECONDS, PrefixOffers
 
 
 def prefix(number: int, chunks: int = 2) -> CachedPrefix:

@@ -9,13 +9,13 @@ import sys
 import psutil
 import pytest
 
-from rpc.process_end import describe_exit
-from worker.processes import ChildProcess, spawn
+from baton.rpc.process_end import describe_exit
+from baton.worker.processes import ChildProcess, spawn
 
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """
 import os, sys, time
-from worker.processes import spawn
+from baton.worker.processes import spawn
 child = spawn("tests.worker.tied_child", str(%s).encode(), pass_fds=())
 print(child.pid, flush=True)
 time.sleep(60)

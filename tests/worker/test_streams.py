@@ -8,13 +8,13 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 
-from engine import Logprobs, Output, PromptLogprobs
-from rpc import worker_pb2 as pb
-from worker import messages
-from worker.service_process import streams
-from worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
-from worker.service_process.grpc_service import AttachService
-from worker.service_process.streams import MAX_UNREAD_BYTES, RouterStream
+from baton.engine import Logprobs, Output, PromptLogprobs
+from baton.rpc import worker_pb2 as pb
+from baton.worker import messages
+from baton.worker.service_process import streams
+from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
+from baton.worker.service_process.grpc_service import AttachService
+from baton.worker.service_process.streams import MAX_UNREAD_BYTES, RouterStream
 
 
 class SlowContext:

@@ -5,11 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
-from engine import Reasoning
-from rpc import worker_pb2 as pb
-from tests.cluster_helpers import request, sampling
-from worker.messages import Code
-from worker.service_process.validation import (
+from baton.engine import Reasoning
+from baton.rpc import worker_pb2 as pb
+from baton.worker.messages import Code
+from baton.worker.service_process.validation import (
     Limits,
     RefusedAttempt,
     StreamError,
@@ -18,6 +17,7 @@ from worker.service_process.validation import (
     source,
     work,
 )
+from tests.cluster_helpers import request, sampling
 
 LIMITS = Limits(vocab_size=100, max_model_len=32)
 ID = b"a" * 16

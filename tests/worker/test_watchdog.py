@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from worker.failure import TreeError
-from worker.service_process import watchdog
-from worker.service_process.watchdog import Watchdog
+from baton.worker.failure import TreeError
+from baton.worker.service_process import watchdog
+from baton.worker.service_process.watchdog import Watchdog
 
 
 async def test_a_counter_that_stands_still_raises() -> None:

@@ -1,4 +1,4 @@
-"""The engine process of a worker, `python -m worker.engine_process`, and the processes of its other ranks.
+"""The engine process of a worker, `python -m baton.worker.engine_process`, and the processes of other ranks.
 
 `start` ties the process to its parent before the slow imports. `loop` then runs one engine and two roles.
 `rank_process` follows the engine in each rank from 1 on. None of these processes uses the network.

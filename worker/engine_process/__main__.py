@@ -1,4 +1,4 @@
-"""The engine process of a worker. Its service runs `python -m worker.engine_process`.
+"""The engine process of a worker. Its service runs `python -m baton.worker.engine_process`.
 
 This module puts the two roles and the engine together. No other module of this package knows a role.
 """
@@ -6,22 +6,22 @@ This module puts the two roles and the engine together. No other module of this 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from worker.engine_process.child import end
-from worker.engine_process.start import EngineProcessConfig, start
+from baton.worker.engine_process.child import end
+from baton.worker.engine_process.start import EngineProcessConfig, start
 
 if TYPE_CHECKING:
-    from engine import Engine
-    from worker.engine_process.loop import Parts, Role
+    from baton.engine import Engine
+    from baton.worker.engine_process.loop import Parts, Role
 
 
 def run(config: EngineProcessConfig) -> int:
     # These imports load torch, which is slow. The process must be tied to its parent before.
-    from decode_worker.role import DecodeRole
-    from prefill_worker.role import PrefillRole
-    from prefill_worker.sink import SenderSink
-    from worker.engine_process import loop
-    from worker.engine_process.paged_kv import paged_kv
-    from worker.engine_process.prefix_fetches import PrefixFetches
+    from baton.decode_worker.role import DecodeRole
+    from baton.prefill_worker.role import PrefillRole
+    from baton.prefill_worker.sink import SenderSink
+    from baton.worker.engine_process import loop
+    from baton.worker.engine_process.paged_kv import paged_kv
+    from baton.worker.engine_process.prefix_fetches import PrefixFetches
 
     def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
         sink = SenderSink(parts.trace, parts.attempts)

@@ -7,9 +7,9 @@ are dropped, for example after a cancel.
 from collections import defaultdict
 from collections.abc import Callable
 
-from engine import Output, PromptLogprobs
-from worker import messages
-from worker.messages import Code, FromEngine
+from baton.engine import Output, PromptLogprobs
+from baton.worker import messages
+from baton.worker.messages import Code, FromEngine
 
 
 class Attempts:

@@ -16,9 +16,9 @@ The engine uses the full blocks of these tokens that end before the last positio
 
 from collections.abc import Iterable
 
-from content import Tier, hint
-from engine import CachedBlock
-from worker.messages import CacheChanged
+from baton.content import Tier, hint
+from baton.engine import CachedBlock
+from baton.worker.messages import CacheChanged
 
 
 class CachedChunks:

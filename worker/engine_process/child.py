@@ -9,8 +9,8 @@ from typing import NoReturn
 
 import setproctitle
 
-from kv_transfer.parent import die_with_parent
-from kv_transfer.wait import end_waits_on_time
+from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.wait import end_waits_on_time
 
 
 def begin(title: str, parent_pid: int) -> None:

@@ -22,27 +22,27 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from engine import (
+from baton.engine import (
     Engine,
     EngineConfig,
     KVSink,
     StepResult,
     build_engine,
 )
-from engine.loader.tokenizer_json import vocabulary
-from kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
-from kv_transfer.channel import ChannelClosed
-from kv_transfer.wait import spins, wait
-from rpc import vocabulary_fingerprint
-from worker import messages
-from worker.engine_process.attempts import Attempts
-from worker.engine_process.cached_chunks import CachedChunks
-from worker.engine_process.offload import POLL, OffloadPump, offload_pumps
-from worker.engine_process.paged_kv import kv_layout
-from worker.engine_process.prefix_links import PrefixLinks
-from worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
-from worker.ipc import ServiceLink
-from worker.messages import Code, RequestCounts, ToEngine
+from baton.engine.loader.tokenizer_json import vocabulary
+from baton.kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
+from baton.kv_transfer.channel import ChannelClosed
+from baton.kv_transfer.wait import spins, wait
+from baton.rpc import vocabulary_fingerprint
+from baton.worker import messages
+from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.cached_chunks import CachedChunks
+from baton.worker.engine_process.offload import POLL, OffloadPump, offload_pumps
+from baton.worker.engine_process.paged_kv import kv_layout
+from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
+from baton.worker.ipc import ServiceLink
+from baton.worker.messages import Code, RequestCounts, ToEngine
 
 IDLE_TICK = 0.5  # seconds
 

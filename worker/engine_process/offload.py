@@ -6,16 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from content import Tier
-from engine import Engine, EngineConfig
-from engine.core.offload_tier import BlockCopy, OffloadTier
-from engine.execution.rank import Follower
-from engine.models import cache_bytes_per_token, state_caches
-from kv_transfer.stores.block_store import BlockStore, Pair, open_host_store
-from kv_transfer.stores.disk_store import DiskStore
-from kv_transfer.stores.ranked_store import RankedStore, StoreServer
-from kv_transfer.transport import PagedKV
-from worker.engine_process.paged_kv import paged_kv
+from baton.content import Tier
+from baton.engine import Engine, EngineConfig
+from baton.engine.core.offload_tier import BlockCopy, OffloadTier
+from baton.engine.execution.rank import Follower
+from baton.engine.models import cache_bytes_per_token, state_caches
+from baton.kv_transfer.stores.block_store import BlockStore, Pair, open_host_store
+from baton.kv_transfer.stores.disk_store import DiskStore
+from baton.kv_transfer.stores.ranked_store import RankedStore, StoreServer
+from baton.kv_transfer.transport import PagedKV
+from baton.worker.engine_process.paged_kv import paged_kv
 
 POLL = 0.0005
 """Seconds between two calls while copies are under way."""

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from engine import Engine
-from engine.execution.rank import Follower
-from engine.kernels import parts
-from engine.model_config import ModelConfig
-from engine.models import attention_caches, state_caches
-from engine.models.cache_spec import StateCache
-from kv_transfer import KVLayout, PagedKV, StateType
+from baton.engine import Engine
+from baton.engine.execution.rank import Follower
+from baton.engine.kernels import parts
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import attention_caches, state_caches
+from baton.engine.models.cache_spec import StateCache
+from baton.kv_transfer import KVLayout, PagedKV, StateType
 
 
 def paged_kv(engine: Engine | Follower, layers_ready: Callable[[], int] = lambda: 0) -> PagedKV:

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from content import CHUNK_TOKENS, Tier
-from engine import Engine, EngineRequest
-from kv_transfer import MAX_CHUNKS, Closed, FetchFailed, Injected, Receiver, TraceWriter
-from worker.engine_process.prefix_links import Link, PrefixLinks
-from worker.messages import ContentSource, RequestCounts
+from baton.content import CHUNK_TOKENS, Tier
+from baton.engine import Engine, EngineRequest
+from baton.kv_transfer import MAX_CHUNKS, Closed, FetchFailed, Injected, Receiver, TraceWriter
+from baton.worker.engine_process.prefix_links import Link, PrefixLinks
+from baton.worker.messages import ContentSource, RequestCounts
 
 LONGEST = 5.0
 """Seconds that a fetch may take if the speed of prefills is not known."""

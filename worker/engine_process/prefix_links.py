@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass, field
 
-from content import Tier
-from kv_transfer import TransferDeadlines
-from worker.messages import ContentSource, PrefixLink
+from baton.content import Tier
+from baton.kv_transfer import TransferDeadlines
+from baton.worker.messages import ContentSource, PrefixLink
 
 MEMORY = 0.7
 """Weight of the fetches before, against the newest one, in what is measured."""

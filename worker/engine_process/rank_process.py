@@ -1,6 +1,6 @@
 """The process of a rank from 1 on, of an engine that spans several devices.
 
-Its service runs `python -m worker.engine_process.rank_process`.
+Its service runs `python -m baton.worker.engine_process.rank_process`.
 
 1. Read the configuration from stdin, and tie the process to its parent (`child`).
 2. Start together with the engine process, which is rank 0.
@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-from engine import EngineConfig
-from engine.execution.rank_files import RankFiles
-from kv_transfer import ArenaEnd
-from worker.engine_process.child import begin, end
-from worker.engine_process.start import EXIT_START_FAILED
-from worker.processes import spawn
+from baton.engine import EngineConfig
+from baton.engine.execution.rank_files import RankFiles
+from baton.kv_transfer import ArenaEnd
+from baton.worker.engine_process.child import begin, end
+from baton.worker.engine_process.start import EXIT_START_FAILED
+from baton.worker.processes import spawn
 
 
 class RankArenas(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ def spawn_rank(config: RankProcessConfig) -> subprocess.Popen[bytes]:
     if config.arenas is not None:
         fds += (*config.arenas.sending_fds, *config.arenas.receiving_fds)
     fds += tuple(config.offload_fds)
-    return spawn("worker.engine_process.rank_process", msgspec.json.encode(config), pass_fds=fds)
+    return spawn("baton.worker.engine_process.rank_process", msgspec.json.encode(config), pass_fds=fds)
 
 
 def _nothing(layer: int) -> None:
@@ -70,10 +70,10 @@ def main() -> int:
     logging.config.dictConfig(config.logging)
     gc.disable()  # as in the engine process
     # These import torch.
-    from engine.execution.rank import Follower
-    from kv_transfer.endpoint.rank_copier import RankCopier
-    from worker.engine_process.offload import serve_offload
-    from worker.engine_process.paged_kv import paged_kv
+    from baton.engine.execution.rank import Follower
+    from baton.kv_transfer.endpoint.rank_copier import RankCopier
+    from baton.worker.engine_process.offload import serve_offload
+    from baton.worker.engine_process.paged_kv import paged_kv
 
     gc.freeze()  # as in the engine process
     try:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from engine.execution.rank_files import RankFiles
-from worker.engine_process.child import begin
+from baton.engine.execution.rank_files import RankFiles
+from baton.worker.engine_process.child import begin
 
 EXIT_START_FAILED = 2
 """Exit code of an engine process that has sent a StartFailed with the reason."""

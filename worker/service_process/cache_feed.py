@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import TypeVar
 
-from content import Tier
-from rpc import worker_pb2 as pb
+from baton.content import Tier
+from baton.rpc import worker_pb2 as pb
 
 T = TypeVar("T")
 

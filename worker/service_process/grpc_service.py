@@ -17,14 +17,14 @@ from typing import Protocol
 
 import grpc.aio
 
-from rpc import worker_pb2 as pb
-from rpc.reports import LONGEST_REPORT
-from rpc.worker_pb2_grpc import WorkerServicer
-from worker import messages
-from worker.messages import Code, ToEngine
-from worker.service_process import streams, validation
-from worker.service_process.streams import RouterStream
-from worker.service_process.validation import Limits, RefusedAttempt, StreamError
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.reports import LONGEST_REPORT
+from baton.rpc.worker_pb2_grpc import WorkerServicer
+from baton.worker import messages
+from baton.worker.messages import Code, ToEngine
+from baton.worker.service_process import streams, validation
+from baton.worker.service_process.streams import RouterStream
+from baton.worker.service_process.validation import Limits, RefusedAttempt, StreamError
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import logging
 import time
 from dataclasses import dataclass
 
-from rpc.logs import of_request
-from rpc.tracing import Attributes, open_tracer
-from worker import messages
-from worker.config import WorkerConfig
-from worker.messages import Code, ToEngine
+from baton.rpc.logs import of_request
+from baton.rpc.tracing import Attributes, open_tracer
+from baton.worker import messages
+from baton.worker.config import WorkerConfig
+from baton.worker.messages import Code, ToEngine
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from content import Tier
-from engine import ExpertStats, OffloadStats
-from kv_transfer import InjectStats, TransferStats
-from rpc.ports import family
-from worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
+from baton.content import Tier
+from baton.engine import ExpertStats, OffloadStats
+from baton.kv_transfer import InjectStats, TransferStats
+from baton.rpc.ports import family
+from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse

@@ -11,23 +11,23 @@ from itertools import count
 import setproctitle
 from grpc_health.v1 import health_pb2
 
-import rpc
-from content import Tier
-from rpc import worker_pb2 as pb
-from rpc.reports import LONGEST_REPORT
-from rpc.worker_pb2_grpc import add_WorkerServicer_to_server
-from worker import messages
-from worker.config import Role, WorkerConfig
-from worker.failure import EngineError, StartError, TreeError
-from worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
-from worker.service_process import streams
-from worker.service_process.cache_feed import CacheFeed
-from worker.service_process.grpc_service import AttachService
-from worker.service_process.journal import Journal
-from worker.service_process.metrics import Metrics
-from worker.service_process.ready import ReadyPipe
-from worker.service_process.tree import WorkerTree
-from worker.service_process.validation import Limits
+from baton import rpc
+from baton.content import Tier
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.reports import LONGEST_REPORT
+from baton.rpc.worker_pb2_grpc import add_WorkerServicer_to_server
+from baton.worker import messages
+from baton.worker.config import Role, WorkerConfig
+from baton.worker.failure import EngineError, StartError, TreeError
+from baton.worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
+from baton.worker.service_process import streams
+from baton.worker.service_process.cache_feed import CacheFeed
+from baton.worker.service_process.grpc_service import AttachService
+from baton.worker.service_process.journal import Journal
+from baton.worker.service_process.metrics import Metrics
+from baton.worker.service_process.ready import ReadyPipe
+from baton.worker.service_process.tree import WorkerTree
+from baton.worker.service_process.validation import Limits
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import grpc.aio
 
-from engine import Output, PromptLogprobs
-from rpc import worker_pb2 as pb
-from rpc.reports import LONGEST_REPORT
-from worker import messages
+from baton.engine import Output, PromptLogprobs
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.reports import LONGEST_REPORT
+from baton.worker import messages
 
 MAX_UNREAD_BYTES = 8 << 20
 MAX_UNREAD_CACHE_BYTES = 1 << 20

@@ -5,10 +5,10 @@ import contextlib
 import socket
 from collections import deque
 
-import kv_transfer
-from kv_transfer import Drain, Drained, Ready, StatsRequest, TransferStats
-from kv_transfer.spawn import MAX_MESSAGE
-from worker.failure import TreeError
+from baton import kv_transfer
+from baton.kv_transfer import Drain, Drained, Ready, StatsRequest, TransferStats
+from baton.kv_transfer.spawn import MAX_MESSAGE
+from baton.worker.failure import TreeError
 
 _EXIT_SOON = 5.0
 """Seconds for the transfer process to exit after it closed its socket. Its exit code is the better error."""

@@ -17,25 +17,32 @@ from pathlib import Path
 
 import msgspec
 
-from engine.execution.rank_files import RankFiles
-from kv_transfer import ArenaEnd, Heartbeat, TransferConfig, TransferDeadlines, channel_pair, spawn_transfer
-from kv_transfer.spawn import EXIT_ENGINE_GONE
-from kv_transfer.staging import device_bytes
-from rpc import url_host
-from rpc.directories import make_directory
-from rpc.process_end import describe_exit
-from worker import messages
-from worker.config import WorkerConfig
-from worker.engine_process.rank_process import RankArenas, RankProcessConfig, spawn_rank
-from worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
-from worker.failure import EngineError, StartError, TreeError
-from worker.ipc import EngineLink
-from worker.messages import EngineReady, FromEngine
-from worker.processes import ChildProcess, spawn
-from worker.service_process.transfer_link import TransferLink
-from worker.service_process.watchdog import START_SILENCE, Watchdog
+from baton.engine.execution.rank_files import RankFiles
+from baton.kv_transfer import (
+    ArenaEnd,
+    Heartbeat,
+    TransferConfig,
+    TransferDeadlines,
+    channel_pair,
+    spawn_transfer,
+)
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
+from baton.kv_transfer.staging import device_bytes
+from baton.rpc import url_host
+from baton.rpc.directories import make_directory
+from baton.rpc.process_end import describe_exit
+from baton.worker import messages
+from baton.worker.config import WorkerConfig
+from baton.worker.engine_process.rank_process import RankArenas, RankProcessConfig, spawn_rank
+from baton.worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
+from baton.worker.failure import EngineError, StartError, TreeError
+from baton.worker.ipc import EngineLink
+from baton.worker.messages import EngineReady, FromEngine
+from baton.worker.processes import ChildProcess, spawn
+from baton.worker.service_process.transfer_link import TransferLink
+from baton.worker.service_process.watchdog import START_SILENCE, Watchdog
 
-ENGINE_MODULE = "worker.engine_process"
+ENGINE_MODULE = "baton.worker.engine_process"
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds. The transfer process reports once a second."""
 CAUSE_SOON = 5.0

@@ -12,13 +12,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from content import Tier
-from engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
-from rpc import worker_pb2 as pb
-from rpc.reports import LONGEST_REPORT, bounded_report
-from rpc.tracing import valid_traceparent
-from worker import messages
-from worker.messages import Code
+from baton.content import Tier
+from baton.engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.reports import LONGEST_REPORT, bounded_report
+from baton.rpc.tracing import valid_traceparent
+from baton.worker import messages
+from baton.worker.messages import Code
 
 ID_BYTES = 16
 MAX_LISTED = 1024

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from worker.failure import TreeError
+from baton.worker.failure import TreeError
 
 START_SILENCE = 600.0
 """Seconds allowed between two ticks during start-up, which may download, compile or capture graphs."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from bench.load.traffic.wire import ClientUsage
+from baton.bench.load.traffic.wire import ClientUsage
 
 MAX_CPU = 0.9  # of one core, for the busiest client process: above it chunks wait in the client
 MAX_WAITED = 0.2  # share of the time for which a client process was ready to run and had no core

@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.load.measurement.quantiles import QUANTILES, enough_samples
-from cluster.tools.histograms import Histogram, difference, page_text, quantile
+from baton.bench.load.measurement.quantiles import QUANTILES, enough_samples
+from baton.cluster.tools.histograms import Histogram, difference, page_text, quantile
 
 # Stage -> the histograms that measure it. A server has one of them.
 STAGES: Mapping[str, tuple[str, ...]] = {

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bench.load.measurement import steady_state
-from bench.load.measurement.quantiles import Estimate, Series
-from bench.load.measurement.slo import QUANTILES, Bound, Slo
-from bench.load.measurement.steady_state import Steadiness
-from bench.load.target.record import Failure, Record
+from baton.bench.load.measurement import steady_state
+from baton.bench.load.measurement.quantiles import Estimate, Series
+from baton.bench.load.measurement.slo import QUANTILES, Bound, Slo
+from baton.bench.load.measurement.steady_state import Steadiness
+from baton.bench.load.target.record import Failure, Record
 
 BINS = 90  # of the time line
 _MOSTLY = 0.5

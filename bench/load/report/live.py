@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from bench.contract import percentile
-from bench.load.target.record import Failure, Record
-from bench.load.traffic.fleet import Harvest
+from baton.bench.contract import percentile
+from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.traffic.fleet import Harvest
 
 _RECENT_SECONDS = 15.0
 _MOST_RECENT = 300

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench.load.report import svg
-from bench.load.report.results import LATENCIES
-from bench.load.report.svg import Chart, Line
-from bench.load.report.table import TITLES, ms, rows_of, stage_ms
+from baton.bench.load.report import svg
+from baton.bench.load.report.results import LATENCIES
+from baton.bench.load.report.svg import Chart, Line
+from baton.bench.load.report.table import TITLES, ms, rows_of, stage_ms
 
 Report = Mapping[str, Any]
 # The page holds its style and its script: it loads nothing.

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from bench.contract import Report, Row
-from bench.load.experiment import Outcome
-from bench.load.measurement.quantiles import Estimate
-from bench.load.measurement.summary import Summary
+from baton.bench.contract import Report, Row
+from baton.bench.load.experiment import Outcome
+from baton.bench.load.measurement.quantiles import Estimate
+from baton.bench.load.measurement.summary import Summary
 
 LATENCIES = ("ttft", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e")
 _DIGITS = 4

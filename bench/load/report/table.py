@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from bench.load.report.results import LATENCIES
+from baton.bench.load.report.results import LATENCIES
 
 TITLES = {
     "ttft": "TTFT",

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from bench.load.target.record import Failure, Record
-from bench.load.target.sse import SSEError, SSEParser
+from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.sse import SSEError, SSEParser
 
 # Finish reasons of requests that the server gave up: "abort" is vLLM's.
 _ABORTED = {"abort", "error", "cancelled"}

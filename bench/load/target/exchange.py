@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import aiohttp
 
-from bench.load.target.answer import Answer
-from bench.load.target.record import Failure
-from bench.load.target.request import Target
+from baton.bench.load.target.answer import Answer
+from baton.bench.load.target.record import Failure
+from baton.bench.load.target.request import Target
 
 _ERROR_BODY_BYTES = 4096
 # Some servers close idle connections after 5 s (uvicorn). A request on a connection that closes would fail.

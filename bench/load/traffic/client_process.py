@@ -1,4 +1,4 @@
-"""A client process: `python -m bench.load.traffic.client_process`, started by `fleet`.
+"""A client process: `python -m baton.bench.load.traffic.client_process`, started by `fleet`.
 
 Life: read the configuration from stdin → write Ready → read Start → write a record for each request that ends
 → write ClientUsage → exit. If stdin ends, the parent has died, and the process ends at once.
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import uvloop
 
-from bench.load.traffic.client import Client, ClientConfig
-from bench.load.traffic.wire import (
+from baton.bench.load.traffic.client import Client, ClientConfig
+from baton.bench.load.traffic.wire import (
     ClientUsage,
     Finished,
     Progress,

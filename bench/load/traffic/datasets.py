@@ -12,8 +12,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from bench.load.target.tokenization import Segment
-from bench.load.traffic.workload import Session, Turn
+from baton.bench.load.target.tokenization import Segment
+from baton.bench.load.traffic.workload import Session, Turn
 
 SAMPLES = Path(__file__).parent / "samples"
 SAMPLE_TRACE = SAMPLES / "mooncake.jsonl"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.load.target.record import Failure, Record
-from bench.load.traffic.client import ClientConfig
-from bench.load.traffic.wire import (
+from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.traffic.client import ClientConfig
+from baton.bench.load.traffic.wire import (
     ClientUsage,
     Finished,
     Progress,
@@ -148,10 +148,10 @@ class Fleet:
 
 async def _spawn(config: ClientConfig) -> asyncio.subprocess.Process:
     # The package is found in any working directory, installed or not.
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[4])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.load.traffic.client_process",
+        sys.executable, "-m", "baton.bench.load.traffic.client_process",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": path},

@@ -7,8 +7,8 @@ import struct
 
 import msgspec
 
-from bench.load.target.record import Record
-from bench.load.traffic.client import ClientConfig
+from baton.bench.load.target.record import Record
+from baton.bench.load.traffic.client import ClientConfig
 
 _LENGTH = struct.Struct("<I")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from bench.load.target.tokenization import Segment
-from bench.load.traffic.distribution import Distribution
+from baton.bench.load.target.tokenization import Segment
+from baton.bench.load.traffic.distribution import Distribution
 
 PRESETS = {"2000/150": ("2000", "150"), "256/64": ("256", "64")}  # input, output tokens
 DEFAULT_PRESET = "256/64"

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from cluster.options import DoctorOptions, EndpointOptions, StatusOptions
-from cluster.tools.doctor.finding import Finding, exit_code
-from cluster.tools.doctor.network import listen, send
-from cluster.tools.doctor.node import node
-from cluster.tools.doctor.running import running
+from baton.cluster.options import DoctorOptions, EndpointOptions, StatusOptions
+from baton.cluster.tools.doctor.finding import Finding, exit_code
+from baton.cluster.tools.doctor.network import listen, send
+from baton.cluster.tools.doctor.node import node
+from baton.cluster.tools.doctor.running import running
 
 MARKS = {
     "good": "[green]✓[/green]",
@@ -36,7 +36,7 @@ def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: StatusOptions)
 
 def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Finding]:
     if doctor.listen is not None or doctor.peer is not None:
-        from rpc import load_secret
+        from baton.rpc import load_secret
 
         secret = load_secret(doctor.cluster_secret_file)
         yield from listen(doctor, secret) if doctor.listen is not None else send(doctor, secret)

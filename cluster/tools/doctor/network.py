@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from cluster.options import DoctorOptions
-from cluster.tools.doctor import nixl
-from cluster.tools.doctor.finding import Finding, bad, good, warning
+from baton.cluster.options import DoctorOptions
+from baton.cluster.tools.doctor import nixl
+from baton.cluster.tools.doctor.finding import Finding, bad, good, warning
 
 NONCE = MAC = 32  # bytes
 PIECE = 1 << 20  # bytes of one write

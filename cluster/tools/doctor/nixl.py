@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cluster.tools.doctor.finding import Finding, good, note, warning
+from baton.cluster.tools.doctor.finding import Finding, good, note, warning
 
 if TYPE_CHECKING:
-    from kv_transfer.process.nixl_memory import NixlMemory
+    from baton.kv_transfer.process.nixl_memory import NixlMemory
 
 SECONDS = 1.0
 SLOTS, SLOT_BYTES = 32, 2 << 20  # half of the slots are under way
@@ -28,12 +28,12 @@ def measure(lane: socket.socket, exactly: Callable[[int], bytes], *, reads: bool
     """One node reads, and the other waits for the result. No finding if neither has NIXL.
 
     `lane`: both ends have proved the secret. `exactly`: reads that many bytes from it."""
-    from kv_transfer.config import nixl_installed
+    from baton.kv_transfer.config import nixl_installed
 
     mine, memory = b"", None
     if nixl_installed():
-        from kv_transfer import Arena
-        from kv_transfer.process.nixl_memory import NixlMemory, checksum
+        from baton.kv_transfer import Arena
+        from baton.kv_transfer.process.nixl_memory import NixlMemory, checksum
 
         incarnation, filling = secrets.randbits(64), os.urandom(SLOT_BYTES)
         sending, receiving = (Arena.create(SLOTS, SLOT_BYTES) for _ in range(2))
@@ -53,7 +53,7 @@ def measure(lane: socket.socket, exactly: Callable[[int], bytes], *, reads: bool
     else:
         size, took = _RESULT.unpack(exactly(_RESULT.size))
     if size:
-        from kv_transfer.process.nixl_memory import rdma_devices
+        from baton.kv_transfer.process.nixl_memory import rdma_devices
 
         rdma = ", ".join(rdma_devices()) or "none"
         speed = f"{size * 8 / took / 1e9:.1f} Gbit/s ({size / took / 1e9:.2f} GB/s)"
@@ -64,8 +64,8 @@ def measure(lane: socket.socket, exactly: Callable[[int], bytes], *, reads: bool
 
 def _read(memory: NixlMemory, theirs: bytes) -> tuple[int, float, str]:
     """Bytes, seconds, and why there are none, if so."""
-    from kv_transfer.process.nixl_memory import SliceToRead
-    from kv_transfer.protocol.messages import Export
+    from baton.kv_transfer.process.nixl_memory import SliceToRead
+    from baton.kv_transfer.protocol.messages import Export
 
     try:
         incarnation, expected, export = msgspec.msgpack.decode(theirs, type=tuple[int, int, Export])

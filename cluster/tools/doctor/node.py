@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster import check_model, model
-from cluster.gpus import nvidia_smi, visible_gpus
-from cluster.options import DoctorOptions
-from cluster.tools.doctor.finding import Finding, bad, good, note, warning
-from machine import available_memory, usable_cpus
+from baton.cluster import check_model, model
+from baton.cluster.gpus import nvidia_smi, visible_gpus
+from baton.cluster.options import DoctorOptions
+from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
+from baton.machine import available_memory, usable_cpus
 
 PACKAGES = ("torch", "triton", "ray", "grpcio", "pyzmq", "msgspec", "xxhash", "aiohttp")
 MIN_FILES = 8192
@@ -187,7 +187,7 @@ def ports(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def secret(options: DoctorOptions) -> Iterator[Finding]:
-    from rpc import load_secret
+    from baton.rpc import load_secret
 
     path = options.cluster_secret_file
     if path is None and "BATON_CLUSTER_SECRET" not in os.environ:

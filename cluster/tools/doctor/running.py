@@ -11,10 +11,10 @@ from typing import Any
 
 import aiohttp
 
-from cluster.options import DoctorOptions, EndpointOptions
-from cluster.tools.doctor.finding import Finding, bad, good, note, warning
-from cluster.tools.http import checked, error_message, session
-from cluster.tools.status import device_of, name_of, place_of, pool_of
+from baton.cluster.options import DoctorOptions, EndpointOptions
+from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
+from baton.cluster.tools.http import checked, error_message, session
+from baton.cluster.tools.status import device_of, name_of, place_of, pool_of
 
 ADMIN = (
     "Give the URL of clients as --url, and that of the router's --admin-port, which `baton serve` prints, as "

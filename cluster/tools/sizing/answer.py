@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.tools.sizing.simulated import Decoded, Latency, decode, prefill
-from cluster.tools.sizing.speeds import Speeds
+from baton.cluster.tools.sizing.simulated import Decoded, Latency, decode, prefill
+from baton.cluster.tools.sizing.speeds import Speeds
 
 WAITED = 0.01
 """Largest share of requests that may wait for a slot in the batch of a decode worker."""

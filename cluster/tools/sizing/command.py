@@ -9,13 +9,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cluster.options import SizingOptions
-from cluster.tools.sizing.answer import Answer, PlannedLoad, answer
-from cluster.tools.sizing.speeds import GPUS, Speeds, measured, shape
-from engine.api.config import EngineConfig
-from engine.kernels import FP8
-from engine.loader import choose_format
-from engine.models import cache_bytes_per_token, cache_spec
+from baton.cluster.options import SizingOptions
+from baton.cluster.tools.sizing.answer import Answer, PlannedLoad, answer
+from baton.cluster.tools.sizing.speeds import GPUS, Speeds, measured, shape
+from baton.engine.api.config import EngineConfig
+from baton.engine.kernels import FP8
+from baton.engine.loader import choose_format
+from baton.engine.models import cache_bytes_per_token, cache_spec
 
 
 def run(sizing: SizingOptions) -> int:

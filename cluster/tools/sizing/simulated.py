@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.tools.sizing.speeds import Speeds
-from router.policy import PREFILL_POLICIES
-from simulator.prefill import Setting, Simulation
-from simulator.trace import Session, Trace, Turn
+from baton.cluster.tools.sizing.speeds import Speeds
+from baton.router.policy import PREFILL_POLICIES
+from baton.simulator.prefill import Setting, Simulation
+from baton.simulator.trace import Session, Trace, Turn
 
 SEED = 1
 REQUESTS, PER_WORKER = 2_000, 40  # simulated requests: at least, and more per worker

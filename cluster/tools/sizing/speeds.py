@@ -24,12 +24,12 @@ from pathlib import Path
 
 import torch
 
-from cluster.model import reach_hub
-from cluster.tools.sizing.models import MODELS
-from engine.loader.hf import read_config
-from engine.loader.hf_config import model_config_from_hf
-from engine.model_config import ModelConfig
-from engine.models import attention_caches, cache_bytes_per_token, cache_spec
+from baton.cluster.model import reach_hub
+from baton.cluster.tools.sizing.models import MODELS
+from baton.engine.loader.hf import read_config
+from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.model_config import ModelConfig
+from baton.engine.models import attention_caches, cache_bytes_per_token, cache_spec
 
 ELEMENT_BYTES = 2  # bfloat16
 CONTEXT = 1064  # tokens per request in the measured decode steps
@@ -70,7 +70,7 @@ GPUS = {
 
 
 def measured(gpu: Gpu, file: Path) -> Gpu:
-    """`gpu` with the speeds of Llama-3.1-8B in a report of `python -m bench.engine --json FILE`.
+    """`gpu` with the speeds of Llama-3.1-8B in a report of `python -m baton.bench.engine --json FILE`.
 
     Raises ValueError for another file.
     """
@@ -84,7 +84,7 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
         found[kind] = dict(sorted((int(match[1]), value) for match, value in matches if match))
         if len(found[kind]) < 2:
             raise ValueError(
-                f"--measured {file}: needs two rows {pattern}; run python -m bench.engine on a GPU"
+                f"--measured {file}: needs two rows {pattern}; run python -m baton.bench.engine on a GPU"
             )
     return replace(gpu, source=str(file), decode=found["decode"], prefill=found["prefill"])
 

@@ -15,9 +15,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cluster.options import EndpointOptions, TopOptions
-from cluster.tools.top.frame import Frame, frame
-from cluster.tools.top.scrape import Scrape, scrape
+from baton.cluster.options import EndpointOptions, TopOptions
+from baton.cluster.tools.top.frame import Frame, frame
+from baton.cluster.tools.top.scrape import Scrape, scrape
 
 COLUMNS = (
     "worker", "pool", "device", "state", "running", "waiting", "KV used", "tokens/s", "step ms", "cached",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.tools.histograms import Histogram, difference, quantile
-from cluster.tools.status import device_of, merged, name_of, pool_of, state
-from cluster.tools.top.scrape import Page, Scrape
+from baton.cluster.tools.histograms import Histogram, difference, quantile
+from baton.cluster.tools.status import device_of, merged, name_of, pool_of, state
+from baton.cluster.tools.top.scrape import Page, Scrape
 
 TOKENS = {"prefill": "vllm:prompt_tokens_total", "decode": "vllm:generation_tokens_total"}
 RETRIES = "baton:retries_total"

@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.options import EndpointOptions
-from cluster.tools.histograms import Histogram, page_text
-from cluster.tools.http import checked, session
+from baton.cluster.options import EndpointOptions
+from baton.cluster.tools.histograms import Histogram, page_text
+from baton.cluster.tools.http import checked, session
 
 TIMEOUT = aiohttp.ClientTimeout(total=10)
 WORKER_TIMEOUT = aiohttp.ClientTimeout(total=2)

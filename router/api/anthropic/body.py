@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from router.api.anthropic.content import InputMessage, Text, chat_messages
-from router.api.bodies import MAX_TOOLS, ChatBody
-from router.api.fields import (
+from baton.router.api.anthropic.content import InputMessage, Text, chat_messages
+from baton.router.api.bodies import MAX_TOOLS, ChatBody
+from baton.router.api.fields import (
     MAX_STOPS,
     ClosedPart,
     Nullable,
@@ -16,11 +16,11 @@ from router.api.fields import (
     invalid,
     unsupported,
 )
-from router.api.messages import FUNCTION_NAME
-from router.api.sampling import Body, SamplingBody
-from router.api.structured import JsonSchema, ResponseFormat
-from router.api.unsupported import COUNT_TOKENS, MESSAGES, refuse, refusing
-from router.api.validation import validate
+from baton.router.api.messages import FUNCTION_NAME
+from baton.router.api.sampling import Body, SamplingBody
+from baton.router.api.structured import JsonSchema, ResponseFormat
+from baton.router.api.unsupported import COUNT_TOKENS, MESSAGES, refuse, refusing
+from baton.router.api.validation import validate
 
 NO_EFFECT = "no effect"
 _TOOL_FIELDS: dict[str, tuple[Any, ...]] = {

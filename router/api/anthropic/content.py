@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from router.api.fields import Nullable, Part, TextPart, tag, text, union_of
-from router.api.messages import FUNCTION_NAME
+from baton.router.api.fields import Nullable, Part, TextPart, tag, text, union_of
+from baton.router.api.messages import FUNCTION_NAME
 
 Text = Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart])]
 """A string or text blocks. Members such as `cache_control` have no effect."""

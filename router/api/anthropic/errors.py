@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from router.errors import ApiError
+from baton.router.errors import ApiError
 
 _TYPES = {
     400: "invalid_request_error",

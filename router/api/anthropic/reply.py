@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import RootModel
 
-from router.api.responses import ResponseModel
+from baton.router.api.responses import ResponseModel
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 

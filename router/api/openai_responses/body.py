@@ -5,15 +5,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 
-from router.api.bodies import MAX_LOGPROBS, MAX_TOOLS, ChatBody
-from router.api.fields import ClosedPart, Nullable, TemplateSettings, invalid, unsupported
-from router.api.openai_responses.items import Input, chat_messages
-from router.api.sampling import OpenAIBody
-from router.api.structured import JsonSchema, ResponseFormat
-from router.api.tools import Function
-from router.api.unsupported import RESPONSES, refuse, refusing
-from router.api.validation import validate
-from router.errors import InvalidRequest
+from baton.router.api.bodies import MAX_LOGPROBS, MAX_TOOLS, ChatBody
+from baton.router.api.fields import ClosedPart, Nullable, TemplateSettings, invalid, unsupported
+from baton.router.api.openai_responses.items import Input, chat_messages
+from baton.router.api.sampling import OpenAIBody
+from baton.router.api.structured import JsonSchema, ResponseFormat
+from baton.router.api.tools import Function
+from baton.router.api.unsupported import RESPONSES, refuse, refusing
+from baton.router.api.validation import validate
+from baton.router.errors import InvalidRequest
 
 _LOGPROBS = "message.output_text.logprobs"
 _HISTORY = TypeAdapter(list[Input])

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from router.api.fields import Part, TextPart, invalid, tag, text, union_of
-from router.api.messages import FUNCTION_NAME
+from baton.router.api.fields import Part, TextPart, invalid, tag, text, union_of
+from baton.router.api.messages import FUNCTION_NAME
 
 _TEXT = ("input_text", "output_text", "text")
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import RootModel
 
-from router.api.responses import ResponseModel, TokenLogprob
+from baton.router.api.responses import ResponseModel, TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -5,11 +5,11 @@
 3. The builder collects a whole response, or returns the events of a stream at once.
 """
 
-from router.endpoints.builders.anthropic import AnthropicBuilder
-from router.endpoints.builders.base import ResponseBuilder
-from router.endpoints.builders.chat import ChatBuilder
-from router.endpoints.builders.completion import CompletionBuilder
-from router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
+from baton.router.endpoints.builders.anthropic import AnthropicBuilder
+from baton.router.endpoints.builders.base import ResponseBuilder
+from baton.router.endpoints.builders.chat import ChatBuilder
+from baton.router.endpoints.builders.completion import CompletionBuilder
+from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 
 __all__ = [
     "AnthropicBuilder",

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from router.active_request import ActiveRequest
-from router.api.anthropic.errors import error_body
-from router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
-from router.errors import ApiError
-from router.text.tokenizer import ModelTokenizer
+from baton.router.active_request import ActiveRequest
+from baton.router.api.anthropic.errors import error_body
+from baton.router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
+from baton.router.errors import ApiError
+from baton.router.text.tokenizer import ModelTokenizer
 
 
 class AnthropicBuilder(BlocksBuilder):

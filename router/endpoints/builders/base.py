@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from router.errors import ApiError
-from router.generation.choice import Delta
-from rpc import worker_pb2 as pb
+from baton.router.errors import ApiError
+from baton.router.generation.choice import Delta
+from baton.rpc import worker_pb2 as pb
 
 encode = msgspec.json.Encoder().encode
 

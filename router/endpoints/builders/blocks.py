@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.active_request import ActiveRequest
-from router.endpoints.builders.base import ResponseBuilder, encode
-from router.endpoints.builders.output_parser import OutputParser, Part
-from router.generation.choice import Delta
-from router.text.tokenizer import ModelTokenizer
+from baton.router.active_request import ActiveRequest
+from baton.router.endpoints.builders.base import ResponseBuilder, encode
+from baton.router.endpoints.builders.output_parser import OutputParser, Part
+from baton.router.generation.choice import Delta
+from baton.router.text.tokenizer import ModelTokenizer
 
 Event = dict[str, Any]
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from router.active_request import ActiveRequest
-from router.endpoints.builders.choices import ChoicePart, ChoicesBuilder
-from router.endpoints.builders.output_parser import OutputParser, Part
-from router.generation.choice import Delta
-from router.text.tokenizer import ModelTokenizer
+from baton.router.active_request import ActiveRequest
+from baton.router.endpoints.builders.choices import ChoicePart, ChoicesBuilder
+from baton.router.endpoints.builders.output_parser import OutputParser, Part
+from baton.router.generation.choice import Delta
+from baton.router.text.tokenizer import ModelTokenizer
 
 
 class ChatBuilder(ChoicesBuilder):

@@ -6,15 +6,15 @@ from typing import Any
 
 import msgspec
 
-from router import prompt_logprobs
-from router.active_request import ActiveRequest
-from router.endpoints.builders.base import ResponseBuilder, event
-from router.endpoints.builders.logprobs import LogprobEntries
-from router.errors import ApiError
-from router.generation.choice import Delta
-from router.prompt_logprobs import PromptLogprob
-from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
+from baton.router import prompt_logprobs
+from baton.router.active_request import ActiveRequest
+from baton.router.endpoints.builders.base import ResponseBuilder, event
+from baton.router.endpoints.builders.logprobs import LogprobEntries
+from baton.router.errors import ApiError
+from baton.router.generation.choice import Delta
+from baton.router.prompt_logprobs import PromptLogprob
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
 
 _DONE = b"data: [DONE]\n\n"
 

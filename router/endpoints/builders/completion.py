@@ -4,12 +4,12 @@ from typing import Any
 
 import msgspec
 
-from router.active_request import ActiveRequest
-from router.api.bodies import CompletionOptions
-from router.endpoints.builders.choices import ChoicePart, ChoicesBuilder
-from router.generation.choice import Delta
-from router.prompt_logprobs import PromptLogprob
-from router.text.tokenizer import ModelTokenizer
+from baton.router.active_request import ActiveRequest
+from baton.router.api.bodies import CompletionOptions
+from baton.router.endpoints.builders.choices import ChoicePart, ChoicesBuilder
+from baton.router.generation.choice import Delta
+from baton.router.prompt_logprobs import PromptLogprob
+from baton.router.text.tokenizer import ModelTokenizer
 
 COLUMNS = "tokens", "token_logprobs", "top_logprobs", "text_offset"
 Entry = tuple[str, float | None, msgspec.Raw | None, int]

@@ -5,12 +5,12 @@ from typing import Any
 
 import msgspec
 
-from router.active_request import ActiveRequest
-from router.endpoints.builders.base import encode
-from router.generation.choice import Delta
-from router.prompt_logprobs import PromptLogprob
-from router.text.tokenizer import ModelTokenizer
-from rpc import worker_pb2 as pb
+from baton.router.active_request import ActiveRequest
+from baton.router.endpoints.builders.base import encode
+from baton.router.generation.choice import Delta
+from baton.router.prompt_logprobs import PromptLogprob
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have."""

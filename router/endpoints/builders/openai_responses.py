@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.active_request import ActiveRequest
-from router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
-from router.endpoints.builders.logprobs import LogprobEntries
-from router.endpoints.builders.output_parser import Part
-from router.errors import ApiError
-from router.generation.choice import Delta
-from router.text.tokenizer import ModelTokenizer
+from baton.router.active_request import ActiveRequest
+from baton.router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
+from baton.router.endpoints.builders.logprobs import LogprobEntries
+from baton.router.endpoints.builders.output_parser import Part
+from baton.router.errors import ApiError
+from baton.router.generation.choice import Delta
+from baton.router.text.tokenizer import ModelTokenizer
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _PREFIXES = {"reasoning": "rs_", "content": "msg_", "call": "fc_"}

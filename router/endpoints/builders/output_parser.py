@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from router.active_request import ActiveRequest
-from router.api.bodies import ChatOptions
-from router.api.tools import NamedTool
-from router.text.tokenizer import ModelTokenizer
-from router.tools import Piece, Text
+from baton.router.active_request import ActiveRequest
+from baton.router.api.bodies import ChatOptions
+from baton.router.api.tools import NamedTool
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.tools import Piece, Text
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 

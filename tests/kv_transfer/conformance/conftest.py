@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer import cuda_memory, staging
-from kv_transfer.device.cuda_pool import CudaPool
-from kv_transfer.device.host_pool import HostPool
-from kv_transfer.device.pool import Staged
+from baton.kv_transfer import cuda_memory, staging
+from baton.kv_transfer.device.cuda_pool import CudaPool
+from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.device.pool import Staged
 from tests.bad_network import BadNetwork
 from tests.device import DEVICE
 from tests.kv_transfer.conftest import Decode, Pair, Prefill

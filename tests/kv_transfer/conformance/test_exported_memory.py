@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import kv_transfer as kv
-from kv_transfer.device.cuda_pool import CudaPool
-from kv_transfer.device.host_pool import HostPool
-from kv_transfer.device.pool import Staged
-from kv_transfer.peer_memory import Unreachable
+import baton.kv_transfer as kv
+from baton.kv_transfer.device.cuda_pool import CudaPool
+from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.device.pool import Staged
+from baton.kv_transfer.peer_memory import Unreachable
 from tests.device import DEVICE
 from tests.kv_transfer.conftest import Pair, Prefill, until
 

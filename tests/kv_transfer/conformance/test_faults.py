@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import kv_transfer as kv
+import baton.kv_transfer as kv
 from tests.kv_transfer.conftest import Pair, until
 
 from .conftest import EVERY_KIND

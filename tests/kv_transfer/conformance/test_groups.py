@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import kv_transfer as kv
-from kv_transfer.device.cuda_pool import CudaPool
-from kv_transfer.device.host_pool import HostPool
-from kv_transfer.layout import KVLayout
+import baton.kv_transfer as kv
+from baton.kv_transfer.device.cuda_pool import CudaPool
+from baton.kv_transfer.device.host_pool import HostPool
+from baton.kv_transfer.layout import KVLayout
 from tests.device import DEVICE
 from tests.kv_transfer.ranks import as_bytes
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-import kv_transfer as kv
+import baton.kv_transfer as kv
 from tests.kv_transfer.conftest import Pair
 
 from .conftest import Kind
