@@ -42,6 +42,30 @@ class YarnScaling:
     """The first and last frequency between high and low are rounded to whole ones."""
 
 
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """How LongRoPE (Ding 2024) scales rotary frequencies: each is divided by a factor of its own."""
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_context: int
+    attention_factor: float
+    """Multiplies the rotated queries and keys."""
+
+    def factors(self, context: int) -> tuple[float, ...]:
+        """Those of a model that is served with this context. A request cannot have its own, as cached keys
+        are rotated already."""
+        return self.long_factors if context > self.original_context else self.short_factors
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRope:
+    """Layers whose rotary frequencies have another base (Gemma 3). They are not scaled."""
+
+    layers: tuple[int, ...]
+    theta: float
+
+
 class Scoring(Enum):
     """The weights of the experts that a router chooses for a token: those with the largest logits."""
 
@@ -149,7 +173,7 @@ class Mamba2Config:
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Factors of Granite models."""
+    """Factors of Granite and Gemma models."""
 
     embedding: float
     residual: float
@@ -177,11 +201,12 @@ class ModelConfig:
     """Most tokens of prompt and output together."""
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | YarnScaling | None
+    rope_scaling: RopeScaling | YarnScaling | LongRopeScaling | None
     tie_embeddings: bool
     """The output projection is the input embedding."""
     attention_bias: bool
-    """Whether all four attention projections have biases. Qwen2, which always has three, ignores it."""
+    """Whether all four attention projections have biases. Qwen2, which always has three, ignores it. GLM-4
+    has three with it."""
     eos_ids: tuple[int, ...]
     dtype: str | None
     """Data type in the checkpoint's configuration. None: it names none."""
@@ -199,6 +224,8 @@ class ModelConfig:
     """Dimensions of a head that are rotated. None: all; 0: attention has no positions (NoPE)."""
     multipliers: Multipliers | None = field(default=None, repr=False)
     """None: a model without them."""
+    local_rope: LocalRope | None = field(default=None, repr=False)
+    """None: all layers have the same frequencies. As `experts`, the loader adds it to the fingerprint."""
     quantization: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
     """`quantization_config` of the checkpoint. None: its matrices are plain. Not in the repr: the format that
     `engine.loader.formats` chooses is in the fingerprint."""

@@ -261,13 +261,18 @@ class ModelRunner:
         }
 
         def attend(
-            layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None
+            layer: int,
+            qkv: Tensor,
+            rotary: Tensor,
+            norm: HeadNorm | None,
+            sinks: Tensor | None,
+            scale: float | None,
         ) -> Tensor:
             index = self._index[layer]
             kv = self.kv_cache[index]
             q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, k, v, kv, plans[self._attention[index].span], sinks)
+            return kernels.attention(q, k, v, kv, plans[self._attention[index].span], sinks, scale)
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)

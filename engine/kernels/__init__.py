@@ -96,6 +96,10 @@ class Kernels(Protocol):
         """[rows, 2 * size] → [rows, size]: silu(first half) times second half (SwiGLU, Shazeer 2020)."""
         ...
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """As `silu_mul`, with gelu, approximated by tanh (GeGLU)."""
+        ...
+
     def add_rms_norm_quantized(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
     ) -> Quantized:
@@ -172,12 +176,19 @@ class Kernels(Protocol):
         ...
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: KV, plan: Any, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: KV,
+        plan: Any,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Every query attends to the positions of its request up to its own, from the first in the plan's
         span. q, k and v are as `rope_and_write` returns them, and kv holds this step's keys and values. sinks
-        [num_heads]: logits that take part in the softmax of each head, without a value. Returns [tokens,
-        num_heads, head_dim]."""
+        [num_heads]: logits that take part in the softmax of each head, without a value. `scale` multiplies
+        the products of queries and keys; None: 1 / √head_dim. Returns [tokens, num_heads, head_dim]."""
         ...
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> Any:

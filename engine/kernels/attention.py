@@ -158,16 +158,17 @@ def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf"))
 
 
-def paged_attention(q: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None) -> Tensor:
+def paged_attention(q: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None, scale: float | None) -> Tensor:
     """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request that it sees.
-    The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. Returns
-    [tokens, num_heads, head_dim]."""
-    parts = [_decode(q[group.rows], kv, group, sinks) for group in plan.decodes]
-    parts += [_prefill(q[group.rows], kv, group, sinks) for group in plan.prefills]
+    The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. `scale`
+    multiplies the products of queries and keys; None: 1 / √head_dim. Returns [tokens, num_heads,
+    head_dim]."""
+    parts = [_decode(q[group.rows], kv, group, sinks, scale) for group in plan.decodes]
+    parts += [_prefill(q[group.rows], kv, group, sinks, scale) for group in plan.prefills]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None) -> Tensor:
+def _decode(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, scale: float | None) -> Tensor:
     requests, num_heads, head_dim = q.shape
     seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)
     num_kv_heads = seen.shape[2]
@@ -177,22 +178,26 @@ def _decode(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None) -> Tens
     # The query heads that share a KV head become several queries of one head.
     grouped = q.reshape(requests, num_kv_heads, -1, head_dim)
     of_query = None if sinks is None else sinks.view(num_kv_heads, -1)
-    return _attend(grouped, keys, values, group.mask, of_query).reshape(requests, num_heads, head_dim)
+    out = _attend(grouped, keys, values, group.mask, of_query, scale)
+    return out.reshape(requests, num_heads, head_dim)
 
 
-def _prefill(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None) -> Tensor:
+def _prefill(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale: float | None) -> Tensor:
     seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)[:, : group.padded]
     seen[:, group.length :] = 0
     keys, values = seen.transpose(1, 2)
     of_query = None if sinks is None else sinks[:, None]
-    return _attend(q.transpose(0, 1)[None], keys[None], values[None], group.mask, of_query)[0].transpose(0, 1)
+    queries = q.transpose(0, 1)[None]
+    return _attend(queries, keys[None], values[None], group.mask, of_query, scale)[0].transpose(0, 1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float | None
+) -> Tensor:
     """q [batch, heads, queries, head_dim]; sinks like [heads, queries]. Without a mask, it is causal."""
     # What `scaled_dot_product_attention` calls on a CPU, and the logarithm of the softmax's sum as well.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, logsumexp = flash(q, k, v, is_causal=mask is None, attn_mask=mask)
+    out, logsumexp = flash(q, k, v, is_causal=mask is None, attn_mask=mask, scale=scale)
     if sinks is not None:  # the sum grows by exp(sink)
         out *= torch.sigmoid(logsumexp - sinks)[..., None]
     return out

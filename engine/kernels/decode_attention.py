@@ -1,6 +1,6 @@
 """Attention of one query per request over the paged cache, split along the context.
 
-    out = Σ softmax(q · k(j) / sqrt(head_dim)) v(j),   first ≤ j < context
+    out = Σ softmax(q · k(j) · scale) v(j),   first ≤ j < context
 
 `first` is 0, or the first position in the layer's span.
 
@@ -97,9 +97,11 @@ def decode_attention(
     out: Tensor,
     span: Span | None,
     sinks: Tensor | None,
+    scale: float,
 ) -> None:
     """Writes out. q and out [requests, num_heads, head_dim] have dense heads; block_tables [requests, blocks]
-    int32; `span` is that of `pieces`; sinks [num_heads]."""
+    int32; `span` is that of `pieces`; sinks [num_heads]. `scale` multiplies the products of queries and
+    keys."""
     requests, num_heads, head_dim = q.shape
     cache, scales = parts(kv)
     _, num_blocks, block_size, num_kv_heads, _ = cache.shape
@@ -124,7 +126,7 @@ def decode_attention(
         pieces.finished,
         out,
         q if sinks is None else sinks,
-        head_dim**-0.5 * LOG2_E.value,
+        scale * LOG2_E.value,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),

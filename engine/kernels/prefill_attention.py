@@ -2,7 +2,7 @@
 
 A query of position p attends to the positions first(p) … p of its request:
 
-    out(p) = Σ softmax(q(p) · k(j) / sqrt(head_dim)) v(j),   first(p) ≤ j ≤ p
+    out(p) = Σ softmax(q(p) · k(j) · scale) v(j),   first(p) ≤ j ≤ p
 
 first(p) is 0, or the first position in the layer's span. The softmax may have a sink in its sum. One pass
 over the keys computes it, tile by tile (FlashAttention, Dao 2022/2023; `online_softmax`).
@@ -69,9 +69,11 @@ def prefill_attention(
     out: Tensor,
     span: Span | None,
     sinks: Tensor | None,
+    scale: float,
 ) -> None:
     """Writes the rows of the chunks in `tiles` to out. q and out [rows, num_heads, head_dim] have dense
-    heads; block_tables [requests, blocks] int32; sinks [num_heads]."""
+    heads; block_tables [requests, blocks] int32; sinks [num_heads]. `scale` multiplies the products of
+    queries and keys."""
     _, num_heads, head_dim = q.shape
     cache, scales = parts(kv)
     _, num_blocks, block_size, num_kv_heads, _ = cache.shape
@@ -99,7 +101,7 @@ def prefill_attention(
         partial,
         lse,
         finished,
-        head_dim**-0.5 * LOG2_E.value,
+        scale * LOG2_E.value,
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),

@@ -2,7 +2,11 @@
 
     out = silu(gate) · up,   silu(x) = x / (1 + exp(−x))
 
-or the `ClampedSwiGLU` of gpt-oss. gate and up are the halves of a row, as the fused gate-up product writes
+or the `ClampedSwiGLU` of gpt-oss, or GeGLU, which has gelu in place of silu:
+
+    gelu(x) ≈ x · (1 + tanh(z)) / 2 = x / (1 + exp(−2 z)),   z = √(2/π) · (x + 0.044715 · x³)
+
+gate and up are the halves of a row, as the fused gate-up product writes
 them. Computed in float32 and rounded once. The result can be quantized before it is stored.
 """
 
@@ -22,12 +26,20 @@ from baton.engine.kernels.overlap import inputs_ready
 from baton.engine.model_config import ClampedSwiGLU
 
 BLOCK = 1024  # columns of a program
+TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 · √(2/π)
 
 
 def silu_mul(gate_up: Tensor, clamped: ClampedSwiGLU | None = None) -> Tensor:
     rows, both = gate_up.shape
     out = gate_up.new_empty(rows, both // 2)
     _launch(gate_up, out, None, BLOCK, BLOCK, clamped)
+    return out
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    rows, both = gate_up.shape
+    out = gate_up.new_empty(rows, both // 2)
+    _launch(gate_up, out, None, BLOCK, BLOCK, None, gelu=True)
     return out
 
 
@@ -47,6 +59,8 @@ def _launch(
     block: int,
     group: int,
     clamped: ClampedSwiGLU | None,
+    *,
+    gelu: bool = False,
 ) -> None:
     assert gate_up.is_contiguous(), "the kernel assumes dense rows"
     rows, size = out.shape
@@ -59,6 +73,7 @@ def _launch(
         GROUP=group,
         ALPHA=clamped.alpha if clamped else None,
         LIMIT=clamped.limit if clamped else None,
+        GELU=gelu,
         num_warps=min(MAX_WARPS, max(4, block // ELEMENTS_PER_WARP)),
         **overlap.options(),
     )
@@ -74,6 +89,7 @@ def _silu_mul(
     GROUP: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    GELU: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     inputs_ready(OVERLAP)
@@ -82,7 +98,10 @@ def _silu_mul(
     inside = columns < size
     gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
-    y = swiglu(gate, up, ALPHA, LIMIT)
+    if GELU:
+        y = gate * tl.sigmoid(TWICE_ROOT * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        y = swiglu(gate, up, ALPHA, LIMIT)
     if scales is None:
         tl.store(out + row * size + columns, y.to(out.dtype.element_ty), mask=inside)
     else:

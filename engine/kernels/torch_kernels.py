@@ -43,6 +43,10 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
     def add_rms_norm_quantized(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
     ) -> Quantized:
@@ -167,9 +171,16 @@ class TorchKernels:
         return plan_attention(metadata, span, dtype)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: KV,
+        plan: TorchPlan,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
-        return paged_attention(q, kv, plan, sinks)
+        return paged_attention(q, kv, plan, sinks, scale)
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> TorchStatePlan:
         return mamba2.plan_states(metadata)

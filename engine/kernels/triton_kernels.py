@@ -89,6 +89,9 @@ class TritonKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu.silu_mul(gate_up)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return silu.gelu_mul(gate_up)
+
     def add_rms_norm_quantized(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
     ) -> Quantized:
@@ -183,17 +186,26 @@ class TritonKernels:
         return SHORT_PER_SM * self._multiprocessors // num_kv_heads
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: KV, plan: TritonPlan, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: KV,
+        plan: TritonPlan,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         if plan.pieces is not None:
             decodes = slice(plan.num_decodes)
-            decode_attention(q[decodes], kv, plan.block_tables, plan.pieces, out[decodes], plan.span, sinks)
+            tables = plan.block_tables
+            decode_attention(q[decodes], kv, tables, plan.pieces, out[decodes], plan.span, sinks, scale)
         if plan.tiles is not None:
             tables = plan.block_tables
             if isinstance(kv, Fp8KV) and plan.gathered is not None:
                 kv, tables = gather(kv, plan.gathered.blocks, q.dtype), plan.gathered.tables
-            prefill_attention(q, kv, tables, plan.tiles, out, plan.span, sinks)
+            prefill_attention(q, kv, tables, plan.tiles, out, plan.span, sinks, scale)
         return out
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> TritonStatePlan:

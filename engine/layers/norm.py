@@ -5,17 +5,20 @@ from typing import Any
 from torch import Tensor
 
 from baton.engine.layers.fp8_linear import fp8_groups
+from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
 
 
 class RMSNorm:
-    """Norm of the residual stream [tokens, size] (Zhang & Sennrich 2019)."""
+    """Norm of the residual stream [tokens, size] (Zhang & Sennrich 2019).
 
-    def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
+    `summed`: its delta is already the sum over ranks."""
+
+    def __init__(self, weights: Weights, name: str, size: int, eps: float, *, summed: bool = False) -> None:
         self.weight = weights.take(f"{name}.weight", (size,))
         self.eps = eps
         self.kernels = weights.kernels
-        self.ranks = weights.ranks
+        self.ranks = Ranks() if summed else weights.ranks
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
         """Adds delta to residual, in place, and returns the norm of that. With several ranks delta is a term:
@@ -24,19 +27,36 @@ class RMSNorm:
 
 
 class InputNorm:
-    """An `RMSNorm` before a product. If the product takes FP8, the norm quantizes its result."""
+    """An `RMSNorm` before a product. If the product takes FP8, the norm quantizes its result.
 
-    def __init__(self, norm: RMSNorm, product: object) -> None:
+    None: the product takes the residual stream itself. Its delta is already the sum over ranks."""
+
+    def __init__(self, weights: Weights, norm: RMSNorm | None, product: object) -> None:
         self.norm = norm
+        self.kernels = weights.kernels
         self.grouped = fp8_groups(product)
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Any:
         """As `RMSNorm`. Returns what the product takes: a tensor, or `Quantized`."""
         norm = self.norm
-        if self.grouped is None:
-            return norm(residual, delta)
-        if norm.ranks.size > 1:
-            return norm.kernels.quantize(norm(residual, delta), grouped=self.grouped)
-        return norm.kernels.add_rms_norm_quantized(
-            residual, delta, norm.weight, norm.eps, grouped=self.grouped
-        )
+        if norm is not None and norm.ranks.size == 1 and self.grouped is not None:
+            return self.kernels.add_rms_norm_quantized(
+                residual, delta, norm.weight, norm.eps, grouped=self.grouped
+            )
+        x = residual
+        if norm is not None:
+            x = norm(residual, delta)
+        elif delta is not None:
+            residual.add_(delta)
+        return x if self.grouped is None else self.kernels.quantize(x, grouped=self.grouped)
+
+
+class OutputNorm:
+    """An `RMSNorm` of what a layer adds to the residual stream. With several ranks that is a term, and the
+    result is the norm of the sum, on all ranks."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        self.norm = norm
+
+    def __call__(self, delta: Tensor) -> Tensor:
+        return self.norm(self.norm.ranks.all_reduce(delta))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.layers.weights import Weights
-from baton.engine.model_config import ModelConfig, YarnScaling
+from baton.engine.model_config import LongRopeScaling, ModelConfig, YarnScaling
 
 
 class Rotary:
@@ -23,7 +23,7 @@ class Rotary:
         frequencies = F.pad(frequencies, (0, (config.head_dim - size) // 2))
         angles = torch.arange(config.max_model_len, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
-        if isinstance(config.rope_scaling, YarnScaling):
+        if isinstance(config.rope_scaling, YarnScaling | LongRopeScaling):
             cos *= config.rope_scaling.attention_factor
             sin *= config.rope_scaling.attention_factor
         # The sign of "rotate half" sits in the table.
@@ -39,6 +39,8 @@ class Rotary:
             return frequencies
         if isinstance(scaling, YarnScaling):
             return _yarn(frequencies, config, scaling)
+        if isinstance(scaling, LongRopeScaling):
+            return frequencies / torch.tensor(scaling.factors(config.max_model_len))
         if scaling.kind == "linear":
             return frequencies / scaling.factor
         if scaling.kind == "tensor":

@@ -10,9 +10,12 @@ from baton.engine.model_config import ModelConfig
 
 
 class Embedding:
-    """The input embedding. A rank has the rows of some tokens (`VocabParallelEmbedding` in nano-vllm)."""
+    """The input embedding. A rank has the rows of some tokens (`VocabParallelEmbedding` in nano-vllm).
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    `summed`: the residual stream begins with the sum over ranks."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, *, summed: bool) -> None:
+        self.ranks = weights.ranks if summed else None
         self.tokens = weights.ranks.part(config.vocab_size)
         shape = (self.tokens, whole(config.hidden_size))
         self.weight = weights.stack(["model.embed_tokens.weight"], [shape])
@@ -26,6 +29,8 @@ class Embedding:
         elsewhere = (token_ids < self.tokens.start) | (token_ids >= self.tokens.stop)
         rows = (token_ids - self.tokens.start).masked_fill_(elsewhere, 0)
         term = F.embedding(rows, self.weight).masked_fill_(elsewhere[:, None], 0)
+        if self.ranks is not None:
+            return self.ranks.all_reduce(term), None
         return torch.zeros_like(term), term
 
 

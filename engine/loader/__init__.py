@@ -15,15 +15,33 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, DeclaredWeights, WeightFormat, Weights
 from baton.engine.loader.dummy import DummyCheckpoint
 from baton.engine.loader.formats import choose_format
+from baton.engine.loader.fused import Glm4Checkpoint, Phi3Checkpoint
+from baton.engine.loader.gemma3 import Gemma3Checkpoint
 from baton.engine.loader.gguf_file import GGUFCheckpoint
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
 from baton.engine.loader.hf import HFCheckpoint, read_config
 from baton.engine.loader.hybrid import HybridCheckpoint
-from baton.engine.loader.hybrid_config import QWEN3_NEXT
+from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
 from baton.engine.loader.llama4 import Llama4Checkpoint
 from baton.engine.loader.qwen3_next import Qwen3NextCheckpoint
+from baton.engine.model_config import LongRopeScaling
 from baton.engine.models import model_class
 from baton.engine.models.llama import Llama
+
+REARRANGED: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+    "Phi3ForCausalLM": Phi3Checkpoint,
+    "Glm4ForCausalLM": Glm4Checkpoint,
+    "Gemma3ForCausalLM": Gemma3Checkpoint,
+    "Gemma3ForConditionalGeneration": Gemma3Checkpoint,
+    "Llama4ForCausalLM": Llama4Checkpoint,
+    "Llama4ForConditionalGeneration": Llama4Checkpoint,
+    "GptOssForCausalLM": GptOssCheckpoint,
+    "BambaForCausalLM": HybridCheckpoint,
+    GRANITE: HybridCheckpoint,
+    QWEN3_NEXT: Qwen3NextCheckpoint,
+}
+"""The architectures whose Hugging Face checkpoints store tensors in another form than most families, and what
+shows them in the form of those."""
 
 __all__ = ["check_model", "choose_format", "load_model", "open_checkpoint"]
 
@@ -40,12 +58,8 @@ def open_checkpoint(config: EngineConfig, device: torch.device) -> Checkpoint:
         return DummyCheckpoint(checkpoint.config, str(path), config.seed, device)
     if config.load_format == "auto":
         files = HFCheckpoint(path)
-        if files.config.architecture == "GptOssForCausalLM":
-            return GptOssCheckpoint(files)
-        if files.config.mamba is not None:
-            qwen3_next = files.config.architecture == QWEN3_NEXT
-            return Qwen3NextCheckpoint(files) if qwen3_next else HybridCheckpoint(files)
-        return Llama4Checkpoint(files) if files.config.nope else files
+        rearranged = REARRANGED.get(files.config.architecture)
+        return rearranged(files) if rearranged else files
     return DummyCheckpoint(read_config(path), str(path), config.seed, device)
 
 
@@ -87,6 +101,12 @@ def load_model(
         beside = (identity.experts, identity.spans, identity.nope)
     if identity.mamba:
         beside += (identity.mamba, identity.rotary_dim, identity.multipliers)
+    elif identity.rotary_dim is not None:
+        beside += (identity.rotary_dim,)
+    if identity.local_rope:
+        beside += (identity.spans, identity.multipliers, identity.local_rope)
+    if isinstance(identity.rope_scaling, LongRopeScaling):
+        beside += (identity.rope_scaling.factors(max_model_len),)
     parts = [identity, *beside, weights.finish(), *filter(None, [weight_format.identity])]
     return model, hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
 

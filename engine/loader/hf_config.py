@@ -9,19 +9,24 @@ from typing import Any
 from baton.engine.loader.hybrid_config import (
     GRANITE,
     HYBRIDS,
-    PARTLY_ROTATED,
     QWEN3_NEXT,
     gated_delta_config,
     mamba2_config,
-    multipliers,
+)
+from baton.engine.loader.rope_config import (
+    PARTLY_ROTATED,
+    local_rope,
+    rope_scaling,
+    rope_theta,
+    ropes,
     rotary_dim,
 )
 from baton.engine.model_config import (
     ClampedSwiGLU,
     ExpertsConfig,
     ModelConfig,
+    Multipliers,
     NoPEConfig,
-    RopeScaling,
     Scoring,
     Span,
     YarnScaling,
@@ -43,6 +48,21 @@ INTERMEDIATE_SIZE = {
 }
 """The key with the inner size of a dense layer, where it has another name."""
 
+GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+"""Of settings that published checkpoints leave out."""
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
 COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -54,6 +74,7 @@ def model_config_from_hf(
     named = config.get("architectures") or ["(none named)"]
     architecture = str(named[0] if isinstance(named, list) else named)
     model_class(architecture, source)
+    config = {**GEMMA3_DEFAULTS, **config} if architecture in GEMMA3 else config
     if isinstance(text := config.get("text_config"), Mapping):  # of a model that also sees images
         config = {**config, **{key: value for key, value in text.items() if value is not None}}
     is_llama4 = architecture.startswith("Llama4")
@@ -61,9 +82,8 @@ def model_config_from_hf(
     state_layers = gated_delta_config if architecture == QWEN3_NEXT else mamba2_config
     experts = EXPERTS.get(architecture)
 
-    # transformers 5 has both rope settings in one dictionary, older versions have two keys.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for what in _not_supported(config, rope, partial=architecture in PARTLY_ROTATED):
+    rope, local = ropes(config)
+    for what in _not_supported(config, rope, architecture):
         raise ValueError(f"{source}: {what} is not supported")
 
     def integer(name: str, default: int | None = None) -> int:
@@ -89,17 +109,17 @@ def model_config_from_hf(
     num_heads = integer("num_attention_heads")
     hidden_size = integer("hidden_size")
     context = integer("max_position_embeddings", 2048)
-    rope_scaling = _rope_scaling(rope, partial(number, rope), context, source)
-    if isinstance(rope_scaling, YarnScaling):  # the context before scaling may be the one that is named
-        context = max(context, round(rope_scaling.factor * rope_scaling.original_context))
-    rope_theta = number(rope, "rope_theta", number(config, "rope_theta", 10000.0))
-    if rope_theta <= 1:
-        raise ValueError(f"{source}: rope_theta {rope_theta} is not supported (it must be above 1)")
+    head_dim = integer("head_dim", hidden_size // num_heads)
+    rotated = rotary_dim(config, rope, architecture, head_dim, source)
+    frequencies = (head_dim if rotated is None else rotated) // 2
+    scaling = rope_scaling(rope, partial(number, rope), context, frequencies, source)
+    if isinstance(scaling, YarnScaling):  # the context before scaling may be the one that is named
+        context = max(context, round(scaling.factor * scaling.original_context))
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(token) is not int for token in eos_ids):
         raise ValueError(f"{source}: eos_token_id must be token ids, not {eos!r}")
-    head_dim = integer("head_dim", hidden_size // num_heads)
+    types = [] if is_hybrid else _layer_types(config, integer, architecture, nope, source)
     norm_eps = number(config, "rms_norm_eps", 1e-6)
     shape = ModelConfig(
         architecture=architecture,
@@ -112,43 +132,35 @@ def model_config_from_hf(
         vocab_size=integer("vocab_size"),
         max_model_len=context,
         rms_norm_eps=norm_eps,
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope_theta=rope_theta(rope, number, number(config, "rope_theta", 10000.0), source),
+        rope_scaling=scaling,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         eos_ids=tuple(eos_ids),
         dtype=config.get("dtype") or config.get("torch_dtype"),
-        spans=() if is_hybrid else _spans(config, integer, architecture, nope, context, source),
+        spans=_spans(config, integer, types, context) if types else (),
         experts=experts(config, integer, partial(number, config), source) if experts else None,
         nope=nope,
         mamba=state_layers(config, integer, norm_eps, source) if is_hybrid else None,
-        rotary_dim=rotary_dim(config, rope, architecture, head_dim, source) if is_hybrid else None,
-        multipliers=multipliers(partial(number, config)) if architecture == GRANITE else None,
+        rotary_dim=rotated,
+        multipliers=_multipliers(architecture, hidden_size, partial(number, config)),
+        local_rope=local_rope(config, local, types, number, source) if architecture in GEMMA3 else None,
         quantization=quantization,
     )
     shape.check(source)
     return shape
 
 
-def _spans(
-    config: Mapping[str, Any],
-    integer: Integer,
-    architecture: str,
-    nope: NoPEConfig | None,
-    context: int,
-    source: str,
-) -> tuple[Span | None, ...]:
-    """The span of each layer. Empty if none is shorter than the model's context."""
-    layers = integer("num_hidden_layers")
-    window, chunk = None, None
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        window = Span(integer("sliding_window"))
-    if config.get("attention_chunk_size"):
-        chunk = Span(integer("attention_chunk_size"), chunked=True)
-    kinds = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
-    types = config.get("layer_types")
+def _layer_types(
+    config: Mapping[str, Any], integer: Integer, architecture: str, nope: NoPEConfig | None, source: str
+) -> list[str]:
+    """The type of attention of each layer, in the words of transformers."""
+    layers, types = integer("num_hidden_layers"), config.get("layer_types")
     if types is None and nope is not None:
         types = ["full_attention" if i in nope.layers else "chunked_attention" for i in range(layers)]
+    elif types is None and architecture in GEMMA3:
+        period = integer("sliding_window_pattern", 6)
+        types = ["sliding_attention" if i % period else "full_attention" for i in range(1, layers + 1)]
     elif types is None and architecture != "GptOssForCausalLM":
         # Older Qwen2 and Qwen3 checkpoints say how many layers come before those with a window.
         plain = min(layers, integer("max_window_layers", 28)) if architecture in COUNTS_PLAIN_LAYERS else 0
@@ -156,10 +168,37 @@ def _spans(
     if not isinstance(types, list) or len(types) != layers:
         raise ValueError(f"{source}: layer_types must name the type of each of the {layers} layers")
     for kind in types:
-        if not isinstance(kind, str) or kind not in kinds:
-            raise ValueError(f"{source}: layer type {kind!r} is not supported ({', '.join(kinds)} are)")
-    spans = tuple(kinds[kind] for kind in types)
+        if kind not in LAYER_TYPES:
+            raise ValueError(f"{source}: layer type {kind!r} is not supported ({', '.join(LAYER_TYPES)} are)")
+    return types
+
+
+def _spans(
+    config: Mapping[str, Any], integer: Integer, types: Sequence[str], context: int
+) -> tuple[Span | None, ...]:
+    """The span of each layer. Empty if none is shorter than the model's context."""
+    window, chunk = None, None
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        window = Span(integer("sliding_window"))
+    if config.get("attention_chunk_size"):
+        chunk = Span(integer("attention_chunk_size"), chunked=True)
+    of_type = dict(zip(LAYER_TYPES, (None, window, chunk), strict=True))
+    spans = tuple(of_type[kind] for kind in types)
     return spans if any(span and span.length < context for span in spans) else ()
+
+
+def _multipliers(architecture: str, hidden_size: int, number: Number) -> Multipliers | None:
+    if architecture in GEMMA3:
+        attention = number("query_pre_attn_scalar", 256.0) ** -0.5
+        return Multipliers(embedding=hidden_size**0.5, residual=1.0, attention=attention, logits=1.0)
+    if architecture != GRANITE:
+        return None
+    return Multipliers(
+        embedding=number("embedding_multiplier", 1.0),
+        residual=number("residual_multiplier", 1.0),
+        attention=number("attention_multiplier", 1.0),
+        logits=number("logits_scaling", 1.0),
+    )
 
 
 def _qwen3_experts(config: Mapping[str, Any], integer: Integer, number: Number, source: str) -> ExpertsConfig:
@@ -259,64 +298,22 @@ def _integers(config: Mapping[str, Any], name: str, source: str) -> list[int]:
     return values
 
 
-def _not_supported(config: Mapping[str, Any], rope: Any, *, partial: bool) -> Iterator[str]:
-    """`partial`: a part of each head may be rotated."""
+def _not_supported(config: Mapping[str, Any], rope: Any, architecture: str) -> Iterator[str]:
     if not isinstance(config.get("quantization_config", {}), Mapping | None):
         yield f"quantization_config {config['quantization_config']!r}"
-    if config.get("hidden_act", "silu") != "silu":
-        yield f"hidden_act {config['hidden_act']!r}"
+    key, activation = "hidden_act", "silu"
+    if architecture in GEMMA3:
+        key, activation = "hidden_activation", "gelu_pytorch_tanh"
+        for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if config.get(name):
+                yield name
+    if config.get(key, activation) != activation:
+        yield f"{key} {config[key]!r}"
     if config.get("mlp_bias"):
         yield "mlp_bias"
     if not isinstance(rope, Mapping):
         yield f"rope scaling {rope!r}"
-    elif not partial and any(
+    elif architecture not in PARTLY_ROTATED and any(
         values.get("partial_rotary_factor") not in (None, 1.0) for values in (config, rope)
     ):
         yield "partial_rotary_factor"
-
-
-def _rope_scaling(
-    rope: Mapping[str, Any], number: Number, context: int, source: str
-) -> RopeScaling | YarnScaling | None:
-    match rope.get("rope_type", rope.get("type", "default")):
-        case "default":
-            return None
-        case "linear":
-            return RopeScaling("linear", number("factor"))
-        case "llama3":
-            return RopeScaling(
-                "llama3",
-                number("factor"),
-                number("low_freq_factor"),
-                number("high_freq_factor"),
-                int(number("original_max_position_embeddings")),
-            )
-        case "yarn":
-            original = max(1, int(number("original_max_position_embeddings", context)))
-            factor = number("factor", context / original)
-            return YarnScaling(
-                factor,
-                original,
-                _yarn_attention_factor(rope, number, factor),
-                number("beta_fast", 32.0),
-                number("beta_slow", 1.0),
-                truncate=bool(rope.get("truncate", True)),
-            )
-        case other:
-            raise ValueError(
-                f"{source}: rope scaling {other!r} is not supported (default, linear, llama3, yarn are)"
-            )
-
-
-def _yarn_attention_factor(rope: Mapping[str, Any], number: Number, factor: float) -> float:
-    """The one in the configuration. Else it follows from the factor, or from two multiples of its logarithm
-    (DeepSeek)."""
-    if rope.get("attention_factor") is not None:
-        return number("attention_factor")
-
-    def scale(multiple: float) -> float:
-        return 0.1 * multiple * math.log(factor) + 1 if factor > 1 else 1.0
-
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scale(number("mscale")) / scale(number("mscale_all_dim"))
-    return scale(1.0)

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint
 from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.rows import rotated_first
 
 RENAMED = {
     "model.final_layernorm.": "model.norm.",
@@ -88,10 +88,3 @@ def _renamed(name: str) -> str:
     for stored, ours in RENAMED.items():
         name = name.replace(stored, ours)
     return name
-
-
-def rotated_first(head_dim: int, rotary_dim: int) -> Tensor:
-    """The stored dimensions of a head in our order: halves of what is rotated, each before a half of the
-    rest."""
-    rotated, rest = torch.arange(rotary_dim).chunk(2), torch.arange(rotary_dim, head_dim).chunk(2)
-    return torch.cat([half for pair in zip(rotated, rest, strict=True) for half in pair])

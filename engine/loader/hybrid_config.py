@@ -4,13 +4,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.engine.model_config import Mamba2Config, Multipliers
+from baton.engine.model_config import Mamba2Config
 
 GRANITE = "GraniteMoeHybridForCausalLM"
 QWEN3_NEXT = "Qwen3NextForCausalLM"
 HYBRIDS = ("BambaForCausalLM", GRANITE, QWEN3_NEXT)
-PARTLY_ROTATED = {"BambaForCausalLM": 0.5, QWEN3_NEXT: 0.25}
-"""The part of each head that is rotated, where the configuration does not say."""
 KINDS = {
     "mamba": True,
     "linear_attention": True,
@@ -74,16 +72,6 @@ def gated_delta_config(
     )
 
 
-def multipliers(number: Callable[..., float]) -> Multipliers:
-    """`number` reads a key of a Granite model."""
-    return Multipliers(
-        embedding=number("embedding_multiplier", 1.0),
-        residual=number("residual_multiplier", 1.0),
-        attention=number("attention_multiplier", 1.0),
-        logits=number("logits_scaling", 1.0),
-    )
-
-
 def _state_layers(config: Mapping[str, Any], count: int, source: str) -> tuple[int, ...]:
     kinds = config.get("layer_types") or config.get("layers_block_type")
     if kinds is None:
@@ -100,22 +88,6 @@ def _state_layers(config: Mapping[str, Any], count: int, source: str) -> tuple[i
     if len(layers) in (0, count):
         raise ValueError(f"{source}: a model needs layers with states and layers with attention")
     return layers
-
-
-def rotary_dim(
-    config: Mapping[str, Any], rope: Mapping[str, Any], architecture: str, head_dim: int, source: str
-) -> int | None:
-    """`ModelConfig.rotary_dim`."""
-    if architecture == GRANITE:
-        return None if config.get("position_embedding_type") == "rope" else 0
-    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    factor = PARTLY_ROTATED[architecture] if factor is None else factor
-    if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
-        raise ValueError(f"{source}: partial_rotary_factor must be above 0 and at most 1, not {factor!r}")
-    rotated = int(head_dim * factor)
-    if rotated % 2 or head_dim % 2:
-        raise ValueError(f"{source}: partial_rotary_factor {factor} of {head_dim} dimensions is not even")
-    return rotated
 
 
 def _number(limit: Any, source: str) -> float:

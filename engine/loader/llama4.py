@@ -17,9 +17,8 @@ from torch import Tensor
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import Checkpoint
 from baton.engine.loader.interleaved import read_halves
-from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.rearranged import Rearranged, of_text
 
-TEXT = "language_model."
 ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
 FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj$")
 
@@ -42,12 +41,10 @@ class Llama4Checkpoint(Rearranged[_Matrix]):
 
     def __init__(self, files: Checkpoint) -> None:
         super().__init__(files)
-        prefix = TEXT if any(name.startswith(TEXT) for name in files.names()) else ""
-        for stored in files.names():
-            name = stored.removeprefix(prefix)
+        for name, stored in of_text(files).items():
             if fused := FUSED.match(name):
                 self._pieces.update(self._split(stored, *fused.groups()))
-            elif stored.startswith(prefix):
+            else:
                 self._stored[name] = stored
 
     def _split(self, stored: str, experts: str, kind: str) -> Iterator[tuple[str, _Matrix]]:

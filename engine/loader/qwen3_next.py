@@ -12,43 +12,21 @@ The layers that predict several tokens (`mtp`) are left out.
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import Checkpoint
-from baton.engine.loader.hybrid import rotated_first
-from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.rows import ByRows, rotated_first
 
-TENSOR = re.compile(r"(.*)\.(in_proj_qkvz|in_proj_ba|conv1d|q_proj|k_proj|q_norm|k_norm)\.(weight|bias)")
 PLUS_ONE = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")
 
 
-class _Rows(NamedTuple):
-    """Some rows of a stored tensor, in our order."""
-
-    stored: str
-    rows: Tensor
-    shape: tuple[int, ...]
-
-
-class Qwen3NextCheckpoint(Rearranged[_Rows]):
+class Qwen3NextCheckpoint(ByRows):
     """The `Checkpoint` of a Qwen3-Next model: reads `files`."""
 
-    def __init__(self, files: Checkpoint) -> None:
-        super().__init__(files)
-        for stored in files.names():
-            if match := TENSOR.fullmatch(stored):
-                layer, kind, what = match.groups()
-                parts, shape = dict(self._parts(kind)), files.shape(stored) or (0,)
-                if sum(map(len, parts.values())) != shape[0]:
-                    raise ValueError(f"{files.file_of(stored)}: tensor {stored} is {list(shape)}")
-                for name, rows in parts.items():
-                    self._pieces[f"{layer}.{name}.{what}"] = _Rows(stored, rows, (len(rows), *shape[1:]))
-            elif not stored.startswith("mtp."):
-                self._stored[stored] = stored
+    tensor = re.compile(r"(.*)\.(in_proj_qkvz|in_proj_ba|conv1d|q_proj|k_proj|q_norm|k_norm)\.(weight|bias)")
+    left_out = "mtp."
 
     def _parts(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """The tensors that the rows of a stored one belong to."""
@@ -78,13 +56,7 @@ class Qwen3NextCheckpoint(Rearranged[_Rows]):
                 yield kind, order
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        if found := self._pieces.get(name):
-            rows = found.rows[parts[0].indices]
-            first, size = int(rows.min()), (self._files.shape(found.stored) or ())[0]
-            read = self._files.read(found.stored, [Part(first, int(rows.max()) + 1, size), *parts[1:]])
-            tensor = read[rows - first]
-        else:
-            tensor = self._files.read(name, parts)
+        tensor = super().read(name, parts)
         return tensor.float() + 1 if PLUS_ONE.fullmatch(name) else tensor
 
 

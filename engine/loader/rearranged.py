@@ -15,6 +15,16 @@ class Piece(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
+TEXT = "language_model."
+
+
+def of_text(files: Checkpoint) -> dict[str, str]:
+    """The tensors of the text model, by the names that they would have alone. A checkpoint that sees images,
+    too, has them under a prefix."""
+    prefix = TEXT if any(name.startswith(TEXT) for name in files.names()) else ""
+    return {name.removeprefix(prefix): name for name in files.names() if name.startswith(prefix)}
+
+
 P = TypeVar("P", bound=Piece)
 
 

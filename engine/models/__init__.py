@@ -10,10 +10,13 @@ import torch
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.bamba import Bamba
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
+from baton.engine.models.gemma3 import Gemma3
+from baton.engine.models.glm4 import Glm4
 from baton.engine.models.gpt_oss import GptOss
 from baton.engine.models.granite_moe_hybrid import GraniteMoeHybrid
 from baton.engine.models.llama import Llama
 from baton.engine.models.llama4 import Llama4
+from baton.engine.models.olmo2 import Olmo2
 from baton.engine.models.qwen2 import Qwen2
 from baton.engine.models.qwen3 import Qwen3
 from baton.engine.models.qwen3_moe import Qwen3Moe
@@ -22,6 +25,11 @@ from baton.engine.models.qwen3_next import Qwen3Next
 MODELS: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,
+    "Phi3ForCausalLM": Llama,
+    "Glm4ForCausalLM": Glm4,
+    "Olmo2ForCausalLM": Olmo2,
+    "Gemma3ForCausalLM": Gemma3,
+    "Gemma3ForConditionalGeneration": Gemma3,  # its text model
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,

@@ -30,10 +30,6 @@ class Bamba(Llama):
             return super().mixer(config, weights, layer)
         return Mamba2Mixer(config, mamba, weights, f"model.layers.{layer}.mamba")
 
-    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `Embedding`."""
-        return self.embedding(token_ids)
-
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, mix: Mix) -> Tensor:
         residual, delta = self.embed(token_ids)
         rotary = self.rotary.at(positions)

@@ -1,7 +1,7 @@
-"""Llama (2, 3.x), and models with the same architecture: SmolLM2, Mistral."""
+"""Llama (2, 3.x), and models with the same architecture: SmolLM2, Mistral, Phi-3."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from baton.engine.kernels import HeadNorm
 from baton.engine.layers.mlp import GatedMLP
 from baton.engine.layers.moe import MoE
-from baton.engine.layers.norm import InputNorm, RMSNorm
+from baton.engine.layers.norm import InputNorm, OutputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.vocabulary import Embedding, OutputProjection
@@ -17,14 +17,33 @@ from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec
 
-Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None], Tensor]
-"""(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads, sinks) → output of
-attention [tokens, num_heads, head_dim]. Rotates qkv, writes KV to the layer's cache, and attends to the
-cache, within the span of the layer's `AttentionCache`."""
+Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None, float | None], Tensor]
+"""(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads, sinks, scale) → output
+of attention [tokens, num_heads, head_dim]. Rotates qkv, writes KV to the layer's cache, and attends to the
+cache, within the span of the layer's `AttentionCache`. `scale` is that of `Kernels.attention`."""
+
+
+class Norms(NamedTuple):
+    """The norms of a layer, by the names of their weights. None: there is none."""
+
+    before_mixer: str | None = "input_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mixer: str | None = None
+    after_mlp: str | None = None
+
+    @property
+    def summed(self) -> bool:
+        """Whether what is added to the residual stream is normalized before: then it is no term of a sum over
+        ranks."""
+        assert (self.after_mixer is None) == (self.after_mlp is None), "the stream has one kind of delta"
+        return self.after_mlp is not None
 
 
 class LlamaAttention:
     qkv_bias: ClassVar[bool] = False
+    """Whether these three projections have biases even without `attention_bias`."""
+    out_bias: ClassVar[bool] = True
+    """Whether the output has a bias with `attention_bias`."""
 
     def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
         self.head_dim = config.head_dim
@@ -38,13 +57,16 @@ class LlamaAttention:
             hidden,
             bias=self.qkv_bias or config.attention_bias,
         )
-        self.out = weights.linear([f"{name}.o_proj"], [hidden], q_rows, bias=config.attention_bias)
+        self.out = weights.linear(
+            [f"{name}.o_proj"], [hidden], q_rows, bias=self.out_bias and config.attention_bias
+        )
         self.head_norm: HeadNorm | None = None
         self.sinks: Tensor | None = None  # [num_heads]
+        self.scale = config.multipliers.attention if config.multipliers else None
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         qkv = self.input(x).unflatten(-1, (-1, self.head_dim))
-        out = attend(layer, qkv, rotary, self.head_norm, self.sinks)
+        out = attend(layer, qkv, rotary, self.head_norm, self.sinks, self.scale)
         return self.out(out.flatten(1))
 
 
@@ -54,30 +76,44 @@ class LlamaLayer:
         config: ModelConfig,
         weights: Weights,
         name: str,
+        norms: Norms,
         mixer: Any,
         mlp: GatedMLP | MoE,
     ) -> None:
         """`mixer`: attention, or what takes its place."""
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.mixer_norm = InputNorm(RMSNorm(weights, f"{name}.input_layernorm", size, eps), mixer.input)
+
+        def norm(of: str, *, summed: bool) -> RMSNorm:
+            return RMSNorm(weights, f"{name}.{of}", config.hidden_size, config.rms_norm_eps, summed=summed)
+
+        def before(of: str | None, product: object) -> InputNorm:
+            return InputNorm(weights, norm(of, summed=norms.summed) if of else None, product)
+
+        def after(of: str | None) -> OutputNorm | None:
+            return OutputNorm(norm(of, summed=False)) if of else None
+
+        self.mixer_norm = before(norms.before_mixer, mixer.input)
         self.mixer = mixer
-        self.mlp_norm = InputNorm(
-            RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps), mlp.gate_up
-        )
+        self.after_mixer = after(norms.after_mixer)
+        self.mlp_norm = before(norms.before_mlp, mlp.gate_up)
         self.mlp = mlp
+        self.after_mlp = after(norms.after_mlp)
 
     def __call__(
         self, layer: int, residual: Tensor, delta: Tensor | None, rotary: Tensor, attend: Any
     ) -> Tensor:
         """`attend`: what the mixer calls. `delta` [tokens, hidden_size] is the output of the layer before.
         The first norm adds it to `residual`, in place. Returns this layer's output, which is not added yet.
-        With several ranks both are terms of sums over ranks."""
-        delta = self.mixer(layer, self.mixer_norm(residual, delta), rotary, attend)
-        return self.mlp(self.mlp_norm(residual, delta))
+        With several ranks both are terms of sums over ranks, unless the layer normalizes what it adds."""
+        mixed = self.mixer(layer, self.mixer_norm(residual, delta), rotary, attend)
+        if self.after_mixer is not None:
+            mixed = self.after_mixer(mixed)
+        out = self.mlp(self.mlp_norm(residual, mixed))
+        return out if self.after_mlp is None else self.after_mlp(out)
 
 
 class Llama:
     attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+    norms: ClassVar[Norms] = Norms()
 
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
@@ -98,24 +134,36 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.expert_load = weights.expert_load
         self.step_rows = weights.step_rows
-        self.embedding = Embedding(config, weights)
+        self.embedding = Embedding(config, weights, summed=self.norms.summed)
+        factors = config.multipliers
+        self.embedding_scale = factors.embedding / factors.residual if factors else None
         self.rotary = Rotary(config, weights)
         self.layers = [
             LlamaLayer(
                 config,
                 weights,
                 f"model.layers.{i}",
+                self.norms,
                 self.mixer(config, weights, i),
                 self.mlp(config, weights, i),
             )
             for i in range(config.num_layers)
         ]
-        self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(
+            weights, "model.norm", config.hidden_size, config.rms_norm_eps, summed=self.norms.summed
+        )
         self.head = OutputProjection(config, weights, self.embedding)
+
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `Embedding`."""
+        residual, delta = self.embedding(token_ids)
+        if self.embedding_scale is not None:
+            (residual if delta is None else delta).mul_(self.embedding_scale)
+        return residual, delta
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Returns the hidden states [tokens, hidden_size] of a step's tokens."""
-        residual, delta = self.embedding(token_ids)
+        residual, delta = self.embed(token_ids)
         rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
             delta = layer(i, residual, delta, rotary, attend)

@@ -5,6 +5,8 @@ Most layers rotate queries and keys, and attend within chunks of the context. Th
 or all have a mixture of experts beside an MLP that computes every token.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,12 +48,10 @@ class Llama4(Llama):
         unrotated = self.rotary.at(torch.zeros_like(positions))
         scales = self.scales.index_select(0, positions)[:, None, None]
 
-        def attend_in(
-            layer: int, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, sinks: Tensor | None
-        ) -> Tensor:
+        def attend_in(layer: int, qkv: Tensor, rotary: Tensor, *others: Any) -> Tensor:
             if layer not in self.nope_layers:
-                return attend(layer, qkv, rotary, norm, sinks)
+                return attend(layer, qkv, rotary, *others)
             qkv[:, : self.num_heads] *= scales
-            return attend(layer, qkv, unrotated, norm, sinks)
+            return attend(layer, qkv, unrotated, *others)
 
         return super().__call__(token_ids, positions, attend_in)

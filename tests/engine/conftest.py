@@ -149,6 +149,27 @@ TINY_VISION = {
 }
 
 
+TINY_GEMMA3: dict[str, Any] = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "sliding_window": 20,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+TINY_SIGLIP = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
 def tiny_llama4(kind: str, changes: dict[str, Any]) -> Any:
     """A Llama 4 that also sees images, as the published checkpoints do; "Llama4Text": one that does not."""
     import transformers
@@ -158,6 +179,19 @@ def tiny_llama4(kind: str, changes: dict[str, Any]) -> Any:
         return transformers.Llama4ForCausalLM(text)
     config = transformers.Llama4Config(text_config=text.to_dict(), vision_config=TINY_VISION)
     return transformers.Llama4ForConditionalGeneration(config)
+
+
+def tiny_gemma3(kind: str, changes: dict[str, Any]) -> Any:
+    """As `tiny_llama4`."""
+    import transformers
+
+    text = transformers.Gemma3TextConfig(**{**TINY, **TINY_GEMMA3, **changes})
+    if kind == "Gemma3Text":
+        return transformers.Gemma3ForCausalLM(text)
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=TINY_SIGLIP, mm_tokens_per_image=4
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
 
 
 TINY_GPT_OSS: dict[str, Any] = {
@@ -211,6 +245,8 @@ TINY_QWEN3_NEXT: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 TINY_OF_KIND = {
+    "Glm4": {"head_dim": 32, "pad_token_id": 0},
+    "Phi3": {"pad_token_id": 0},
     "GptOss": TINY_GPT_OSS,
     "Bamba": TINY_MAMBA,
     "GraniteMoeHybrid": TINY_GRANITE,
@@ -223,8 +259,9 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    if kind.startswith("Llama4"):
-        model = tiny_llama4(kind, changes).eval()
+    if kind.startswith(("Llama4", "Gemma3")):
+        tiny = tiny_llama4 if kind.startswith("Llama4") else tiny_gemma3
+        model = tiny(kind, changes).eval()
     else:
         of_kind = TINY_EXPERTS if kind.endswith("Moe") else TINY_OF_KIND.get(kind, {})
         config = getattr(transformers, f"{kind}Config")(**{**TINY, **of_kind, **changes})

@@ -74,6 +74,17 @@ KINDS = [
         {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
         id="llama4-text-with-experts-in-every-second-layer",
     ),
+    pytest.param("Phi3", {"sliding_window": 20}, id="phi3"),
+    pytest.param(
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
+        id="phi3-partly-rotated",
+    ),
+    pytest.param("Gemma3", {}, id="gemma3"),
+    pytest.param("Gemma3Text", {"sliding_window": 256, "tie_word_embeddings": False}, id="gemma3-text"),
+    pytest.param("Olmo2", {}, id="olmo2"),
+    pytest.param("Glm4", {}, id="glm4"),
+    pytest.param("Glm4", {"attention_bias": False}, id="glm4-without-biases"),
     pytest.param("Bamba", {}, id="bamba"),
     pytest.param("GraniteMoeHybrid", {}, id="granite-moe-hybrid"),
     pytest.param("Qwen3Next", {}, id="qwen3-next"),
@@ -271,7 +282,7 @@ def test_yarn_extends_the_context(tmp_path: Path, save_tiny: Callable[..., Any])
 
 def test_unsupported_models_are_refused(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
     save_tiny(tmp_path, "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    message = r"config\.json: rope scaling 'dynamic' is not supported \(default, linear, llama3, yarn are\)"
+    message = r"config\.json: rope scaling 'dynamic' is not supported \(default, linear, llama3, longrope, yarn are\)"
     with pytest.raises(ValueError, match=message):
         build_engine(EngineConfig(model=str(tmp_path)))
     save_tiny(tmp_path, "Gemma")
