@@ -7,13 +7,36 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from baton.content import CHUNK_TOKENS
-from baton.router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillWork
+from baton.router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillSnapshot, PrefillWork
 from baton.rpc.reports import LONGEST_REPORT
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.trace import Session, Trace, Turn, hit_tokens
 from baton.simulator.worker import Queued, SimWorker, Speed
+
+SIMULATED = ("ring", "rows", "wait", "speed", "cached", "load")
+"""The signals (fields of `PrefillSnapshot`) that simulated workers report, or whose values follow from that:
+nothing is cached below their devices, so `load` is 0."""
+
+
+class SimulatedSnapshot(PrefillSnapshot):
+    """Has these signals alone. A policy that reads another one would be judged by a value that never
+    changes."""
+
+    @classmethod
+    def of(cls, snapshot: PrefillSnapshot) -> SimulatedSnapshot:
+        seen = object.__new__(cls)
+        for name in SIMULATED:
+            object.__setattr__(seen, name, getattr(snapshot, name))
+        return seen
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(
+            f"the policy reads the signal {name}, which is not simulated ({', '.join(SIMULATED)} are): let "
+            "simulated workers report it, and add it to SIMULATED in simulator/prefill.py"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +111,7 @@ class PrefillRouter:
         self._choices += 1
         snapshot = self.loads.snapshot(request, now)
         assert snapshot is not None
-        row = self._policy(snapshot, request)
+        row = self._policy(SimulatedSnapshot.of(snapshot), request)
         return self._workers[row], PrefillWork(turn.tokens - snapshot.cached.of(row), turn.chunks)
 
 

@@ -20,9 +20,9 @@ def ropes(config: Mapping[str, Any]) -> tuple[Any, Any]:
         return rope, local
     if "full_attention" in rope:
         rope, local = rope["full_attention"], rope.get("sliding_attention") or {}
-    original = config.get("original_max_position_embeddings")  # where older Phi-3 checkpoints have it
-    if original is not None and isinstance(rope, Mapping):
-        rope = {"original_max_position_embeddings": original, **rope}
+    original = config.get("original_max_position_embeddings")  # of Phi-3, where it takes precedence
+    if original is not None and isinstance(rope, Mapping) and "long_factor" in rope:
+        rope = {**rope, "original_max_position_embeddings": original}
     return rope, local
 
 

@@ -29,7 +29,9 @@ class Step:
         seed: int = 0,
         span: Span | None = None,
         with_sinks: bool = False,
+        scale: float | None = None,
     ) -> None:
+        self.scale = scale
         self.heads, self.dtype, self.span = heads, dtype, span
         self.sinks = normal(heads[0], seed=seed + 97).to(dtype) if with_sinks else None
         decodes = [span for span in spans if span[1] - span[0] == 1]
@@ -84,7 +86,7 @@ class Step:
         q, k, v = kernels.rope_and_write(put(self.qkv), rotary, norm, kv, metadata.slots)
         plan = kernels.plan(metadata, *self.heads, kv.dtype, self.span)
         sinks = None if self.sinks is None else put(self.sinks)
-        return kernels.attention(q, k, v, kv, plan, sinks), kv, q
+        return kernels.attention(q, k, v, kv, plan, sinks, self.scale), kv, q
 
     def check(self, kernels: Kernels, device: str, norm: HeadNorm | None = None) -> None:
         out, kv, q = self.run(kernels, device, norm)

@@ -85,6 +85,7 @@ def main() -> None:
         kernels.add_rms_norm(x, None, x[0], 1e-5)
         kernels.add_rms_norm(x, x, x[0], 1e-5)
         kernels.silu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype))
+        kernels.gelu_mul(torch.zeros(rows, 2 * 14336, dtype=dtype))
         metadata = AttentionMetadata(
             block_size,
             torch.zeros(rows, dtype=torch.int64),

@@ -72,11 +72,13 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     q, k, v = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
     sinks = torch.randn(HEADS, generator=generator) if with_sinks else None
     plan = kernels.plan(metadata, HEADS, KV_HEADS, torch.float32, span)
-    out = kernels.attention(q, k, v, cache, plan, sinks)
+    scale = 0.3 if with_sinks else None
+    out = kernels.attention(q, k, v, cache, plan, sinks, scale)
 
     for i, rows in enumerate(rows_of_chunks):
         keys_values, queries = sequences[i]
-        torch.testing.assert_close(out[rows], plain(queries, keys_values, chunks[i].start, span, sinks))
+        expected = plain(queries, keys_values, chunks[i].start, span, sinks, scale or DIM**-0.5)
+        torch.testing.assert_close(out[rows], expected)
         assert step.positions[rows].tolist() == list(range(chunks[i].start, chunks[i].stop))
     written = torch.isfinite(cache).all(dim=(0, 3, 4)).sum()
     hidden = sum(first_key(start, span) // block_size * block_size for start, _ in spans)
@@ -96,10 +98,15 @@ def rows_of(step: Step, sampled: list[LiveRequest], chunks: list[Chunk]) -> list
 
 
 def plain(
-    q: torch.Tensor, keys_values: torch.Tensor, start: int, span: Span | None, sinks: torch.Tensor | None
+    q: torch.Tensor,
+    keys_values: torch.Tensor,
+    start: int,
+    span: Span | None,
+    sinks: torch.Tensor | None,
+    scale: float,
 ) -> torch.Tensor:
     k, v = keys_values.repeat_interleave(HEADS // KV_HEADS, dim=2)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / DIM**0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     visible = torch.zeros(len(q), len(k), dtype=torch.bool)
     for i, query in enumerate(range(start, start + len(q))):
         visible[i, first_key(query, span) : query + 1] = True

@@ -16,7 +16,7 @@ from baton.engine import EngineConfig
 from baton.engine.loader import check_model, choose_format
 from baton.engine.loader.hf import HFCheckpoint
 from baton.engine.loader.hf_config import model_config_from_hf
-from baton.engine.model_config import Span
+from baton.engine.model_config import LocalRope, RopeScaling, Span
 from tests.engine.checkpoints import edited_copy, is_refused, load
 
 
@@ -48,7 +48,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
         load(copy)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Llama4Text", "GptOss"])
+@pytest.mark.parametrize("kind", ["Llama", "Llama4Text", "GptOss", "Gemma3Text", "Phi3"])
 def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(
     kind: str, tmp_path: Path, save_tiny: Callable[..., Any]
 ) -> None:
@@ -214,6 +214,86 @@ def test_the_fingerprint_covers_the_attention_of_llama4(
 ) -> None:
     copy = edited_copy(llama4_path, tmp_path, **change)
     assert load(copy).model_fingerprint != load(llama4_path).model_fingerprint
+
+
+def test_published_configurations_of_gemma3_leave_out_what_transformers_knows(
+    tmp_path: Path, save_tiny: Callable[..., Any]
+) -> None:
+    """As that of Gemma 3 4B."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    published = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    model = model_config_from_hf(published, {}, "short")
+    whole = transformers_gemma3_config(text)
+    assert model == model_config_from_hf({**whole, "architectures": published["architectures"]}, {}, "whole")
+    assert (model.num_heads, model.num_kv_heads, model.head_dim, model.vocab_size) == (8, 4, 256, 262208)
+    assert model.spans == (Span(1024),) * 5 + (None, Span(1024))
+    assert model.local_rope == LocalRope((0, 1, 2, 3, 4, 6), 1e4)
+    assert (model.rope_theta, model.rope_scaling) == (1e6, RopeScaling("linear", 8.0))
+    assert (model.max_model_len, model.tie_embeddings) == (131072, True)
+
+
+def transformers_gemma3_config(text: dict[str, Any]) -> dict[str, Any]:
+    import transformers
+
+    return {**transformers.Gemma3TextConfig(**text).to_dict(), "eos_token_id": None, "dtype": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("Gemma3Text", {"hidden_activation": "relu"}, r"hidden_activation 'relu' is not supported"),
+        ("Gemma3Text", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping is not supported"),
+        ("Gemma3Text", {"use_bidirectional_attention": True}, r"use_bidirectional_attention is not"),
+        (
+            "Gemma3Text",
+            {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}},
+            r"rope scaling {'rope_type': 'linear'} of layers with a window is not supported",
+        ),
+        (
+            "Phi3",
+            {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0] * 8}},
+            r"config\.json: long_factor must be a list of 8 numbers above 0, not \[1\.0\]",
+        ),
+        ("Phi3", {"intermediate_size": 97}, r"gate_up_proj\.weight is \[192, 64\]"),
+        ("Phi3", {"num_key_value_heads": 1}, r"qkv_proj\.weight is \[128, 64\]"),
+        ("Glm4", {"hidden_act": "gelu"}, r"hidden_act 'gelu' is not supported"),
+        (
+            "Glm4",
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"quantized checkpoints of Glm4ForCausalLM",
+        ),
+    ],
+)
+def test_what_a_family_does_not_support_is_refused(
+    kind: str, change: dict[str, Any], message: str, tmp_path: Path, save_tiny: Callable[..., Any]
+) -> None:
+    save_tiny(tmp_path / "whole", kind)
+    with pytest.raises(ValueError, match=message):
+        check_model(EngineConfig(str(edited_copy(tmp_path / "whole", tmp_path, **change))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("Gemma3Text", {"query_pre_attn_scalar": 25}),
+        ("Gemma3Text", {"sliding_window": 24}),
+        ("Gemma3Text", {"layer_types": ["full_attention"] * 4}),
+        ("Glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+    ],
+    ids=repr,
+)
+def test_the_fingerprint_covers_the_attention_of_a_family(
+    kind: str, change: dict[str, Any], tmp_path: Path, save_tiny: Callable[..., Any]
+) -> None:
+    save_tiny(tmp_path / "whole", kind)
+    copy = edited_copy(tmp_path / "whole", tmp_path, **change)
+    assert load(copy).model_fingerprint != load(tmp_path / "whole").model_fingerprint
 
 
 def test_configurations_of_transformers_4_name_experts_differently(experts_path: Path) -> None:

@@ -42,11 +42,12 @@ def test_add_rms_norm(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 96), (3, 1536), (2, 1024)])
-def test_silu_mul(
+def test_silu_mul_and_gelu_mul(
     triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, rows: int, size: int
 ) -> None:
     gate_up = (4 * normal(rows, 2 * size)).to(dtype)
     close(triton_kernels.silu_mul(gate_up.to(kernel_device)), TorchKernels().silu_mul(gate_up))
+    close(triton_kernels.gelu_mul(gate_up.to(kernel_device)), TorchKernels().gelu_mul(gate_up))
 
 
 # Products
@@ -108,6 +109,8 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
         ("Qwen3Moe", {"num_hidden_layers": 1}),
         ("Llama4", {"no_rope_layers": [1, 0], "num_hidden_layers": 2, "attention_chunk_size": 4}),
         ("GptOss", {"num_hidden_layers": 2, "sliding_window": 4}),
+        ("Gemma3", {"num_hidden_layers": 2, "sliding_window": 4}),
+        ("Olmo2", {"num_hidden_layers": 1}),
         ("Bamba", {"num_hidden_layers": 2}),
         ("Qwen3Next", {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}),
     ],

@@ -21,6 +21,7 @@ from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import Span
 from baton.router.text.model_files import context_length
 from tests.device import DEVICE
+from tests.engine.checkpoints import load
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -265,13 +266,56 @@ def test_yarn_equals_transformers(
     tmp_path: Path, save_tiny: Callable[..., Any], changes: dict[str, Any]
 ) -> None:
     reference = save_tiny(tmp_path, "Llama", head_dim=32, rope_parameters={**YARN_ROPE, **changes})
-    config = replace(read_config(tmp_path), max_model_len=256)
+    check_rotary(tmp_path, reference, context=256)
+
+
+def check_rotary(path: Path, reference: Any, context: int) -> None:
+    """The table of a model that is served with this context equals that of transformers."""
+    config = replace(read_config(path), max_model_len=context)
     cpu = torch.device("cpu")
-    weights = Weights(HFCheckpoint(tmp_path), torch.float32, cpu, lambda *_: None, PlainFormat(), Ranks())
+    weights = Weights(HFCheckpoint(path), torch.float32, cpu, lambda *_: None, PlainFormat(), Ranks())
     ours = Rotary(config, weights).table
-    cos, sin = reference.model.rotary_emb(torch.zeros(1), torch.arange(256)[None])
-    torch.testing.assert_close(ours[:, 0], cos[0])
-    torch.testing.assert_close(ours[:, 1, 16:], sin[0, :, 16:])
+    cos, sin = reference.model.rotary_emb(torch.zeros(1), torch.arange(context)[None])
+    half = cos.shape[-1] // 2
+    torch.testing.assert_close(ours[:, 0, :half], cos[0, :, :half])
+    begin = config.head_dim // 2  # the second half of a head
+    torch.testing.assert_close(ours[:, 1, begin : begin + half], sin[0, :, :half])
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.2, 2.0, 4.0, 8.0],
+    "partial_rotary_factor": 0.5,
+}
+ORIGINAL = {"original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_factor": 1.25}, {"factor": 4.0}], ids=repr)
+def test_longrope_equals_transformers_for_the_context_that_is_served(
+    tmp_path: Path, save_tiny: Callable[..., Any], changes: dict[str, Any]
+) -> None:
+    reference = save_tiny(tmp_path, "Phi3", rope_parameters={**LONG_ROPE, **changes}, **ORIGINAL)
+    check_rotary(tmp_path, reference, context=32)
+    check_rotary(tmp_path, reference, context=256)
+    short, long, longer = (load(tmp_path, max_model_len=n).model_fingerprint for n in (32, 33, 100))
+    assert short != long, "keys of one would be read by the other"
+    assert long == longer
+
+
+def test_older_phi3_checkpoints_name_longrope_differently(tmp_path: Path, save_tiny: Any) -> None:
+    save_tiny(tmp_path, "Phi3", rope_parameters=LONG_ROPE, **ORIGINAL)
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = ("short_factor", "long_factor")
+    older = {
+        **{key: value for key, value in config.items() if key != "rope_parameters"},
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    }
+    for kind in ("su", "yarn", "longrope"):
+        older["rope_scaling"] = {"type": kind, **{name: LONG_ROPE[name] for name in names}}
+        assert model_config_from_hf(older, {}, "older") == model_config_from_hf(config, {}, "newer")
 
 
 def test_yarn_extends_the_context(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
@@ -282,7 +326,8 @@ def test_yarn_extends_the_context(tmp_path: Path, save_tiny: Callable[..., Any])
 
 def test_unsupported_models_are_refused(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
     save_tiny(tmp_path, "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    message = r"config\.json: rope scaling 'dynamic' is not supported \(default, linear, llama3, longrope, yarn are\)"
+    kinds = "default, linear, llama3, longrope, yarn"
+    message = rf"config\.json: rope scaling 'dynamic' is not supported \({kinds} are\)"
     with pytest.raises(ValueError, match=message):
         build_engine(EngineConfig(model=str(tmp_path)))
     save_tiny(tmp_path, "Gemma")
