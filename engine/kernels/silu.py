@@ -99,7 +99,7 @@ def _silu_mul(
     gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
     if GELU:
-        y = gate * tl.sigmoid(TWICE_ROOT * (gate + 0.044715 * gate * gate * gate)) * up
+        y = gate * tl.sigmoid((gate + 0.044715 * gate * gate * gate) * TWICE_ROOT) * up
     else:
         y = swiglu(gate, up, ALPHA, LIMIT)
     if scales is None:

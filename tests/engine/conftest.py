@@ -155,6 +155,7 @@ TINY_GEMMA3: dict[str, Any] = {
     "sliding_window": 20,
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": False,
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -189,7 +190,10 @@ def tiny_gemma3(kind: str, changes: dict[str, Any]) -> Any:
     if kind == "Gemma3Text":
         return transformers.Gemma3ForCausalLM(text)
     config = transformers.Gemma3Config(
-        text_config=text.to_dict(), vision_config=TINY_SIGLIP, mm_tokens_per_image=4
+        text_config=text.to_dict(),
+        vision_config=TINY_SIGLIP,
+        mm_tokens_per_image=4,
+        tie_word_embeddings=text.tie_word_embeddings,
     )
     return transformers.Gemma3ForConditionalGeneration(config)
 

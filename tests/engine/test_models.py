@@ -82,7 +82,7 @@ KINDS = [
         id="phi3-partly-rotated",
     ),
     pytest.param("Gemma3", {}, id="gemma3"),
-    pytest.param("Gemma3Text", {"sliding_window": 256, "tie_word_embeddings": False}, id="gemma3-text"),
+    pytest.param("Gemma3Text", {"sliding_window": 256, "tie_word_embeddings": True}, id="gemma3-text-tied"),
     pytest.param("Olmo2", {}, id="olmo2"),
     pytest.param("Glm4", {}, id="glm4"),
     pytest.param("Glm4", {"attention_bias": False}, id="glm4-without-biases"),
