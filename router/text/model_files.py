@@ -15,6 +15,9 @@ HUB_FILES = [
     "generation_config.json",
 ]
 
+CONTEXTS = {"gemma3_text": 131072}
+"""The context of models whose published configurations leave it out, by `model_type`."""
+
 
 @dataclass(frozen=True)
 class ModelDirectory:
@@ -31,7 +34,7 @@ class ModelDirectory:
         config = self.config
         if isinstance(text := config.get("text_config"), dict):  # of a model that also sees images
             config = config | {key: value for key, value in text.items() if value is not None}
-        length = config.get("max_position_embeddings")
+        length = config.get("max_position_embeddings", CONTEXTS.get(config.get("model_type", "")))
         if not isinstance(length, int) or length < 1:
             raise ValueError(f"{self.path / 'config.json'} has no max_position_embeddings")
         rope = config.get("rope_parameters") or config.get("rope_scaling")

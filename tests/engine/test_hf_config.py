@@ -17,6 +17,7 @@ from baton.engine.loader import check_model, choose_format
 from baton.engine.loader.hf import HFCheckpoint
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import LocalRope, RopeScaling, Span
+from baton.router.text.model_files import context_length
 from tests.engine.checkpoints import edited_copy, is_refused, load
 
 
@@ -216,11 +217,10 @@ def test_the_fingerprint_covers_the_attention_of_llama4(
     assert load(copy).model_fingerprint != load(llama4_path).model_fingerprint
 
 
-def test_published_configurations_of_gemma3_leave_out_what_transformers_knows(
-    tmp_path: Path, save_tiny: Callable[..., Any]
-) -> None:
-    """As that of Gemma 3 4B."""
+def test_published_configurations_of_gemma3_leave_out_what_transformers_knows(tmp_path: Path) -> None:
+    """As that of Gemma 3 4B. Routers, which have no engine, read the same context."""
     text = {
+        "model_type": "gemma3_text",
         "hidden_size": 2560,
         "intermediate_size": 10240,
         "num_hidden_layers": 7,
@@ -235,7 +235,9 @@ def test_published_configurations_of_gemma3_leave_out_what_transformers_knows(
     assert model.spans == (Span(1024),) * 5 + (None, Span(1024))
     assert model.local_rope == LocalRope((0, 1, 2, 3, 4, 6), 1e4)
     assert (model.rope_theta, model.rope_scaling) == (1e6, RopeScaling("linear", 8.0))
-    assert (model.max_model_len, model.tie_embeddings) == (131072, True)
+    assert model.tie_embeddings
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert model.max_model_len == context_length(str(tmp_path), None) == 131072
 
 
 def transformers_gemma3_config(text: dict[str, Any]) -> dict[str, Any]:
