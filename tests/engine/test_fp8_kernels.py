@@ -220,7 +220,7 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(
 @pytest.mark.skipif(
     DEVICE != "cpu", reason="a GPU computes in bfloat16, and has tests/engine/test_quality.py"
 )
-@pytest.mark.parametrize("kind", ["on-load", "blocks"])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Olmo2", "blocks"])
 def test_an_engine_on_these_kernels(
     kind: str,
     tmp_path: Path,
@@ -228,10 +228,10 @@ def test_an_engine_on_these_kernels(
     check_tokens_of_kernels: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The torch kernels quantize activations, too."""
+    """The torch kernels quantize activations, too. A kind of model is quantized on load."""
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
-    if kind == "on-load":
-        save_tiny(tmp_path, "Llama", num_hidden_layers=1)
+    if kind != "blocks":
+        save_tiny(tmp_path, kind, num_hidden_layers=1)
         check_tokens_of_kernels(tmp_path, quantization="fp8")
     else:
         save_quantized(tmp_path, save_tiny, kind, **SIZES, num_key_value_heads=1)
