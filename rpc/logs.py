@@ -7,12 +7,34 @@ the request in its message. Prompts and answers are never logged.
 """
 
 import logging
+import sys
 import traceback
 from collections.abc import Mapping
 from typing import Any, Literal
 
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
+
+
+class CountsLostLines(logging.StreamHandler):
+    """Writes to stderr. A full disk loses lines: the next one that can be written says how many."""
+
+    _lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if lost := self._lost:
+            self._lost = 0
+            text = "%d log lines were lost: they could not be written"
+            super().emit(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, (lost,), None))
+            if self._lost:
+                self._lost = lost
+        super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if isinstance(sys.exc_info()[1], OSError):
+            self._lost += 1
+        else:
+            super().handleError(record)
 
 
 class ExceptionsWithoutText(logging.Filter):
@@ -53,7 +75,7 @@ def log_config(
             "timestamp": "time",
         },
     }
-    handler: dict[str, Any] = {"class": "logging.StreamHandler", "formatter": "line"}
+    handler: dict[str, Any] = {"()": f"{__name__}.CountsLostLines", "formatter": "line"}
     if not exception_text:
         handler["filters"] = ["exceptions"]
     libraries = "INFO" if level == "debug" else level.upper()

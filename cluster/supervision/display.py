@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -16,11 +17,20 @@ from baton.cluster.supervision.processes import own_age
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Goes on without output. By default rich would end the process, as `baton serve | head` does."""
+        self.quiet = True
+
+
 class Display:
-    """Shows progress while it is entered as a context manager. `line` and `error` work at any time."""
+    """Shows progress while it is entered as a context manager. `line` and `error` work at any time.
+
+    Lines that cannot be written, as on a full disk, are lost: no output may end a cluster.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or _Console(highlight=False, soft_wrap=True)
         self._started = time.monotonic() - own_age()  # includes the time before this object was made
         self._stages: dict[str, str] = {}
         self._begins: list[tuple[float, str, str]] = []  # (time, name, stage) for each stage that began
@@ -71,10 +81,12 @@ class Display:
                 self.line(f"{begin - self._started:6.2f}s {later[0] - begin:6.2f}s  {name}: {stage}")
 
     def line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        with contextlib.suppress(OSError):
+            self._console.print(text, markup=False)
 
     def error(self, text: str) -> None:
-        self._console.print(f"Error: {text}", style="red", markup=False)
+        with contextlib.suppress(OSError):
+            self._console.print(f"Error: {text}", style="red", markup=False)
 
     def ready(self, plan: Plan, admin_url: str, logs: Path) -> None:
         """Prints the endpoint and example commands. `admin_url` is the URL for `baton status`."""

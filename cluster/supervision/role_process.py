@@ -3,7 +3,7 @@
 Life:
 
 - starting → ready, when the child writes its ready line
-- starting or ready → waiting, when the child exits
+- starting or ready → waiting, when the child exits, or cannot be started
 - waiting → starting, after the backoff
 - ready → starting at once, on `restart`
 - any → stopped, on `stop`
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from baton.cluster.supervision.backoff import RestartPolicy
+from baton.cluster.supervision.role_log import keep_bounded, open_log
 from baton.rpc.process_end import describe_exit, process_end
 
 Phase = Literal["starting", "ready", "waiting", "stopped"]
@@ -94,6 +95,8 @@ class RoleProcess:
         assert self._task is None, "a RoleProcess starts once"
         self._environment |= environment or {}
         self._task = asyncio.create_task(self._supervise())
+        bounding = asyncio.create_task(keep_bounded(self._log))
+        self._task.add_done_callback(lambda _: bounding.cancel())
 
     @property
     def started(self) -> bool:
@@ -148,7 +151,10 @@ class RoleProcess:
         restarts = 0
         while not self._stopping.is_set():
             started = time.monotonic()
-            code, why = await self._run_once(restarts)
+            try:
+                code, why = await self._run_once(restarts)
+            except OSError as error:  # the machine has no process, memory or descriptor left
+                code, why = 1, f"cannot be started: {error}"
             if self._stopping.is_set():
                 # A starting child has no signal handlers yet, so the signal kills it: that is no error.
                 unclean = code != 0 and self._state.phase == "ready"
@@ -168,11 +174,15 @@ class RoleProcess:
         self._set(phase="stopped", ready=None, pid=None)
 
     async def _run_once(self, restarts: int) -> tuple[int, str]:
-        """Runs the child once. Returns its exit code, and why it ended, for people."""
+        """Runs the child once. Returns its exit code, and why it ended, for people.
+
+        Raises OSError if the child cannot be started or watched. Then it does not run.
+        """
         started = time.monotonic()
         read_end, write_end = os.pipe()
+        pipe = os.fdopen(read_end, "rb", 0)
         try:
-            with _open_private(self._log) as log:
+            with open_log(self._log) as log:
                 # The fork blocks the loop for milliseconds. It must be here: the child dies with its thread.
                 self._popen = subprocess.Popen(  # noqa: ASYNC220
                     [*self._command, "--ready-fd", str(write_end)],
@@ -183,6 +193,9 @@ class RoleProcess:
                     pass_fds=(write_end,),
                     start_new_session=True,
                 )
+        except OSError:
+            pipe.close()
+            raise
         finally:
             os.close(write_end)
         popen = self._popen
@@ -190,14 +203,16 @@ class RoleProcess:
             phase="starting", stage="starting", fraction=0.0, pid=popen.pid, seconds_to_ready=None,
             restarts=restarts,
         )  # fmt: skip
-        said = asyncio.create_task(self._follow(read_end, started))
+        said = asyncio.create_task(self._follow(pipe, started))
         self._watching = watching = asyncio.create_task(self._watch())
-        await process_end(popen.pid)
-        hung = watching.result() if watching.done() and not watching.cancelled() else ""
-        watching.cancel()
-        self._kill_tree()  # before the pid is reaped: until then no other process can get its group id
-        code = popen.wait()
-        self._popen = None
+        try:
+            await process_end(popen.pid)
+            hung = watching.result() if watching.done() and not watching.cancelled() else ""
+        finally:
+            watching.cancel()
+            self._kill_tree()  # before the pid is reaped: until then no other process can get its group id
+            code = popen.wait()
+            self._popen = None
         return code, hung or await said or describe_exit(code)
 
     async def _watch(self) -> str:
@@ -209,13 +224,11 @@ class RoleProcess:
         self._kill_tree()
         return why
 
-    async def _follow(self, read_end: int, started: float) -> str:
+    async def _follow(self, pipe: BinaryIO, started: float) -> str:
         """Reads the ready pipe to its end. Returns the error that the role reported, or ""."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=_MAX_LINE)
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
-        )
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
         error = ""
         try:
             while line := await reader.readline():
@@ -256,10 +269,3 @@ class RoleProcess:
         if self._popen is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
-
-
-def _open_private(path: Path) -> BinaryIO:
-    """Opens a file for appending. Only its owner can read it, even if it existed with other permissions."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    os.fchmod(fd, 0o600)
-    return os.fdopen(fd, "ab")

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
 import socket
 import sys
@@ -26,6 +29,10 @@ BATON = (
     "-m",
     "baton.cluster.cli",
 )  # the command `baton`, with the interpreter of this process
+
+RETRY_SECONDS = 1.0  # between attempts to write a router's files
+
+log = logging.getLogger(__name__)
 
 
 def own_address(peer: str) -> str:
@@ -72,7 +79,8 @@ class RoleRunner:
         own: dict[str, object] = {"index": spec.index}
         if spec.role == "router":
             self._workers_file = directory / f"router-{spec.index}.workers"
-            write_atomically(self._workers_file, "")
+            with contextlib.suppress(OSError):  # on a full disk the router waits for its first list
+                write_atomically(self._workers_file, "")
             self._cluster_file = directory / f"router-{spec.index}.cluster"
             own |= {"workers_file": self._workers_file, "cluster_file": self._cluster_file}
         else:
@@ -92,6 +100,8 @@ class RoleRunner:
             self._until_silent,
             node or socket.gethostname(),
         )
+        self._unwritten: dict[Path, str] = {}  # a router's files with news that they do not have yet
+        self._retrying: asyncio.Task[None] | None = None
         self._tls = spec.tls
         self._secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
 
@@ -113,9 +123,32 @@ class RoleRunner:
         return await self._process.changed(token)
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        """Routers only: sets the gRPC addresses of all ready workers, and the JSON report."""
-        write_atomically(self._workers_file, "".join(f"{address}\n" for address in addresses))
-        write_atomically(self._cluster_file, report)
+        """Routers only: sets the gRPC addresses of all ready workers, and the JSON report.
+
+        On a full disk the router keeps what it has until there is room.
+        """
+        self._unwritten |= {
+            self._workers_file: "".join(f"{address}\n" for address in addresses),
+            self._cluster_file: report,
+        }
+        if self._retrying is None and not self._write():
+            self._retrying = asyncio.create_task(self._retry())
+
+    async def _retry(self) -> None:
+        while not self._write():  # noqa: ASYNC110 - nothing reports that a disk has room
+            await asyncio.sleep(RETRY_SECONDS)
+        self._retrying = None
+
+    def _write(self) -> bool:
+        """Writes the files that have news. Returns whether all could be written."""
+        for path, text in list(self._unwritten.items()):
+            try:
+                write_atomically(path, text)
+                del self._unwritten[path]
+            except OSError as error:
+                if self._retrying is None:
+                    log.warning("%s: %s; the router keeps the one before", path, error.strerror)
+        return not self._unwritten
 
     async def tokens_held(self) -> int:
         """Routers only: prompt tokens that the router holds back; 0 while the router is not ready.
@@ -131,6 +164,8 @@ class RoleRunner:
 
     async def stop(self, signum: int, grace: float) -> None:
         await self._process.stop(signum, grace)
+        if self._retrying is not None:
+            self._retrying.cancel()
         if self._run_dir is not None:
             self._run_dir.remove()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import baton.rpc.process_end
 from baton.cluster.supervision.backoff import RestartPolicy
 from baton.cluster.supervision.role_process import RoleProcess
 
@@ -196,3 +198,40 @@ async def test_a_stop_ends_a_restart(start: Start) -> None:
     await process.stop(signal.SIGKILL, 0.0)
     await asyncio.wait_for(restarting, 10)
     assert process.state.phase == "stopped"
+
+
+async def test_a_role_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, environment: dict[str, str], stopping: Callable[[RoleProcess], None]
+) -> None:
+    program = tmp_path / "python"
+    policy = RestartPolicy(first_delay=0.01, max_delay=0.01)
+    process = RoleProcess([str(program), *FAKE[1:], "prefill"], environment, tmp_path / "log", policy)
+    stopping(process)
+    process.start()
+    await until(process, lambda s: s.restarts == 2)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    state = await until(process, lambda s: s.crash_loop)
+    assert (state.phase, state.pid) == ("waiting", None)
+    assert state.error.startswith("cannot be started: [Errno 2]")
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "no pipe is left open"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    program.chmod(0o700)
+    assert (await until_ready(process)).state.restarts >= 5
+
+
+async def test_a_role_that_cannot_be_watched_is_ended_and_tried_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with too many open files."""
+    tried = list[int]()
+
+    async def process_end(pid: int) -> None:
+        tried.append(pid)
+        if len(tried) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        await baton.rpc.process_end.process_end(pid)
+
+    monkeypatch.setattr("baton.cluster.supervision.role_process.process_end", process_end)
+    state = await until_ready(start())
+    assert state.state.error == "cannot be started: [Errno 24] Too many open files"
+    assert gone(tried[0])

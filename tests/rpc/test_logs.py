@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,20 @@ def test_the_text_of_exceptions_can_be_left_out(style: Format) -> None:
     assert "line 9, in <module>" in logged, "the stack is kept"
     assert "private" not in logged
     assert "private" in "\n".join(written(style, "info"))
+
+
+def test_lines_that_a_full_disk_loses_are_counted(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = f"""
+import json, logging.config, os
+logging.config.dictConfig(json.loads({json.dumps(log_config("text", "info", SPEAKER))!r}))
+os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+for number in range(50):
+    logging.getLogger("worker").info("lost")
+os.dup2(os.open({str(log)!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+logging.getLogger("worker").info("there is room")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    told, after = log.read_text().splitlines()
+    assert told.endswith("ERROR 50 log lines were lost: they could not be written")
+    assert after.endswith("INFO there is room")

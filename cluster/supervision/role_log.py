@@ -1,0 +1,74 @@
+"""The log of a role: a file to which all processes of the role append. It must never end the role.
+
+A full disk loses lines. Each process counts its own lost lines (`rpc.logs`); here the user is told meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+LOG_BYTES = 16 << 20  # size at which a log is rotated; the one before it is kept
+CHECK_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Opens a log for appending. If that fails, the role runs without a log until its next start."""
+    try:
+        return _open_private(path)
+    except OSError as error:
+        log.warning("%s: %s; until its next start the role has no log", path, error.strerror)
+        return open(os.devnull, "ab")
+
+
+async def keep_bounded(path: Path, most: int = LOG_BYTES, interval: float = CHECK_SECONDS) -> None:
+    """Rotates the log when it has `most` bytes, and warns when its disk is full, until cancelled."""
+    told = False
+    while True:
+        await asyncio.sleep(interval)
+        try:
+            await asyncio.to_thread(_check, path, most)
+            told = False
+        except FileNotFoundError:
+            pass  # the role runs without a log
+        except OSError as error:
+            if not told:
+                log.warning("%s: %s; log lines are lost until this is mended", path, error.strerror)
+            told = True
+
+
+def _check(path: Path, most: int) -> None:
+    if path.stat().st_size >= most:
+        _rotate(path)
+    if not os.statvfs(path).f_bavail:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _rotate(path: Path) -> None:
+    """Moves the lines of the log to PATH.1.
+
+    The role keeps its file open, so the file is copied and emptied. Lines that come between the two are lost.
+    """
+    before = path.with_name(f"{path.name}.1")
+    before.unlink(missing_ok=True)  # first, since the copy may need its room
+    with contextlib.ExitStack() as undo:
+        undo.callback(before.unlink, missing_ok=True)
+        with path.open("rb") as lines, _open_private(before) as copy:
+            shutil.copyfileobj(lines, copy)
+        undo.pop_all()
+    os.truncate(path, 0)
+
+
+def _open_private(path: Path) -> BinaryIO:
+    """Opens a file for appending. Only its owner can read it, even if it existed with other permissions."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)
+    return os.fdopen(fd, "ab")
