@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +151,11 @@ def sent(kv_bytes: int) -> TransferStats:
 
 
 @pytest.fixture
-def worker_page() -> Iterator[tuple[Metrics, str]]:
+async def worker_page() -> AsyncIterator[tuple[Metrics, str]]:
     """The metrics page of a real worker, and where it is."""
     metrics = Metrics("decode", "fake")
     metrics.transfer_stats = sent(1_000)
-    yield metrics, f"127.0.0.1:{metrics.listen('127.0.0.1', 0)}"
+    yield metrics, f"127.0.0.1:{await metrics.listen('127.0.0.1', 0)}"
     metrics.close()
 
 

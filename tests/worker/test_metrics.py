@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import threading
 import urllib.request
 from typing import Any
 
@@ -24,9 +27,14 @@ ACCEPTED = (
 )
 
 
+def get(url: str, accept: str = "*/*") -> str:
+    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept})) as response:
+        return response.read().decode()
+
+
 @pytest.mark.parametrize("accept", ACCEPTED)
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
+async def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, host: str) -> None:
     metrics = Metrics("prefill", "m", tensor_parallel_size=2)
     fours: list[Any] = [4] * len(dataclasses.fields(EngineStats))
     fours[-2:] = ExpertStats([70, 0, 5], 2.8, 1.5), [OffloadStats(Tier.HOST, 8, 2, 1e3, 30, 40, 5, 6, 7)]
@@ -37,11 +45,10 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {},
         {"decode 0": "nixl", "decode 1": "tcp: another machine"},
     )  # fmt: skip
-    port = metrics.listen(host, 0)
+    port = await metrics.listen(host, 0)
     try:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
-        with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept})) as response:
-            page = response.read().decode()
+        page = await asyncio.to_thread(get, url, accept)
     finally:
         metrics.close()
     labels = 'model_name="m",role="prefill"'
@@ -64,11 +71,31 @@ def test_metric_names_keep_their_colons_for_every_accept_header(accept: str, hos
     assert "_created" not in page
 
 
-def test_a_port_in_use_is_an_error() -> None:
+async def test_idle_connections_take_no_threads_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.worker.service_process.metrics.ANSWER_SECONDS", 1.0)
+    metrics = Metrics("decode", "m")
+    port = await metrics.listen("127.0.0.1", 0)
+    threads = threading.active_count()
+    try:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+        for number, (_, writer) in enumerate(idle):
+            writer.write((b"", b"GET / HTTP/1.1\r\n", bytes(1 << 20))[number % 3])
+        page = await asyncio.to_thread(get, f"http://127.0.0.1:{port}/metrics")
+        assert "vllm:request_queue_time_seconds_count" in page
+        assert threading.active_count() <= threads + 2, "those of `to_thread`"
+        for reader, writer in idle:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+    finally:
+        metrics.close()
+
+
+async def test_a_port_in_use_is_an_error() -> None:
     first, second = Metrics("decode", "m"), Metrics("decode", "m")
-    port = first.listen("127.0.0.1", 0)
+    port = await first.listen("127.0.0.1", 0)
     try:
         with pytest.raises(OSError, match="in use"):
-            second.listen("127.0.0.1", port)
+            await second.listen("127.0.0.1", port)
     finally:
         first.close()

@@ -4,16 +4,13 @@ The engine and transfer processes keep the counters and report them. A scrape co
 metrics. Only the histograms are kept here.
 """
 
+import asyncio
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from threading import Thread
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, make_wsgi_app
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from baton.content import Tier
@@ -22,11 +19,15 @@ from baton.kv_transfer import InjectStats, TransferStats
 from baton.rpc.ports import family
 from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
 
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse
-
 disable_created_metrics()  # each counter and histogram would get one more series
 
+ANSWER_SECONDS = 5.0
+"""For a client to send its request and to take the page."""
+# Prometheus prefers OpenMetrics, but there prometheus_client writes vllm_x instead of vllm:x.
+_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+    b"Content-Length: %d\r\nConnection: close\r\n\r\n"
+)
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _LONG_SECONDS = (*_SECONDS[4:], 20.0, 50.0, 100.0, 200.0, 500.0)
 # These label values are exported from the start with 0, so that rates and alerts see the first event.
@@ -43,7 +44,7 @@ _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
 class Metrics(Collector):
-    """The metrics of a worker. Owns the registry and, after `listen`, an HTTP server with its own thread.
+    """The metrics of a worker. Owns the registry and, after `listen`, an HTTP server.
 
     The owner sets `engine_status` and `transfer_stats` to the last reports, and `role` to the current pool.
     """
@@ -57,8 +58,7 @@ class Metrics(Collector):
         self.transfer_stats: TransferStats | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self._server: tuple[WSGIServer, Thread] | None = None
-        self._closing = False
+        self._server: asyncio.Server | None = None
         self._queue = self._histogram(
             "vllm:request_queue_time_seconds", "Time from acceptance to the start of the prefill.", _SECONDS
         )
@@ -99,36 +99,27 @@ class Metrics(Collector):
     def _labels(self) -> dict[str, str]:
         return {"model_name": self._model_name, "role": self.role}
 
-    def listen(self, host: str, port: int) -> int:
+    async def listen(self, host: str, port: int) -> int:
         """Starts the HTTP server. Returns the port. Raises OSError if the port is in use."""
-        answer = make_wsgi_app(self.registry)
+        listening = socket.create_server((host, port), family=family(host))
+        self._server = await asyncio.start_server(self._answer, sock=listening)
+        return listening.getsockname()[1]
 
-        def plain(environ: dict[str, Any], start_response: "StartResponse") -> Iterable[bytes]:
-            # Prometheus prefers OpenMetrics, but there prometheus_client writes vllm_x instead of vllm:x.
-            environ["HTTP_ACCEPT"] = "text/plain; version=0.0.4"
-            return answer(environ, start_response)
-
-        class Server(ThreadingWSGIServer):
-            address_family = family(host)
-
-        server = make_server(host, port, plain, Server, handler_class=_NoAccessLog)
-        thread = Thread(target=self._serve, args=(server,), name="metrics", daemon=True)
-        thread.start()
-        self._server = (server, thread)
-        return server.server_port
-
-    def _serve(self, server: WSGIServer) -> None:
-        """Serves until `close`. `serve_forever` would wake up twice a second to check for the end."""
-        while not self._closing:
-            server.handle_request()
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers any request with the page, and closes the connection. An idle one is closed, too."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await reader.readuntil(b"\r\n\r\n")
+                page = await asyncio.to_thread(generate_latest, self.registry)
+                writer.write(_HEAD % len(page) + page)
+                await writer.drain()
+            writer.close()
+        except (OSError, EOFError, asyncio.LimitOverrunError):
+            writer.transport.abort()  # the client is slow, gone, or does not speak HTTP
 
     def close(self) -> None:
         if self._server is not None:
-            server, thread = self._server
-            self._closing = True
-            server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            thread.join()
-            server.server_close()
+            self._server.close()
 
     def cache_config(self, engine: EngineReady, prefix_caching: bool) -> None:
         self._cache_config = {
@@ -354,8 +345,3 @@ class Metrics(Collector):
         for value, count in values.items():
             family.add_metric([*self._labels.values(), value], count)
         return family
-
-
-class _NoAccessLog(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not logged."""

@@ -122,7 +122,7 @@ class Service:
         config = self._config
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         # The ports come first, so that a wrong port fails before the model is loaded.
-        port, metrics_port, host = self._open_ports()
+        port, metrics_port, host = await self._open_ports()
         self._ready.stage("starting the engine process", 0.0)
         engine = await self._tree.start_engine(self._ready.stage)
         self._ready.stage("starting the transfer process", 0.0)
@@ -154,7 +154,7 @@ class Service:
         await self._drain_asked.wait()
         await self._drain()
 
-    def _open_ports(self) -> tuple[int, int, str]:
+    async def _open_ports(self) -> tuple[int, int, str]:
         config = self._config
         try:
             host = config.reachable_host()
@@ -165,7 +165,7 @@ class Service:
         except OSError as error:
             raise StartError(rpc.cannot_listen("--port", config.host, config.port, error)) from error
         try:
-            metrics_port = self._metrics.listen(config.host, config.metrics_port)
+            metrics_port = await self._metrics.listen(config.host, config.metrics_port)
         except OSError as error:
             reason = rpc.cannot_listen("--metrics-port", config.host, config.metrics_port, error)
             raise StartError(reason) from error
