@@ -37,7 +37,7 @@ from baton.router.metrics import Metrics
 from baton.router.policy import PREFILL_POLICIES
 from baton.router.processes.control import Commands, serve_commands
 from baton.router.processes.listen import BACKLOG, listen
-from baton.router.status import router_status
+from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.workers.fit import RouterModel
@@ -261,7 +261,7 @@ def _commands(
         return json.dumps(await router_status(config, router.services, router.draining)).encode()
 
     async def ping() -> bytes:
-        return b""
+        return json.dumps(router_state(config, router.services, router.draining)).encode()
 
     async def drain() -> bytes:
         signals.put_nowait(signal.SIGTERM)

@@ -16,22 +16,27 @@ from baton.router.workers.connection import POOL_NAMES, WorkerConnection
 
 async def router_status(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
     """Asks all workers at once. For a worker that does not answer it shows the last report."""
+    return {
+        "router": router_state(config, services, draining),
+        "workers": list(await asyncio.gather(*map(_worker, services.pool.connections))),
+        "cluster": _cluster(config.cluster_file),
+    }
+
+
+def router_state(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
+    """The status of the router itself, without a question to a worker."""
     pool, admission = services.pool, services.admission
     return {
-        "router": {
-            "index": config.index,
-            "pid": os.getpid(),
-            "model": config.model_name,
-            "state": "draining" if draining else "serving",
-            "ready": pool.complete,
-            "requests": len(services.active),
-            "waiting_for_turn": len(admission.queue) - admission.waiting_for_decode,
-            "waiting_for_room": admission.waiting_for_decode,
-            "waiting_for_workers": len(admission.parked.without_worker),
-            "waiting_tokens": admission.waiting_tokens,
-        },
-        "workers": list(await asyncio.gather(*map(_worker, pool.connections))),
-        "cluster": _cluster(config.cluster_file),
+        "index": config.index,
+        "pid": os.getpid(),
+        "model": config.model_name,
+        "state": "draining" if draining else "serving",
+        "ready": pool.complete,
+        "requests": len(services.active),
+        "waiting_for_turn": len(admission.queue) - admission.waiting_for_decode,
+        "waiting_for_room": admission.waiting_for_decode,
+        "waiting_for_workers": len(admission.parked.without_worker),
+        "waiting_tokens": admission.waiting_tokens,
     }
 
 

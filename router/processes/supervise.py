@@ -35,6 +35,8 @@ from baton.rpc.process_end import process_end
 log = logging.getLogger(__name__)
 
 PING_SECONDS = 2.0
+ANSWER_SECONDS = 0.5
+"""For a process to reply to a probe or a scrape. After that its last reply counts."""
 END_SECONDS = 15.0
 """For processes to end, after their drain."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
@@ -53,12 +55,15 @@ class _Process:
     Attributes:
         ready: its URL and addresses, once it listens.
         error: the error that it reported, or "".
+        known: its last reply to each command of `asked`.
     """
 
     def __init__(self, number: int, config: RouterConfig, ports: list[str]) -> None:
         self.number = number
         self.ready: dict[str, Any] | None = None
         self.error = ""
+        self.known: dict[str, bytes] = {}
+        self._asked: dict[str, asyncio.Task[None]] = {}
         own_end, its_end = socket.socketpair()
         reader, writer = os.pipe()
         with contextlib.ExitStack() as undo, its_end, open(writer, "wb"):
@@ -107,6 +112,17 @@ class _Process:
             log.error("process %d hangs and is killed", self.number)
             self.kill()
             raise ConnectionResetError("the process hangs") from error
+
+    def asked(self, command: str) -> asyncio.Task[None]:
+        """Sends a command, unless it waits for its reply already. The task ends with the reply in `known`."""
+        task = self._asked.get(command)
+        if task is None or task.done():
+            task = self._asked[command] = asyncio.create_task(self._ask(command))
+        return task
+
+    async def _ask(self, command: str) -> None:
+        with contextlib.suppress(ConnectionError):
+            self.known[command] = await self.send(command)
 
     async def send_or_kill(self, command: str) -> None:
         """Sends `drain` or `stop`. A process that does not listen yet is killed."""
@@ -218,11 +234,9 @@ class Supervisor:
         has_listened, backoff = False, FIRST_BACKOFF
         while not self._stopping.is_set():
             try:
-                process = _Process(number, self._config, ports)
+                listened, why = await self._live(_Process(number, self._config, ports), report)
             except OSError as error:
                 listened, why = False, f"cannot be started: {error}"
-            else:
-                listened, why = await self._live(process, report)
             report = None
             if self._stopping.is_set():
                 return
@@ -251,6 +265,7 @@ class Supervisor:
         finally:
             pinging.cancel()
             following.cancel()
+            process.kill()  # if it could not be watched
             process.close()
             del self._processes[number]
             self._metrics.ended(str(number))
@@ -261,8 +276,7 @@ class Supervisor:
     async def _ping(self, process: _Process) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
-            with contextlib.suppress(ConnectionError):
-                await process.send("ping")
+            await process.asked("ping")
 
     async def _reload_keys(self) -> None:
         """Passes SIGHUP on."""
@@ -311,20 +325,16 @@ class Supervisor:
         finally:
             await runner.cleanup()
 
-    async def _send_all(self, command: str) -> dict[int, bytes]:
-        """Returns the replies of the processes that reply."""
-        processes = sorted(self._processes.items())
-        replies = await asyncio.gather(*(p.send(command) for _, p in processes), return_exceptions=True)
-        found: dict[int, bytes] = {}
-        for (number, _), reply in zip(processes, replies, strict=True):
-            if isinstance(reply, bytes):
-                found[number] = reply
-            elif not isinstance(reply, ConnectionError):
-                raise reply
-        return found
+    async def _known(self, command: str, seconds: float | None = ANSWER_SECONDS) -> dict[int, bytes]:
+        """Returns the reply of each process, or its last one if it takes longer than this."""
+        asked = {process: process.asked(command) for process in self._processes.values()}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=seconds)
+        running = sorted(self._processes.items())  # others have ended meanwhile
+        return {number: p.known[command] for number, p in running if p in asked and command in p.known}
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
-        pages = await self._send_all("metrics")
+        pages = await self._known("metrics")
         text = self._metrics.page({str(number): page for number, page in pages.items()})
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
@@ -335,14 +345,15 @@ class Supervisor:
         return web.json_response(await self._status())
 
     async def _status(self) -> dict[str, Any]:
-        found = {number: json.loads(text) for number, text in (await self._send_all("status")).items()}
+        # A status asks the workers, which takes its time if one of them is silent.
+        found = {number: json.loads(text) for number, text in (await self._known("status", None)).items()}
         return merged_status(found, self._config)
 
     async def _get_health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if await self._send_all("ping") else 503)
+        return web.Response(status=200 if await self._known("ping") else 503)
 
     async def _get_ready(self, request: web.Request) -> web.Response:
-        found = [json.loads(text)["router"] for text in (await self._send_all("status")).values()]
+        found = [json.loads(text) for text in (await self._known("ping")).values()]
         return web.Response(status=200 if _ready(found) else 503)
 
 

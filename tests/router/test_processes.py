@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,15 +250,22 @@ async def test_a_process_that_hangs_is_restarted(start: Callable[..., Any]):
 
 
 PROCESS = """
-import os, socket, sys
+import os, signal, socket, sys
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if os.path.exists(flags["--broken"]):
     sys.exit(3)
 os.write(int(flags["--ready-fd"]), b'{"ready": {"url": "http://nowhere"}}\\n')
 os.close(int(flags["--ready-fd"]))
 control = socket.socket(fileno=int(flags["--control-fd"]))
+replies = {
+    "ping\\n": b'{"ready": true, "state": "serving"}',
+    "metrics\\n": b"# TYPE a counter\\na_total 1\\n",
+}
 for question in control.makefile():
-    control.sendall(bytes(4))
+    if question == "status\\n":
+        signal.pause()  # as with a worker that is silent
+    reply = replies.get(question, b"")
+    control.sendall(len(reply).to_bytes(4) + reply)
     if question == "stop\\n":
         break
 """
@@ -303,6 +311,45 @@ async def test_a_failed_restart_leaves_the_other_processes(
     assert after[0] == before[0]
     supervisor._signals.put_nowait(signal.SIGINT)
     assert await running == 0
+
+
+@pytest.mark.parametrize("silent", ["process", "worker"])
+async def test_the_admin_port_answers_from_what_is_known(tmp_path: Path, silent: str):
+    """While a process is stopped, or waits for the status of a worker."""
+    script = tmp_path / "process.py"
+    script.write_text(PROCESS)
+    command = (sys.executable, "-S", str(script), "--broken", str(tmp_path / "never"))
+    supervisor = supervise.Supervisor(
+        RouterConfig(model="m", secret=SECRET, port=0, processes=2, admin_port=0, command=command)
+    )
+    async with supervisor._admin() as admin, aiohttp.ClientSession() as http:
+        serving = asyncio.create_task(supervisor._serve([], admin))
+
+        async def get(path: str) -> tuple[int, str]:
+            async with http.get(admin + path) as response:
+                return response.status, await response.text()
+
+        async def all_answers() -> list[tuple[int, str]]:
+            return [await get(path) for path in ("/health", "/ready", "/metrics")]
+
+        while not supervisor._all_ready():
+            await supervisor._listens.wait()
+            supervisor._listens.clear()
+        before = await all_answers()
+        assert [status for status, _ in before] == [200, 200, 200]
+        assert "a_total 2.0" in before[2][1]
+        if silent == "process":
+            os.kill(supervisor._processes[0].pid, signal.SIGSTOP)
+        else:
+            for process in supervisor._processes.values():
+                process.asked("status")
+        began = time.monotonic()
+        assert await all_answers() == before
+        assert time.monotonic() - began < supervise.ANSWER_SECONDS * 3 + 1
+        supervisor._signals.put_nowait(signal.SIGINT)
+        for process in supervisor._processes.values():
+            process.kill()
+        await serving
 
 
 async def test_a_mistake_of_the_user_is_reported_once(start: Callable[..., Any], tmp_path: Path):
