@@ -243,6 +243,7 @@ class Worker:
             long_chunk_tokens=long.tokens,
             long_chunk_seconds=long.seconds,
             decode_seconds=limit.step_seconds,
+            fastest_step_seconds=limit.fastest_seconds,
         )
 
     @property

@@ -41,6 +41,7 @@ class Autoscaler:
         self._balancer = Balancer(pools)
         self._channels: dict[str, rpc.Channel] = {}
         self._last: dict[str, pb.WorkerStatus] = {}
+        self._held = 0  # prompt tokens in the routers, as far as known
 
     async def run(self) -> None:
         """Polls until it is cancelled."""
@@ -58,7 +59,8 @@ class Autoscaler:
         scalers = self._balancer.scalers
         addresses = self._supervisor.worker_addresses()
         await self._forget_all_but(set(addresses))
-        held = await self._supervisor.tokens_held() if "prefill" in scalers else 0
+        held = await self._supervisor.tokens_held() if "prefill" in scalers else None
+        self._held = self._held if held is None else held
         answers = await asyncio.gather(*map(self._ask, addresses))
         samples = {
             address: sample for address, sample in zip(addresses, answers, strict=True) if sample is not None
@@ -72,9 +74,8 @@ class Autoscaler:
         for pool in scalers:
             states = self._supervisor.pool(pool)
             ready = [str(state.ready["address"]) for state in states if state.ready is not None]
-            if not samples.keys() >= set(ready) or (pool == "prefill" and held is None):
-                continue  # without every answer the load would look smaller than it is
-            needed[pool] = self._balancer.needed(now, pool, [samples[a] for a in ready], held or 0)
+            known = [samples[address] for address in ready if address in samples]
+            needed[pool] = self._balancer.needed(now, pool, known, self._held)
             sizes[pool] = len(states)
             if any(state.phase != "ready" and not state.crash_loop for state in states):
                 starting.add(pool)
@@ -109,9 +110,10 @@ class Autoscaler:
         """Moves the worker of `source` that has the least work, unless no other is ready there: the size of a
         pool includes workers that start or crash. If that fails, a later poll decides again."""
         ready = {str(state.ready["address"]) for state in self._supervisor.pool(source) if state.ready}
-        if len(ready & samples.keys()) < 2:
+        answered = {address for address in ready & samples.keys() if not samples[address].silent}
+        if len(answered) < 2:
             return
-        address = min(ready & samples.keys(), key=lambda each: _work(samples[each].status))
+        address = min(answered, key=lambda each: _work(samples[each].status))
         try:
             await set_pool(self._channels[address], target, PATIENCE)
         except rpc.RpcError as error:
@@ -123,6 +125,7 @@ class Autoscaler:
     # ------------------------------------------------------------ workers
 
     async def _ask(self, address: str) -> Sample | None:
+        """The load of a worker: its last one, if it does not answer. None: it has never answered."""
         if address not in self._channels:
             self._channels[address] = rpc.connect(address, self._secret, self._tls)
         answer: Awaitable[pb.WorkerStatus] = WorkerStub(self._channels[address]).GetStatus(
@@ -130,8 +133,9 @@ class Autoscaler:
         )
         try:
             status = await answer
-        except rpc.RpcError:
-            return None  # health checks and /status report what is wrong with the worker
+        except rpc.RpcError:  # health checks and /status report what is wrong with the worker
+            known = self._last.get(address)
+            return None if known is None else Sample(known, done=0, refused=0, silent=True)
         # What a worker did before its first answer came earlier than the load that is measured.
         before = self._last.get(address, status)
         self._last[address] = status

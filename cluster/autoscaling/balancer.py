@@ -35,11 +35,13 @@ class Sample:
     Attributes:
         done: prompt tokens that it prefilled since the last poll.
         refused: reservations that it refused for want of room since the last poll.
+        silent: it did not answer; `status` is its last one.
     """
 
     status: pb.WorkerStatus
     done: int
     refused: int
+    silent: bool = False
 
 
 class Balancer:
@@ -125,4 +127,5 @@ def decode_load(samples: Sequence[Sample]) -> DecodePoolLoad:
             for sample in samples
         ),
         steps=tuple(s.step_seconds for s in statuses if s.requests_running and s.step_seconds),
+        fastest=min((s.fastest_step_seconds for s in statuses if s.fastest_step_seconds), default=0.0),
     )

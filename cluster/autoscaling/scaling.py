@@ -58,10 +58,13 @@ class DecodePoolLoad:
     Attributes:
         kv_used: share of blocks in use, 0 to 1, for each worker.
         steps: seconds of a step, for each worker that runs requests.
+        fastest: seconds of the fastest step that a worker measured, which more workers cannot shorten.
+            0: not known.
     """
 
     kv_used: tuple[float, ...]
     steps: tuple[float, ...]
+    fastest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +102,25 @@ class PrefillDemand:
 
 
 class DecodeDemand:
-    """Computes the need of a decode pool. `ttit_target` is in seconds.
-
-    It keeps the shortest step seen: the duration without load, which more workers cannot reduce.
-    """
+    """Computes the need of a decode pool. `ttit_target` is in seconds."""
 
     def __init__(self, ttit_target: float) -> None:
         self._target = TTIT_SHARE * ttit_target
-        self._shortest = math.inf
 
     def needed(self, load: DecodePoolLoad) -> Needed:
         kv = sum(load.kv_used) / KV_FULL
-        self._shortest = min((self._shortest, *load.steps))
-        room = self._target - self._shortest  # seconds that load may add to a step
-        stretched = sum(step - self._shortest for step in load.steps) / room if room > 0 else 0.0
-        longest = 1000 * max(load.steps, default=0.0)
+        longest = max(load.steps, default=0.0)
         share = sum(load.kv_used) / max(1, len(load.kv_used))
+        why = f"{share:.0%} of the KV blocks in use, steps up to {1000 * longest:.1f} ms"
+        if not load.fastest:
+            return Needed(kv, why)
+        room = self._target - load.fastest  # seconds that load may add to a step
+        if room > 0:
+            return Needed(max(kv, sum(step - load.fastest for step in load.steps) / room), why)
         return Needed(
-            max(kv, stretched), f"{share:.0%} of the KV blocks in use, steps up to {longest:.1f} ms"
+            kv,
+            f"{why}; more workers cannot keep steps at {1000 * self._target:.1f} ms, {TTIT_SHARE:.0%} of "
+            f"--ttit-target: the fastest step so far took {1000 * load.fastest:.1f} ms",
         )
 
 

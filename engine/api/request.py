@@ -202,6 +202,8 @@ class EngineStats:
     """Running average of a step. 0 before the first."""
     decode_seconds: float
     """Running average of a step that only decodes. 0 before the first."""
+    fastest_seconds: float
+    """The fastest step that only decoded. 0 before the first."""
     short: MixedStep
     """A step with decodes, and with so few prompt tokens that the decoding requests hardly feel them."""
     long: MixedStep

@@ -82,7 +82,11 @@ def without_padding(tokens: int, decodes: int, rows: Sequence[int]) -> int:
 
 
 class ChunkLimit:
-    """Learns from each step, and returns the number of prompt tokens for the next."""
+    """Learns from each step, and returns the number of prompt tokens for the next.
+
+    Attributes:
+        fastest_seconds: of the fastest step that only decoded; 0: there was none.
+    """
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class ChunkLimit:
         self._target_steps = target_steps
         self._may_be_late = target is None and target_steps > SHORT
         self._most = most
-        self._fastest = 0.0  # seconds of the fastest step that only decoded; 0: there was none
+        self.fastest_seconds = 0.0
         self._steps = self._step_seconds = 0.0  # of steps that only decode; weighted sums
         self._prompt_tokens = self._added_seconds = 0.0  # of steps with prompts; weighted sums
         self._recent_most = 0.0  # tokens of the largest recent chunk; decays
@@ -116,7 +120,7 @@ class ChunkLimit:
             self._recent_most = max(DECAY * self._recent_most, prompt_tokens)
             self._added_seconds = DECAY * self._added_seconds + max(0.0, seconds - self.step_seconds)
         else:
-            self._fastest = min(self._fastest or seconds, seconds)
+            self.fastest_seconds = min(self.fastest_seconds or seconds, seconds)
             if OUTLIER * seconds < self.step_seconds:  # the first step was the pause
                 self._steps = self._step_seconds = 0.0
             elif self._steps:
@@ -139,7 +143,7 @@ class ChunkLimit:
     @property
     def short_seconds(self) -> float:
         """Time of a short step; 0 before the first step that only decodes."""
-        short = max(SHORT * self._fastest, SHORT_NOW * self.step_seconds)
+        short = max(SHORT * self.fastest_seconds, SHORT_NOW * self.step_seconds)
         return short if self._target is None else min(short, self._target)
 
     @property
@@ -147,7 +151,7 @@ class ChunkLimit:
         """Time of a long step; 0 before the first step that only decodes."""
         if self._target is not None:
             return self._target if self._steps else 0.0
-        return max(self._target_steps * self._fastest, LONG_NOW * self.step_seconds)
+        return max(self._target_steps * self.fastest_seconds, LONG_NOW * self.step_seconds)
 
     def fitting(self, seconds: float) -> int:
         """Prompt tokens that fit into a step of `seconds` with decodes. 0: fewer than `LEAST` fit, or no step
@@ -200,7 +204,7 @@ class ChunkLimit:
             short *= LATE if prompts[0][1] < begins - BACKLOG_SECONDS else 1.0
         longest = min(long, max(0.0, joins_at - begins) + short)
         most = max(tokens, self.fitting(longest))
-        middle = max(tokens, self.fitting(min(longest, MIDDLE * self._fastest)))
+        middle = max(tokens, self.fitting(min(longest, MIDDLE * self.fastest_seconds)))
         ahead = 0
         for left, due in prompts:
             if tokens >= most:

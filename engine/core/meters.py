@@ -93,6 +93,7 @@ class Meters:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             step_seconds=self.step_seconds,
             decode_seconds=chunk_limit.step_seconds,
+            fastest_seconds=chunk_limit.fastest_seconds,
             short=chunk_limit.mixed_step(chunk_limit.short_seconds),
             long=chunk_limit.mixed_step(chunk_limit.long_seconds),
             experts=experts,

@@ -8,6 +8,7 @@ _RATES = (
     "prefill_tokens_per_s",
     "step_seconds",
     "decode_seconds",
+    "fastest_step_seconds",
     "chunk_seconds",
     "long_chunk_seconds",
     "host_tokens_per_s",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,22 +250,32 @@ async def test_tokens_held_are_read_from_the_metrics_of_the_admin_port() -> None
         await tokens_held(ready)
 
 
-async def test_a_pool_keeps_its_size_if_a_worker_does_not_answer(pools: Pools) -> None:
-    """A worker that does not answer is no idle worker."""
+async def test_a_worker_that_does_not_answer_keeps_its_last_load(pools: Pools) -> None:
+    """It is no idle worker. And it does not keep its pool from growing."""
+
+    def tells(text: str) -> Callable[[], bool]:
+        return lambda: text in pools.supervisor.pools.get("prefill", {}).get("why", "")
+
+    pools.load("prefill", tokens_waiting=100, requests_waiting=9, requests_running=1)
+    await eventually(tells(" 90 are queued"))
+    await pools.handles["prefill 0"].worker.kill()
+    pools.router.held = 700
+    await eventually(tells(" 790 are queued"))
+    await eventually(lambda: "prefill 1" in pools.names())
+
+
+async def test_a_router_that_does_not_answer_holds_what_it_held(pools: Pools) -> None:
+    pools.router.held = 700
+    await eventually(lambda: "700 are queued" in pools.supervisor.pools.get("prefill", {}).get("why", ""))
+    pools.router.held = None
     pools.load("prefill", tokens_waiting=9000, requests_waiting=9, requests_running=1)
-    await eventually(lambda: "prefill 2" in pools.names())
-    await eventually(lambda: pools.supervisor.pools["prefill"]["ready"] == 3)
-    await pools.handles["prefill 2"].worker.kill()
-    pools.load("prefill", tokens_waiting=0, requests_waiting=0, requests_running=0)
-    pools.load("decode", blocks_free=10)
-    await eventually(lambda: "decode 1" in pools.names())  # the other pool is still looked after
-    assert "prefill 2" in pools.names()
+    await eventually(lambda: "prefill 1" in pools.names())
 
 
 def test_loads_are_sums_over_workers() -> None:
     busy = pb.WorkerStatus(
         tokens_waiting=3000, requests_waiting=2, requests_running=1, prefill_tokens_per_s=900,
-        blocks_free=25, blocks_total=100, step_seconds=0.03,
+        blocks_free=25, blocks_total=100, step_seconds=0.03, fastest_step_seconds=0.02,
     )  # fmt: skip
     new = pb.WorkerStatus(blocks_free=100, blocks_total=100)
     prefill = prefill_load([busy, new], done=5, held=0)
@@ -276,3 +286,4 @@ def test_loads_are_sums_over_workers() -> None:
     assert decode.kv_used == (0.75, 0.0)
     assert decode_load([Sample(busy, 0, 1), Sample(new, 0, 0)]).kv_used == (1.0, 0.0), "no room for the next"
     assert decode.steps == (0.03,), "who runs nothing has no step"
+    assert decode.fastest == 0.02, "the new worker has not measured one"

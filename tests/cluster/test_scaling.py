@@ -217,7 +217,7 @@ def decode_pool(running: Callable[[float], float], seconds: int, ttit: float = T
             ready += 1
         each = min(running(now) / ready, room)
         steps = (BASE + PER_REQUEST * each,) * ready if each >= 1 else ()
-        needed = demand.needed(DecodePoolLoad((each / room,) * ready, steps)).workers
+        needed = demand.needed(DecodePoolLoad((each / room,) * ready, steps, BASE)).workers
         new = scaler.decide(now, needed, ready + len(coming), starting=bool(coming))
         if new < ready + len(coming):
             ready -= 1
@@ -240,9 +240,24 @@ def test_decode_grows_for_ttit_where_kv_has_room() -> None:
     assert run.sizes[-1] == 1
 
 
+def test_a_decode_pool_that_is_loaded_from_the_first_second_grows() -> None:
+    run = decode_pool(lambda now: 100, 300, room=10_000)
+    assert BASE + PER_REQUEST * 100 / max(run.sizes) <= TTIT
+
+
 def test_a_target_below_a_lone_step_asks_for_no_workers() -> None:
     run = decode_pool(lambda now: 20, 300, ttit=BASE / 2, room=10_000)
-    assert set(run.sizes) == {1}, "more workers make no step shorter than the shortest"
+    assert set(run.sizes) == {1}, "more workers make no step shorter than the fastest"
+    needed = DecodeDemand(0.010).needed(DecodePoolLoad((0.4,), (0.050,), 0.020))
+    assert needed.workers == pytest.approx(0.5), "that of the KV"
+    assert needed.why == (
+        "40% of the KV blocks in use, steps up to 50.0 ms; more workers cannot keep steps at 9.0 ms, 90% of "
+        "--ttit-target: the fastest step so far took 20.0 ms"
+    )
+
+
+def test_before_a_worker_has_measured_a_step_only_the_kv_counts() -> None:
+    assert DecodeDemand(0.1).needed(DecodePoolLoad((0.4,), (9.0,), 0.0)).workers == pytest.approx(0.5)
 
 
 def test_a_full_pool_grows_though_its_use_cannot_pass_one() -> None:

@@ -67,6 +67,7 @@ def test_messages_to_the_engine_survive_encoding(message: ToEngine) -> None:
                 0.5,
                 0.25,
                 0.125,
+                0.0625,
                 MixedStep(7, 0.5),
                 MixedStep(9, 0.75),
                 ExpertStats([1, 2], 1.5, 2.0),

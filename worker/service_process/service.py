@@ -274,6 +274,7 @@ class Service:
             long_chunk_tokens=stats.long.tokens,
             long_chunk_seconds=stats.long.seconds,
             decode_seconds=stats.decode_seconds,
+            fastest_step_seconds=stats.fastest_seconds,
             kv_transports=transfer.transports,
             host_tokens_per_s=loads.get(Tier.HOST, 0.0),
             disk_tokens_per_s=loads.get(Tier.DISK, 0.0),
