@@ -29,15 +29,24 @@ def usable_cpus(root: Path = _ROOT) -> int:
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that a process could allocate: what the machine has available, at most the limit of its cgroup.
+    """Bytes that a process could allocate: what the machine has available, at most what its cgroup has left.
     `root` has /proc and /sys."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     for group in _cgroups(root, "memory"):
         limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
-        if limit and limit[0] != "max":
-            free = min(free, int(limit[0]))
-    return free
+        used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
+        if limit and used and limit[0] != "max":
+            free = min(free, int(limit[0]) - int(used[0]) + _page_cache(group))
+    return max(0, free)
+
+
+def _page_cache(group: Path) -> int:
+    """Bytes of files in the memory of a cgroup and of all below it. They can make room."""
+    words = _words(group / "memory.stat")
+    stat = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+    kinds = ("inactive_file", "active_file")
+    return sum(stat.get(f"total_{kind}", stat.get(kind, 0)) for kind in kinds)  # version 1 has both
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

@@ -193,9 +193,7 @@ def size_pool(
             room -= num_slots * limits.state_bytes
         num_copies = _num_copies(config, limits, room - num_slots * _least_kv(limits))
         room -= num_copies * limits.state_bytes
-        # More than a full context for each request of a step would be of no use.
-        most = config.max_num_seqs * -(-limits.max_model_len // limits.block_size)
-        num_blocks = min(room // block, most)
+        num_blocks = room // block
     else:
         num_blocks = config.num_blocks
         num_copies = _num_copies(config, limits, room - num_blocks * block - num_slots * limits.state_bytes)
@@ -249,9 +247,7 @@ def _num_copies(config: EngineConfig, limits: CacheLimits, room: int) -> int:
     """Copies of states for the prefix cache. `room`: bytes that requests could do without."""
     if not limits.state_bytes or not config.enable_prefix_caching:
         return 0
-    # More than those of a full context for each request of a step would be of no use.
-    most = config.max_num_seqs * (limits.max_model_len // COPY_TOKENS + 1)
-    return max(0, min(most, int(COPY_SHARE * room) // limits.state_bytes))
+    return max(0, int(COPY_SHARE * room) // limits.state_bytes)
 
 
 @contextmanager

@@ -126,10 +126,17 @@ def test_the_log_says_how_memory_is_used(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
-def test_the_pool_is_no_larger_than_full_contexts_of_all_requests() -> None:
+def test_few_seats_and_short_contexts_leave_the_rest_of_the_pool_to_the_prefix_cache() -> None:
     short = CacheLimits(torch.bfloat16, 128, 1000, CACHE)
-    assert pool(use(), short) == PoolSize(256 * 8, 1000)
-    assert pool(None, short).num_blocks == GIB // BLOCK_BYTES
+    assert pool(use(), short) == PoolSize(int(53.5 * GIB) // BLOCK_BYTES, 1000)
+    config = EngineConfig("llama", max_num_seqs=1, enable_prefix_caching=True)
+    few = size_pool(config, LLAMA, BAMBA, use(), Ranks())
+    assert few.num_copies > 64
+    assert few.num_blocks * 128 * BAMBA.token_bytes > 30 * GIB
+
+
+def test_a_pool_on_a_cpu_takes_a_gib_whatever_is_free() -> None:
+    assert pool(None).num_blocks == GIB // BLOCK_BYTES
 
 
 def test_a_small_pool_shortens_the_default_context_but_not_a_configured_one() -> None:
@@ -223,7 +230,6 @@ def test_context_and_pool_must_fit_each_other(tiny_engine: Callable[..., Engine]
         tiny_engine(num_blocks=4, block_size=8, max_model_len=40)
     with pytest.raises(ValueError, match="--max-model-len 257: the model's context is 256"):
         tiny_engine(max_model_len=257)
-    assert tiny_engine(num_blocks=None, max_num_seqs=3).num_blocks == 3 * 256 // 4
 
 
 # The rehearsal

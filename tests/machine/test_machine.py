@@ -78,10 +78,46 @@ def test_a_kernel_without_cgroups_has_no_quota(tmp_path: Path) -> None:
     ("groups", "limits", "gib"),
     [
         ("0::/", {"memory.max": "max"}, 64),
-        ("0::/", {"memory.max": str(3 * GIB)}, 3),
-        ("0::/a/b", {"a/memory.max": str(5 * GIB), "a/b/memory.max": "max"}, 5),
-        ("4:memory:/pod", {"memory/pod/memory.limit_in_bytes": str(7 * GIB)}, 7),
-        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, 64),
+        ("0::/", {"memory.max": str(3 * GIB), "memory.current": "0"}, 3),
+        ("0::/", {"memory.max": str(16 * GIB), "memory.current": str(15 * GIB)}, 1),
+        (
+            "0::/",
+            {
+                "memory.max": str(16 * GIB),
+                "memory.current": str(15 * GIB),
+                "memory.stat": f"anon {7 * GIB}\nfile {8 * GIB}\nshmem {3 * GIB}\n"
+                f"inactive_file {4 * GIB}\nactive_file {GIB}",
+            },
+            6,
+        ),
+        ("0::/", {"memory.max": str(2 * GIB), "memory.current": str(3 * GIB)}, 0),
+        (
+            "0::/a/b",
+            {
+                "a/memory.max": str(5 * GIB),
+                "a/memory.current": str(3 * GIB),
+                "a/b/memory.max": str(4 * GIB),
+                "a/b/memory.current": str(GIB),
+            },
+            2,
+        ),
+        (
+            "4:memory:/pod",
+            {
+                "memory/pod/memory.limit_in_bytes": str(7 * GIB),
+                "memory/pod/memory.usage_in_bytes": str(6 * GIB),
+                "memory/pod/memory.stat": f"inactive_file 0\ntotal_inactive_file {2 * GIB}",
+            },
+            3,
+        ),
+        (
+            "4:memory:/",
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": str(9 * GIB),
+            },
+            64,
+        ),
     ],
 )
 def test_memory_is_what_is_free_within_each_limit(
