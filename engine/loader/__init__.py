@@ -19,7 +19,7 @@ from baton.engine.loader.fused import Glm4Checkpoint, Phi3Checkpoint
 from baton.engine.loader.gemma3 import Gemma3Checkpoint
 from baton.engine.loader.gguf_file import GGUFCheckpoint
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
-from baton.engine.loader.hf import HFCheckpoint, read_config
+from baton.engine.loader.hf import OTHER_FORMATS, HFCheckpoint, read_config
 from baton.engine.loader.hybrid import HybridCheckpoint
 from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
 from baton.engine.loader.llama4 import Llama4Checkpoint
@@ -127,7 +127,9 @@ def _located(flag: str, name: str, revision: str | None, patterns: list[str]) ->
     from huggingface_hub import snapshot_download  # late, since a local model does not need this slow import
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=OTHER_FORMATS)
+        )
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{flag} {name}: not a file or directory here, and not available from the "

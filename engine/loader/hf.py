@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import ModelConfig
 
 INDEX = "model.safetensors.index.json"
+OTHER_FORMATS = ["*/*", "consolidated*"]
+"""Files in which a repository has the same weights once more, as those of Meta, Mistral and OpenAI."""
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -35,7 +38,9 @@ class HFCheckpoint:
         index = directory / INDEX
         shard_of = _read_index(index) if index.is_file() else {}
         paths = [directory / name for name in sorted({*shard_of.values()})]
-        paths = paths or sorted(directory.glob("*.safetensors"))
+        paths = paths or sorted(
+            path for path in directory.glob("*.safetensors") if not fnmatch(path.name, OTHER_FORMATS[1])
+        )
         if not paths:
             raise ValueError(
                 f"{directory}: no *.safetensors in there (other weight formats are not supported)"

@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from baton.engine import EngineConfig, build_engine
@@ -51,6 +54,65 @@ def test_dtype_auto_is_that_of_the_checkpoint(tiny_path: Path, tmp_path: Path) -
     assert engine._runner.model.embedding.weight.dtype is torch.bfloat16
     assert {parts(cache)[0].dtype for cache in engine.kv_cache} == {torch.bfloat16}
     assert load(copy, dtype="float32").cache_spec[0].dtype is torch.float32
+
+
+def test_the_weights_of_a_repository_are_fetched_once(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many repositories have them a second time, in the format of their makers."""
+    files = {path.name: path.read_bytes() for path in tiny_path.iterdir()}
+    own = ["consolidated.safetensors", "original/model.safetensors", "original/config.json", "README.md"]
+    files |= dict.fromkeys(own, b"{}")
+    commit, fetched = "c0ffee" * 6 + "c0ff", set[str]()
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.startswith("/api/models/a/b/revision/"):
+                body = json.dumps(
+                    {"id": "a/b", "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+                ).encode()
+            elif self.path.startswith("/api/models/a/b/tree/"):
+                body = json.dumps(
+                    [{"type": "file", "path": k, "size": len(v), "oid": "0"} for k, v in files.items()]
+                ).encode()
+            else:
+                name = self.path.removeprefix(f"/a/b/resolve/{commit}/")
+                fetched.add(name)
+                body = files[name]
+            self.send_response(200)
+            self.send_header("ETag", f'"{abs(hash(self.path))}"')
+            self.send_header("X-Repo-Commit", commit)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        try:
+            fingerprint = load(Path("a/b")).model_fingerprint
+        finally:
+            server.shutdown()
+    assert fingerprint == load(tiny_path).model_fingerprint
+    assert fetched.isdisjoint(own)
+    assert "model.safetensors" in fetched
+
+
+def test_the_weights_in_the_format_of_mistral_are_not_read(tiny_path: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_path, tmp_path / "copy")
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, copy / "consolidated.safetensors")
+    assert load(copy).model_fingerprint == load(tiny_path).model_fingerprint
 
 
 def test_dummy_weights_need_the_configuration_only(
