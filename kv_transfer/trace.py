@@ -6,6 +6,7 @@ process leaves a readable trace. To merge files, drop the first line of all but 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -18,11 +19,14 @@ import msgspec
 
 _FLUSH_EVERY = 256
 
+log = logging.getLogger("baton.kv")
+
 
 class TraceWriter:
     """Spans and instants in µs of CLOCK_MONOTONIC, which all processes of a host share. Thread-safe.
 
-    With no path every call returns at once; ask `enabled` before building costly arguments.
+    With no path every call returns at once; ask `enabled` before building costly arguments. Events that
+    cannot be written, as on a full disk, are lost.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, process_name: str) -> None:
@@ -30,9 +34,10 @@ class TraceWriter:
         self._lock = threading.Lock()  # guards the buffer and the file
         self._lines: list[bytes] = []
         self._file = None
+        self._failed = False  # as the log says
         if path is not None:
-            self._file = Path(path).open("wb")  # noqa: SIM115  closed by close()
-            self._file.write(b"[\n")
+            self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115  closed by close()
+            self._lines.append(b"[\n")
             self._add({"ph": "M", "name": "process_name", "args": {"name": process_name}})
 
     def span(self, name: str, start: float, end: float, **args: Any) -> None:
@@ -74,6 +79,10 @@ class TraceWriter:
 
     def _write(self) -> None:
         if self._file is not None and self._lines:
-            self._file.write(b"".join(self._lines))
-            self._file.flush()
+            try:
+                self._file.write(b"".join(self._lines))
+            except OSError as error:
+                if not self._failed:
+                    log.warning("%s: %s; events are lost", self._file.name, error.strerror)
+                self._failed = True
         self._lines.clear()

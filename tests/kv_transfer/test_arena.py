@@ -106,6 +106,14 @@ def test_a_channel_holds_back_what_does_not_fit_and_keeps_the_order() -> None:
         receiver.send(lm.SlotsFree([1]))
 
 
+def test_a_trace_on_a_full_disk_loses_events_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    trace = kv.TraceWriter("/dev/full", "prefill 0 engine")
+    for _ in range(600):
+        trace.instant("commit")
+    trace.close()
+    assert caplog.messages == ["/dev/full: No space left on device; events are lost"]
+
+
 def test_a_trace_is_readable_even_when_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace = kv.TraceWriter(path, "prefill 0 engine")

@@ -4,6 +4,7 @@ on GPUs."""
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -118,6 +119,29 @@ def test_what_a_disk_lost_is_not_whole(device: str, tmp_path: Path) -> None:
     assert ended(store, 1) == [True], "a torn place is written anew"
     store.load([(6, 2)])
     assert ended(store, 1) == [True]
+    store.close()
+
+
+def test_a_disk_that_fills_keeps_what_it_has_and_takes_blocks_again(tmp_path: Path) -> None:
+    """The limit of the size of a file stands for the size of the disk."""
+    kv = paged("bfloat16", "cpu")
+    store = DiskStore(kv, 6, str(tmp_path), lambda: None)
+    size = store._size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + size // 2, limits[1]))
+    try:
+        store.save([(1, 0), (2, 2), (3, 1), (4, 3)])
+        assert ended(store, 4) == [True, False, True, False], "one does not fit, one has no room at all"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    expected = [content(kv, block) for block in (1, 3)]
+    store.save([(2, 2), (4, 3)])
+    assert ended(store, 2) == [True, True]
+    expected += [content(kv, block) for block in (2, 4)]
+    store.load([(8, 0), (9, 1), (10, 2), (7, 3)])
+    assert ended(store, 4) == [True] * 4
+    for block, rights in zip((8, 9, 10, 7), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(content(kv, block), rights, strict=True))
     store.close()
 
 
