@@ -35,8 +35,8 @@ def available_memory(root: Path = _ROOT) -> int:
     free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     for group in _cgroups(root, "memory"):
         limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
-        used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
-        if limit and used and limit[0] != "max":
+        used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes") or ["0"]
+        if limit and limit[0] != "max":
             free = min(free, int(limit[0]) - int(used[0]) + _page_cache(group))
     return max(0, free)
 
