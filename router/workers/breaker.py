@@ -26,10 +26,6 @@ class CircuitBreaker:
         self._tripped = self._probing = False
         self._open_until = 0.0
 
-    def allows(self, now: float) -> bool:
-        """Whether the worker may get an attempt."""
-        return not self._tripped or now >= self._open_until
-
     def open_for(self, now: float) -> float:
         """Seconds until the worker may get an attempt; 0 if it may now."""
         return max(0.0, self._open_until - now) if self._tripped else 0.0

@@ -92,6 +92,7 @@ class WorkerPool:
         self._serving: set[WorkerConnection] = set()  # get new work
         self._retired: set[WorkerConnection] = set()  # no longer listed, with open attempts
         self._candidates = Candidates(policy)
+        self._breaker_timer: asyncio.TimerHandle | None = None  # at the end of the first open breaker
         self._max_positions: int | None = None
         self._content_root = b""
 
@@ -360,19 +361,27 @@ class WorkerPool:
 
     def breaker_changed(self, connection: WorkerConnection) -> None:
         self._apply_breakers()
-        if open_for := connection.breaker.open_for(time.monotonic()):
-            asyncio.get_running_loop().call_later(open_for, self._apply_breakers)
 
     def _apply_breakers(self) -> None:
         """Gives work only to workers whose breaker is closed. If all breakers of a pool are open, all its
-        workers get work: the cause is then probably not the workers."""
+        workers get work: the cause is then probably not the workers.
+
+        Runs again when the first open breaker may have closed. uvloop fires timers up to a millisecond early,
+        so the breaker may still be open then, and the timer is set once more."""
         now = time.monotonic()
+        first = math.inf
         for pool in POOL_NAMES:
             ready = self.ready(pool)
-            allowed = {c for c in ready if c.breaker.allows(now)} or set(ready)
+            open_ = {c: seconds for c in ready if (seconds := c.breaker.open_for(now))}
+            first = min(first, *open_.values(), math.inf)
             for connection in ready:
-                if (connection in allowed) is not (connection in self._serving):
-                    self._serve(connection, connection in allowed)
+                serves = connection not in open_ or len(open_) == len(ready)
+                if serves is not (connection in self._serving):
+                    self._serve(connection, serves)
+        if self._breaker_timer is not None:
+            self._breaker_timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._breaker_timer = loop.call_later(first, self._apply_breakers) if first < math.inf else None
         self.on_capacity()
 
     def _serve(self, connection: WorkerConnection, serves: bool) -> None:

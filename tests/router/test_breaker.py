@@ -18,14 +18,14 @@ def tripped(at: float = 4.0) -> CircuitBreaker:
 
 def test_three_failures_open_it_and_a_good_probe_closes_it() -> None:
     breaker = tripped(at=4.0)
-    assert not breaker.allows(4.0)
-    assert not breaker.allows(13.9)
+    assert breaker.open_for(4.0)
+    assert breaker.open_for(13.9)
     assert breaker.open_for(13.0) == 1.0
-    assert breaker.allows(14.0)
+    assert not breaker.open_for(14.0)
     assert breaker.attempt_sent(14.5)
-    assert not breaker.allows(15.0), "one probe at a time"
+    assert breaker.open_for(15.0), "one probe at a time"
     assert breaker.attempt_succeeded()
-    assert breaker.allows(15.0)
+    assert not breaker.open_for(15.0)
     assert not breaker.attempt_sent(15.0)
     assert not breaker.attempt_failed(16.0), "old failures are forgotten"
 
@@ -33,28 +33,28 @@ def test_three_failures_open_it_and_a_good_probe_closes_it() -> None:
 def test_a_success_while_it_is_open_does_not_close_it() -> None:
     breaker = tripped(at=4.0)
     assert not breaker.attempt_succeeded()
-    assert not breaker.allows(5.0)
+    assert breaker.open_for(5.0)
 
 
 def test_a_failed_probe_opens_it_again() -> None:
     breaker = tripped(at=4.0)
     assert breaker.attempt_sent(14.0)
     assert breaker.attempt_failed(14.2)
-    assert not breaker.allows(24.1)
-    assert breaker.allows(24.2)
+    assert breaker.open_for(24.1)
+    assert not breaker.open_for(24.2)
 
 
 def test_a_probe_without_a_result_is_followed_by_another() -> None:
     breaker = tripped(at=4.0)
     assert breaker.attempt_sent(14.0)
-    assert not breaker.allows(23.9)
-    assert breaker.allows(24.0)
+    assert breaker.open_for(23.9)
+    assert not breaker.open_for(24.0)
 
 
 def test_failures_within_a_second_count_as_one() -> None:
     breaker = CircuitBreaker()
     assert not any(breaker.attempt_failed(i * TOGETHER_S / 100) for i in range(60))
-    assert breaker.allows(1.0)
+    assert not breaker.open_for(1.0)
 
 
 def test_failures_far_apart_are_forgotten() -> None:
@@ -71,10 +71,9 @@ def test_it_is_never_open_for_longer_than_ten_seconds(events: list[tuple[int, st
         if event == "failed":
             breaker.attempt_failed(now)
         elif event == "given":
-            if breaker.allows(now):
+            if not breaker.open_for(now):
                 breaker.attempt_sent(now)
         else:
             breaker.attempt_succeeded()
         assert 0.0 <= breaker.open_for(now) <= OPEN_S
-        assert breaker.allows(now) == (breaker.open_for(now) == 0.0)
-        assert breaker.allows(now + OPEN_S)
+        assert not breaker.open_for(now + OPEN_S)

@@ -1,6 +1,7 @@
 """Repeated failures: requests run alone, workers get no requests, and retries are limited."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -56,6 +57,30 @@ async def test_if_all_breakers_are_open_all_workers_get_requests(
     await answered_whole(cluster)
     [connection] = cluster.router.services.pool.ready(pb.POOL_DECODE)
     assert connection.breaker.open_for(0.0) > 0
+
+
+async def test_a_worker_serves_again_although_the_timer_of_its_breaker_fires_early(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop fires timers up to a millisecond early. The worker has no request whose end could help."""
+    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(breaker, "OPEN_S", 0.2)
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+    monkeypatch.setattr(
+        loop, "call_later", lambda delay, *call, **context: call_later(delay / 2, *call, **context)
+    )
+    pool, [failing, other] = pair.router.services.pool, pair.decodes
+    [connection] = [c for c in pool.connections if c.address == failing.address]
+
+    def serves() -> bool:
+        return pool.choose_decode([], 10, {other.address}) is connection
+
+    for _ in range(3):
+        connection.attempt_failed()
+    assert not serves()
+    await pair.until(serves)
+    assert connection.breaker.open_for(time.monotonic()) == 0
 
 
 async def test_a_lost_stream_that_opens_the_breaker_starts_nothing_there(

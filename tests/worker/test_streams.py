@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,9 +12,11 @@ import pytest
 from baton.engine import Logprobs, Output, PromptLogprobs
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
+from baton.worker.service_process import service as service_module
 from baton.worker.service_process import streams
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.grpc_service import AttachService
+from baton.worker.service_process.service import Service
 from baton.worker.service_process.streams import MAX_UNREAD_BYTES, RouterStream
 
 
@@ -155,6 +158,29 @@ async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
         end.set()
         await attached.pop()
         assert service.report_seconds == expected
+
+
+async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, reports = 100.0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds - 0.001  # as uvloop's timers
+        if now > 110:
+            raise asyncio.CancelledError
+
+    async def status() -> pb.WorkerStatus:
+        return pb.WorkerStatus(blocks_free=7)
+
+    monkeypatch.setattr(service_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(service_module.time, "monotonic", lambda: now)
+    routers = SimpleNamespace(report_seconds=1.0, broadcast=lambda message: reports.append(now))
+    worker: Any = SimpleNamespace(_routers=routers, status=status)
+    with pytest.raises(asyncio.CancelledError):
+        await Service._report(worker)
+    assert [after - before for before, after in pairwise(reports)] == [pytest.approx(0.999)] * 9
 
 
 @pytest.mark.parametrize(

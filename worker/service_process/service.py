@@ -315,12 +315,15 @@ class Service:
             del self._status_answers[question]
 
     async def _report(self) -> None:
-        """Sends the status to every router: if it has changed, and once a second in any case."""
+        """Sends the status to every router: if it has changed, and once a second in any case.
+
+        The sleep may end a millisecond early, so a report goes out unless the next time is nearer to it."""
         sent, due = pb.WorkerStatus(), 0.0
         while True:
-            await asyncio.sleep(self._routers.report_seconds)
+            seconds = self._routers.report_seconds
+            await asyncio.sleep(seconds)
             status, now = await self.status(), time.monotonic()
-            if status != sent or now >= due:
+            if status != sent or now + seconds / 2 >= due:
                 self._routers.broadcast(pb.WorkerMessage(status=status))
                 sent, due = status, now + LONGEST_REPORT
 
