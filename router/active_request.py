@@ -21,6 +21,7 @@ from baton.router.generation.token_queue import TokenQueue
 from baton.router.job import Job
 from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Prepared
+from baton.router.text.detokenizer import StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.pool import WorkerPool
 from baton.rpc.logs import of_request
@@ -140,10 +141,11 @@ class ActiveRequest:
         self.repeated = prepared.repeated
         self.name = name
         self.sampling = jobs[0].sampling
+        stops = StopStrings(body.stop)
         self.choices = [
             Choice(
                 services.tokenizer,
-                stops=body.stop,
+                stops=stops,
                 stop_token_ids=frozenset(body.stop_token_ids or ()),
                 min_tokens=body.min_tokens,
                 skip_special_tokens=body.skip_special_tokens,

@@ -7,7 +7,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from baton.router.generation.token_queue import Token
-from baton.router.text.detokenizer import Detokenizer, StopStrings
+from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 
 
@@ -36,7 +36,7 @@ class Choice:
         self,
         tokenizer: ModelTokenizer,
         *,
-        stops: list[str],
+        stops: StopStrings,
         stop_token_ids: Set[int],
         min_tokens: int,
         skip_special_tokens: bool,
@@ -47,7 +47,7 @@ class Choice:
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stops = StopStrings(stops, include=include_stop)
+        self._stops = StopFinder(stops, include=include_stop)
         self._include_stop = include_stop
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens

@@ -1,6 +1,7 @@
 """Turns tokens into text as they arrive, and finds stop strings."""
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from baton.router.text.tokenizer import ModelTokenizer
@@ -26,18 +27,57 @@ class Detokenizer:
 
 
 class StopStrings:
+    """The stop strings of a request, in a form that finds them in bytes. All its choices share it.
+
+    They are UTF-8, in which the bytes of one character never begin inside another one. So the bytes match
+    exactly where the characters do, and each comparison is one `memcmp`.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string matches everywhere"
+        self._texts = {stop.encode(errors="surrogatepass"): stop for stop in stops}
+        self._sorted = sorted(self._texts)
+        self._longest_first = tuple(sorted(self._texts, key=len, reverse=True))
+        self._lasts = frozenset(stop[-1] for stop in self._texts)
+        self._firsts = frozenset(stop[0] for stop in self._texts)
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def found(self, text: bytes, checked: int) -> tuple[int, bytes, str] | None:
+        """Returns where the first stop string ends after the first `checked` bytes, and that stop string."""
+        for end in range(checked + 1, len(text) + 1):
+            if text[end - 1] in self._lasts and text.endswith(self._longest_first, 0, end):
+                stop = next(stop for stop in self._longest_first if text.endswith(stop, 0, end))
+                return end, stop, self._texts[stop]
+        return None
+
+    def held(self, text: bytes) -> int:
+        """Returns the length of the longest end of `text` that a stop string begins with."""
+        longest = len(self._longest_first[0]) - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            if text[start] in self._firsts:
+                end = text[start:]
+                place = bisect_left(self._sorted, end)
+                if place < len(self._sorted) and self._sorted[place].startswith(end):
+                    return len(end)
+        return 0
+
+
+class StopFinder:
     """Cuts a text before the first stop string, or after it with `include`.
 
     The result does not depend on the pieces of the text.
     The first stop string is the one that is complete first, if characters arrive one by one. If several are
     complete at the same character, it is the longest. Only text that may become a stop string is held back.
+
+    The time is in proportion to the text: a byte that is no longer held is never compared again.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        assert all(stops), "an empty stop string matches everywhere"
+    def __init__(self, stops: StopStrings, *, include: bool = False) -> None:
         self._stops = stops
         self._include = include
-        self._held = ""
+        self._held = b""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Returns the text that is certain now, and the stop string if it was found.
@@ -46,28 +86,17 @@ class StopStrings:
         """
         if not self._stops:
             return text, None
-        text = self._held + text
-        found: tuple[int, int, str] | None = None  # end, start, stop
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
-                found = (start + len(stop), start, stop)
+        data, checked = self._held + text.encode(), len(self._held)
+        found = self._stops.found(data, checked)
         if found is not None:
-            self._held = ""
-            return text[: found[0] if self._include else found[1]], found[2]
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+            end, stop, name = found
+            self._held = b""
+            return data[: end if self._include else end - len(stop)].decode(), name
+        certain = len(data) - self._stops.held(data)
+        self._held = data[certain:]
+        return data[:certain].decode(), None
 
     def finish(self) -> str:
         """Returns the text that was held back, at the end of the sequence."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+        held, self._held = self._held, b""
+        return held.decode()

@@ -1,5 +1,6 @@
 """Detokenization: whole characters only, no part of a stop string, and independent of the pieces."""
 
+import time
 from typing import Any
 
 from hypothesis import given
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.router.generation.choice import Choice, Delta
 from baton.router.generation.token_queue import Token
-from baton.router.text.detokenizer import Detokenizer, StopStrings
+from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 
 TEXT = "Größe: 🙂🚀 und 漢字 — e\u0301\n\n  end"
@@ -48,11 +49,11 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(
-    st.lists(st.text("ab", max_size=5), max_size=12),
-    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.text("aé🙂", max_size=5), max_size=12),
+    st.lists(st.text("aé🙂", min_size=1, max_size=4), max_size=3),
 )
 def test_stop_strings_do_not_depend_on_the_pieces_of_the_text(pieces, stops):
-    cutter, got, met = StopStrings(stops), "", None
+    cutter, got, met = StopFinder(StopStrings(stops)), "", None
     for piece in pieces:
         text, met = cutter.push(piece)
         got += text
@@ -64,15 +65,33 @@ def test_stop_strings_do_not_depend_on_the_pieces_of_the_text(pieces, stops):
 
 
 def test_only_a_possible_stop_string_is_held_back():
-    stops = StopStrings(["</end>"])
+    stops = StopFinder(StopStrings(["</end>"]))
     assert stops.push("a</e") == ("a", None)
     assert stops.push("x") == ("</ex", None)
     assert stops.push("</end>more") == ("", "</end>")
 
 
+def test_a_stop_string_that_no_text_can_have_is_never_found():
+    stops = StopFinder(StopStrings(["é\ud800"]))
+    assert stops.push("aé") == ("a", None)
+    assert stops.push("b") == ("éb", None)
+
+
+def test_the_time_of_a_token_does_not_depend_on_the_stop_strings():
+    """While text of one stop string is held back, each token was compared with every part of all others."""
+    others = [chr(ord("c") + i % 20) * 1000 + str(i) for i in range(63)]
+    stops, times = StopFinder(StopStrings(["ab" * 500 + "!", *others])), []
+    for _ in range(240):
+        began = time.perf_counter()
+        assert stops.push("abab") == ("", None)
+        times.append(time.perf_counter() - began)
+    assert min(times[-100:]) < 0.0002, "it took milliseconds"
+    assert stops.push("?") == ("abab" * 240 + "?", None)
+
+
 def make_choice(tokenizer: ModelTokenizer, **options: Any) -> Choice:
     defaults: dict[str, Any] = {
-        "stops": [],
+        "stops": StopStrings([]),
         "stop_token_ids": frozenset(),
         "min_tokens": 0,
         "include_stop": False,
@@ -106,18 +125,18 @@ def test_the_stop_is_part_of_the_text_if_asked(tokenizer: ModelTokenizer):
     assert feed(by_token, ids[:2], "stop")[0] == "One two"
     by_eos = make_choice(tokenizer, include_stop=True)
     assert feed(by_eos, [*ids, 2], "stop")[0] == "One two three", "EOS is a special token"
-    by_string = make_choice(tokenizer, stops=["tw", "wo"], include_stop=True)
+    by_string = make_choice(tokenizer, stops=StopStrings(["tw", "wo"]), include_stop=True)
     assert feed(by_string, ids, "length")[0] == "One tw"
 
 
 def test_held_back_text_is_returned_at_the_end(tokenizer: ModelTokenizer):
-    choice = make_choice(tokenizer, stops=["two three"])
+    choice = make_choice(tokenizer, stops=StopStrings(["two three"]))
     text, _ = feed(choice, tokenizer.encode("One two"), "length")
     assert (text, choice.finish_reason) == ("One two", "length")
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: ModelTokenizer):
     ids = tokenizer.encode("One two One two One two")
-    choice = make_choice(tokenizer, stops=["two"], min_tokens=4)
+    choice = make_choice(tokenizer, stops=StopStrings(["two"]), min_tokens=4)
     text, _ = feed(choice, ids, "length")
     assert (text, choice.finish_reason) == ("One two One two One ", "stop")
