@@ -97,6 +97,9 @@ class Metrics:
 
     def follow(self, known: WorkerPool, admission: Admission) -> None:
         """Adds the gauges of waiting requests and of workers, which each scrape reads anew."""
+        self._gauge("baton:body_bytes", "Bytes of requests that are read or prepared.").set_function(
+            lambda: admission.body_bytes
+        )
         self._gauge("baton:tokens_waiting", "Prompt tokens of requests without a first token.").set_function(
             lambda: admission.waiting_tokens
         )

@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 LAG_PERIOD = 0.01  # seconds
 ERROR_SECONDS = 5.0
 """Time to send clients the error that ends their request."""
+BODIES = 16
+"""Bodies of the largest size that a process reads and prepares at the same time, or more smaller ones."""
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _OWN_MAPPING_BYTES = 1 << 20
 
@@ -136,6 +138,7 @@ async def running(
             config.max_waiting_tokens,
             pool.prefill_window,
             pool.free_capacity,
+            max_body_bytes=BODIES * config.max_body_bytes,
             shared=len(config.api_keys) > 1,
         ),
         metrics=Metrics(config.model_name),

@@ -8,6 +8,16 @@ import grpc
 import grpc.aio
 
 
+async def message_of(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext, seconds: float) -> Any:
+    """Returns the message of a unary request. Ends the call if it does not arrive within `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        text = f"the call's message did not come within {seconds:g} s"
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+
+
 class MessageDeadline(grpc.aio.ServerInterceptor):
     """Ends a unary request whose message does not arrive within `seconds`.
 
@@ -30,13 +40,7 @@ class MessageDeadline(grpc.aio.ServerInterceptor):
 
         # gRPC calls a stream handler before the first message arrives.
         async def serve(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
-            try:
-                async with asyncio.timeout(self._seconds):
-                    request = await anext(requests)
-            except (TimeoutError, StopAsyncIteration):
-                text = f"the call's message did not come within {self._seconds:g} s"
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
-            response = await answer(request, context)
+            response = await answer(await message_of(requests, context, self._seconds), context)
             if not handler.response_streaming:
                 await context.write(response)
 

@@ -20,6 +20,7 @@ class Account:
 
     Attributes:
         requests: requests that entered and have not left.
+        body_bytes: bytes of their bodies, until each is prepared.
         waiting_tokens: prompt tokens of generations without a first token.
         sent_tokens: the part of `waiting_tokens` that workers have.
         running: generations that workers have.
@@ -30,7 +31,8 @@ class Account:
         self.key = key
         self.share = share
         self._where = "" if share == 1 else " in this router process, which has a share of the key's limit"
-        self.requests = self.waiting_tokens = self.sent_tokens = self.running = self.positions = 0
+        self.requests = self.body_bytes = self.waiting_tokens = self.sent_tokens = 0
+        self.running = self.positions = 0
         self._clock = clock
         self._max_requests = None if key.max_requests is None else max(1, round(key.max_requests * share))
         self._per_minute = None if key.tokens_per_minute is None else key.tokens_per_minute * share

@@ -35,8 +35,8 @@ from baton.router.policy import FreeCapacity
 
 KEY_SHARE = 8.0
 """With several keys, one key may use this many times what it leaves free: 8/9 if it is the only one. This
-limits decode slots, KV positions and waiting tokens. Source: dynamic thresholds, Choudhury and Hahne,
-"Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998."""
+limits decode slots, KV positions, waiting tokens and bytes of bodies. Source: dynamic thresholds, Choudhury
+and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998."""
 OUTPUT_WEIGHT = 2.0
 """Cost of an output token relative to a prompt token, when keys take turns."""
 
@@ -166,13 +166,13 @@ class Turn:
 
 
 class Entry:
-    """One admitted request: first an estimate of its prompt tokens, then a turn for each generation."""
+    """One admitted request: first its body and an estimate of its prompt tokens, then a turn for each
+    generation."""
 
-    def __init__(self, admission: "Admission", account: Account, tokens: int) -> None:
-        admission.reserve(account, tokens)
+    def __init__(self, admission: "Admission", account: Account) -> None:
         self._admission = admission
         self._account = account
-        self._estimate = tokens
+        self._bytes = self._estimate = 0
         self._turns: list[Turn] = []
 
     @property
@@ -180,25 +180,36 @@ class Entry:
         """The client's key."""
         return self._account.key
 
+    def receive(self, size: int) -> None:
+        """Counts bytes of its body; a negative size corrects the count. Raises Overloaded and RateLimited."""
+        self._admission.receive(self._account, size)
+        self._bytes += size
+
+    def expect(self, tokens: int) -> None:
+        """Counts an estimate of its prompt tokens, once. Raises Overloaded and RateLimited."""
+        self._admission.reserve(self._account, tokens)
+        self._estimate = tokens
+
     def turns(self, sizes: Sequence[int], priority: int = 0) -> list[Turn]:
-        """Replaces the estimate, once, by the prompt tokens of each generation.
+        """Replaces the body and the estimate, once, by the prompt tokens of each generation.
 
         Raises Overloaded and RateLimited.
         """
-        self._drop_estimate()
+        self._drop_body()
         self._admission.reserve(self._account, sum(sizes))
         self._turns = [Turn(self._admission, self._account, priority, size) for size in sizes]
         return self._turns
 
     def end(self) -> None:
         """Ends its turns. A request without turns costs its key nothing. Idempotent."""
-        self._drop_estimate()
+        self._drop_body()
         for turn in self._turns:
             turn.end()
 
-    def _drop_estimate(self) -> None:
+    def _drop_body(self) -> None:
+        self._admission.receive(self._account, -self._bytes)
         self._admission.release(self._account, self._estimate)
-        self._estimate = 0
+        self._bytes = self._estimate = 0
 
 
 def _unlimited() -> FreeCapacity:
@@ -206,15 +217,17 @@ def _unlimited() -> FreeCapacity:
 
 
 class Admission:
-    """Owns the queue, and counts the prompt tokens that wait.
+    """Owns the queue, and counts the bodies that arrive and the prompt tokens that wait.
 
     Args:
         max_waiting_tokens: bound of `waiting_tokens`.
         window: takes the length of a prompt that waits. Returns the prompt tokens of one key that workers may
             have without a first token.
         free_capacity: returns the free capacity of all decode workers.
+        max_body_bytes: bound of `body_bytes`.
 
     Attributes:
+        body_bytes: bytes of bodies that are read or prepared.
         waiting_tokens: prompt tokens of generations without a first token, in the router and at workers. Only
             a single request that is larger than the bound exceeds it.
         queue: generations that wait for their turn.
@@ -228,14 +241,16 @@ class Admission:
         window: Callable[[int], float],
         free_capacity: Callable[[], FreeCapacity] = _unlimited,
         *,
+        max_body_bytes: float = math.inf,
         shared: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.waiting_tokens = 0
+        self.body_bytes = self.waiting_tokens = 0
         self.queue: FairQueue[Account, Turn] = FairQueue()
         self.parked = Parked(RetryBudget())
         self._sent_tokens = 0
         self._max = max_waiting_tokens
+        self._max_body_bytes = max_body_bytes
         self._window = window
         self._free_capacity = free_capacity
         self.shared = shared
@@ -254,17 +269,31 @@ class Admission:
         return 0 if self._window_full else len(self.queue)
 
     @contextmanager
-    def enter(self, account: Account, tokens: int) -> Iterator[Entry]:
-        """Admits one request with an estimate of its prompt tokens. Raises Overloaded and RateLimited."""
+    def enter(self, account: Account) -> Iterator[Entry]:
+        """Admits one request, before its body is read. Raises RateLimited."""
         account.enter()
         try:
-            entry = Entry(self, account, tokens)
+            entry = Entry(self, account)
             try:
                 yield entry
             finally:
                 entry.end()
         finally:
             account.leave()
+
+    def receive(self, account: Account, size: int) -> None:
+        """Counts bytes of a body, which came or are given back. Raises Overloaded and RateLimited."""
+        left = self._max_body_bytes - self.body_bytes - size
+        if size > 0 and self.shared and account.body_bytes + size > KEY_SHARE * left:
+            text = (
+                f"key {account.key.name!r} has {account.body_bytes} bytes of requests under way; the rest of"
+            )
+            raise RateLimited(f"{text} {self._max_body_bytes} is kept for other keys", retry_after=1)
+        if left < 0:
+            text = f"{self.body_bytes} bytes of requests are under way, and {self._max_body_bytes} may be"
+            raise Overloaded(text, retry_after=1)
+        self.body_bytes += size
+        account.body_bytes += size
 
     def reserve(self, account: Account, tokens: int) -> None:
         """Counts prompt tokens as waiting. Raises Overloaded and RateLimited."""

@@ -102,21 +102,20 @@ class Frontend:
         return Served(self._model_names, self.capacity)
 
     @contextmanager
-    def admit(self, account: Account, size: int) -> Iterator[Entry]:
-        """Admits a request with a body of `size` bytes, before the body is parsed.
-
-        Raises ShuttingDown, Overloaded and RateLimited.
-        """
-        if self.draining:
-            raise ShuttingDown("the router is shutting down", retry_after=1)
-        estimate = max(1, min(size // TOKEN_BYTES, self.capacity))
-        with self._services.admission.enter(account, estimate) as entry:
+    def admit(self, account: Account) -> Iterator[Entry]:
+        """Admits a request, before its body is read. Raises ShuttingDown and RateLimited."""
+        self._refuse_while_draining()
+        with self._services.admission.enter(account) as entry:
             yield entry
 
-    async def peek(self, raw: bytes | bytearray, account: Account) -> Peek:
+    def _refuse_while_draining(self) -> None:
+        if self.draining:
+            raise ShuttingDown("the router is shutting down", retry_after=1)
+
+    async def peek(self, raw: bytes | bytearray, entry: Entry) -> Peek:
         """Looks at a body of /v1/responses. Raises ApiError."""
         async with _deadline(self._services.request_timeout, time.monotonic()):
-            return await self._preparer.peek(raw, self._served, account.key)
+            return await self._preparer.peek(raw, self._served, entry.key)
 
     async def prepare(
         self,
@@ -130,7 +129,7 @@ class Frontend:
         timeout: float | None,
         traceparent: str | None,
     ) -> ActiveRequest:
-        """Parses, validates and tokenizes the body `raw` of an admitted request.
+        """Parses, validates and tokenizes the body `raw` of an admitted request, which counts its bytes.
 
         Args:
             history: the earlier inputs and outputs of a request to /v1/responses, as a JSON array of inputs.
@@ -143,6 +142,9 @@ class Frontend:
         Raises ApiError.
         """
         began = time.monotonic()
+        self._refuse_while_draining()
+        entry.receive(len(history))
+        entry.expect(max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity)))
         with self._services.active.preparing():
             limit = min(self._services.request_timeout, math.inf if timeout is None else timeout)
             async with _deadline(limit, began):
@@ -177,14 +179,10 @@ class Frontend:
             traceparent=valid_traceparent(traceparent),
         )
 
-    async def convert(self, kind: Converted, raw: bytes | bytearray, account: Account) -> bytes:
+    async def convert(self, kind: Converted, raw: bytes | bytearray, entry: Entry) -> bytes:
         """Returns the JSON response to an endpoint that only counts or converts. Raises ApiError."""
-        account.enter()
-        try:
-            async with _deadline(self._services.request_timeout, time.monotonic()):
-                response = await self._preparer.prepare(kind, raw, self._served, account.key)
-        finally:
-            account.leave()
+        async with _deadline(self._services.request_timeout, time.monotonic()):
+            response = await self._preparer.prepare(kind, raw, self._served, entry.key)
         assert isinstance(response, bytes)
         return response
 

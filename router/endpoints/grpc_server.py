@@ -3,12 +3,14 @@ HTTP."""
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.router.active_request import ActiveRequest
+from baton.router.admission.queue import Entry
 from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.errors import ApiError, TooSlow
@@ -16,11 +18,14 @@ from baton.router.generation.choice import Delta
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
 from baton.rpc import inference_pb2 as pb
+from baton.rpc.patience import message_of
 
 log = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _WAIT_SECONDS = 60.0  # no keepalive messages: gRPC itself keeps the connection alive
+_SOON = 0.1
+"""Seconds in which a message usually comes: clients send it together with the call."""
 _GRACE_SECONDS = 0.5
 """For the last messages of running calls, when the server stops."""
 _CODES = {
@@ -53,6 +58,7 @@ class GrpcEndpoint:
         """`share`: other processes of this router listen on the same port."""
         self._frontend = frontend
         self._client_timeout = config.client_timeout
+        self._max_body_bytes = config.max_body_bytes
         self._pool = pool
         self._health = HealthServicer()
         self._tls = config.tls
@@ -63,8 +69,8 @@ class GrpcEndpoint:
             message_timeout=config.client_timeout,
             share=share,
         )
-        # The generated function would parse the message before the handler checks the API key.
-        generate = grpc.unary_stream_rpc_method_handler(
+        # gRPC calls only stream handlers before it reads the message. So the API key is checked first.
+        generate = grpc.stream_stream_rpc_method_handler(
             self._generate, response_serializer=pb.GenerateResponse.SerializeToString
         )
         handler = grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate})
@@ -104,7 +110,7 @@ class GrpcEndpoint:
 
     async def _generate(
         self,
-        raw: bytes,
+        requests: AsyncIterator[bytes],
         context: "grpc.aio.ServicerContext[bytes, pb.GenerateResponse]",
     ) -> None:
         sent = context.invocation_metadata() or ()
@@ -113,7 +119,8 @@ class GrpcEndpoint:
         context.set_trailing_metadata((("x-request-id", name),))
         try:
             account = self._frontend.authorize(metadata.get("authorization", ""))
-            with self._frontend.admit(account, len(raw)) as entry:
+            with self._frontend.admit(account) as entry:
+                raw = await self._message(requests, context, entry)
                 active = await self._frontend.prepare(
                     "grpc",
                     raw,
@@ -134,6 +141,22 @@ class GrpcEndpoint:
             # A bug in the router: the log has its stack, and the client gets the id of the request.
             log.exception("request %s", name)
             await self._refuse(context, ApiError(f"request {name} failed inside the router"), name)
+
+    async def _message(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext, entry: Entry
+    ) -> bytes:
+        """Returns the message of a call. gRPC does not say how much of it came, so one that takes long counts
+        as the largest message until then."""
+        reading = asyncio.create_task(message_of(requests, context, self._client_timeout))
+        try:
+            await asyncio.wait({reading}, timeout=_SOON)
+            counted = 0 if reading.done() else self._max_body_bytes
+            entry.receive(counted)
+            raw = await reading
+            entry.receive(len(raw) - counted)
+            return raw
+        finally:
+            reading.cancel()
 
     async def _refuse(self, context: grpc.aio.ServicerContext, error: ApiError, name: str) -> None:
         self._frontend.metrics.failed(error)

@@ -63,8 +63,8 @@ class HttpGeneration:
         return await respond(request, active, builder, headers, self._config.client_timeout)
 
     async def _generate(self, request: web.Request, kind: Generated) -> web.StreamResponse:
-        raw = await read_body(request, self._config)
-        with self._frontend.admit(ACCOUNT.get(), len(raw)) as entry:
+        with self._frontend.admit(ACCOUNT.get()) as entry:
+            raw = await read_body(request, self._config, entry)
             active = await self.prepare(request, kind, raw, entry)
             del raw  # frees the body, which may be large, before the generation, which may be long
             if kind == "invocation":

@@ -9,6 +9,7 @@ Life of a response:
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.router.active_request import ActiveRequest, Services
+from baton.router.admission.queue import Entry
 from baton.router.config import RouterConfig
 from baton.router.endpoints.builders import OpenAIResponsesBuilder
 from baton.router.endpoints.builders.base import encode
@@ -42,8 +44,6 @@ class _Turn:
     input: bytes | None
     """None: the turn is not stored."""
     background: bool
-    size: int
-    """Bytes of the body and of the earlier turns."""
 
     @property
     def history(self) -> bytes:
@@ -65,11 +65,12 @@ class OpenAIResponses:
         self._running: dict[tuple[str, str], tuple[asyncio.Task[None], OpenAIResponsesBuilder]] = {}
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        raw = await read_body(request, self._config)
-        turn = await self._turn(raw)
-        if turn.background:
-            return await self._create_in_background(request, raw, turn)
-        with self._frontend.admit(ACCOUNT.get(), turn.size) as entry:
+        with contextlib.ExitStack() as admitted:
+            entry = admitted.enter_context(self._frontend.admit(ACCOUNT.get()))
+            raw = await read_body(request, self._config, entry)
+            turn = await self._turn(raw, entry)
+            if turn.background:
+                return await self._create_in_background(request, raw, turn, entry, admitted.pop_all())
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
             return await self._generation.respond(request, active, self._builder(request, active, turn))
@@ -101,23 +102,21 @@ class OpenAIResponses:
             running[0].cancel()
             await asyncio.wait([running[0]])
 
-    async def _turn(self, raw: bytearray) -> _Turn:
+    async def _turn(self, raw: bytearray, entry: Entry) -> _Turn:
         """Raises NotFound and InvalidRequest when the turn before it is not stored, and BodyTooLarge."""
-        account = ACCOUNT.get()
-        peek = await self._frontend.peek(raw, account)
-        key, previous = account.key.name, peek.previous_response_id
+        peek = await self._frontend.peek(raw, entry)
+        key, previous = entry.key.name, peek.previous_response_id
         earlier: tuple[bytes, ...] = ()
         if previous is not None:
             if (key, previous) in self._running:
                 text = f"previous_response_id: response {previous} is not complete yet"
                 raise InvalidRequest(text, param="previous_response_id")
             earlier = self._stored.get(key, previous, "previous_response_id").conversation
-        size = len(raw) + sum(map(len, earlier))
-        if size > self._config.max_body_bytes:
+        if len(raw) + sum(map(len, earlier)) > self._config.max_body_bytes:
             text = f"the conversation is larger than {self._config.max_body_bytes} bytes"
             raise BodyTooLarge(text, param="previous_response_id")
         input = bytes(memoryview(raw)[peek.start : peek.stop]) if peek.stored else None
-        return _Turn(key, earlier, input, peek.background, size)
+        return _Turn(key, earlier, input, peek.background)
 
     def _builder(self, request: web.Request, active: ActiveRequest, turn: _Turn) -> OpenAIResponsesBuilder:
         def keep(response: dict[str, Any]) -> None:
@@ -129,9 +128,18 @@ class OpenAIResponses:
         model, tokenizer = self._config.model_name, self._services.tokenizer
         return OpenAIResponsesBuilder(active, model, tokenizer, _new_id(request), keep)
 
-    async def _create_in_background(self, request: web.Request, raw: bytearray, turn: _Turn) -> web.Response:
+    async def _create_in_background(
+        self,
+        request: web.Request,
+        raw: bytearray,
+        turn: _Turn,
+        entry: Entry,
+        admitted: contextlib.ExitStack,
+    ) -> web.Response:
+        """`admitted` ends the entry."""
         prepared: asyncio.Future[OpenAIResponsesBuilder] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._generate_unseen(request, raw, turn, prepared))
+        task = asyncio.create_task(self._generate_unseen(request, raw, turn, entry, prepared))
+        task.add_done_callback(lambda _: admitted.close())
         try:
             builder = await prepared
         except asyncio.CancelledError:
@@ -144,6 +152,7 @@ class OpenAIResponses:
         request: web.Request,
         raw: bytearray,
         turn: _Turn,
+        entry: Entry,
         prepared: "asyncio.Future[OpenAIResponsesBuilder]",
     ) -> None:
         """Generates in the background. `prepared` gets the builder, or the error that comes before it."""
@@ -151,16 +160,15 @@ class OpenAIResponses:
         assert task is not None
         builder: OpenAIResponsesBuilder | None = None
         try:
-            with self._frontend.admit(ACCOUNT.get(), turn.size) as entry:
-                active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
-                del raw
-                if prepared.cancelled():
-                    return  # the client disconnected, and this task is not cancelled yet
-                builder = self._builder(request, active, turn)
-                self._running[turn.key, builder.id] = task, builder
-                prepared.set_result(builder)
-                await collect(active, builder)
-                builder.whole()
+            active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
+            del raw
+            if prepared.cancelled():
+                return  # the client disconnected, and this task is not cancelled yet
+            builder = self._builder(request, active, turn)
+            self._running[turn.key, builder.id] = task, builder
+            prepared.set_result(builder)
+            await collect(active, builder)
+            builder.whole()
         except asyncio.CancelledError:
             if builder is not None:
                 builder.cancelled()

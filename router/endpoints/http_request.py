@@ -7,6 +7,7 @@ from aiohttp import web
 
 from baton.router import errors
 from baton.router.admission.account import Account
+from baton.router.admission.queue import Entry
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.config import RouterConfig
 from baton.router.endpoints.http_runner import ENCODINGS, unsupported_encoding
@@ -22,8 +23,11 @@ def authorization(request: web.Request) -> str:
     return request.headers.get("authorization", "")
 
 
-async def read_body(request: web.Request, config: RouterConfig) -> bytearray:
-    """Returns the body. Its type must be JSON, and it must arrive within the client's timeout."""
+async def read_body(request: web.Request, config: RouterConfig, entry: Entry) -> bytearray:
+    """Returns the body. Its type must be JSON, and it must arrive within the client's timeout.
+
+    `entry` counts its bytes as they arrive, and may refuse them.
+    """
     _check_type(request.headers.get("content-type"))
     if request.headers.get("content-encoding", "identity").lower() not in ENCODINGS:
         raise unsupported_encoding()
@@ -34,6 +38,7 @@ async def read_body(request: web.Request, config: RouterConfig) -> bytearray:
                 body += piece
                 if len(body) > config.max_body_bytes:
                     raise errors.BodyTooLarge(f"the body is larger than {config.max_body_bytes} bytes")
+                entry.receive(len(piece))
     except TimeoutError:
         raise errors.TooSlow(f"the body did not arrive within {config.client_timeout:g} s") from None
     except web.RequestPayloadError as error:

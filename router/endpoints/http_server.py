@@ -145,7 +145,9 @@ class HttpEndpoints:
         }  # fmt: skip
 
     async def _convert(self, request: web.Request, kind: Converted) -> web.Response:
-        body = await self._frontend.convert(kind, await read_body(request, self._config), ACCOUNT.get())
+        with self._frontend.admit(ACCOUNT.get()) as entry:
+            raw = await read_body(request, self._config, entry)
+            body = await self._frontend.convert(kind, raw, entry)
         headers = {"x-request-id": REQUEST_ID.get()}
         return web.Response(body=body, content_type="application/json", headers=headers)
 

@@ -54,7 +54,8 @@ def no_limit() -> Account:
 def admitted(
     admission: Admission, account: Account, sizes: Sequence[int], priority: int = 0
 ) -> Iterator[list[Turn]]:
-    with admission.enter(account, sum(sizes)) as entry:
+    with admission.enter(account) as entry:
+        entry.expect(sum(sizes))
         yield entry.turns(sizes, priority)
 
 
@@ -82,18 +83,22 @@ def test_an_estimate_is_replaced_when_the_tokens_are_known():
     clock = Clock()
     admission = Admission(1000, lambda prompt: math.inf, clock=clock)
     account = Account(ApiKey.of("a", "1", tokens_per_minute=1000), clock=clock)
-    with admission.enter(account, 500) as small, admission.enter(no_limit(), 400) as large:
+    with admission.enter(account) as small, admission.enter(no_limit()) as large:
+        small.expect(500)
+        large.expect(400)
         assert account._left == 500
         assert len(small.turns([10, 20])) == 2
         assert account._left == 970
         assert (admission.waiting_tokens, account.waiting_tokens) == (430, 30)
         large.turns([900])
         assert admission.waiting_tokens == 930
-        with admission.enter(no_limit(), 50) as other:
+        with admission.enter(no_limit()) as other:
+            other.expect(50)
             with pytest.raises(Overloaded):
                 other.turns([80])
             assert admission.waiting_tokens == 930
-    with admission.enter(account, 800):
+    with admission.enter(account) as unused:
+        unused.expect(800)
         assert account._left == 200, "no worker had the prompts of the first request"
     assert account._left == 1000, "a request that started no generation costs nothing"
     assert (admission.waiting_tokens, account.waiting_tokens, account.requests) == (0, 0, 0)

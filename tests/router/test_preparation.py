@@ -261,7 +261,8 @@ async def test_limits_are_checked_before_the_preparation(
                 assert response.status == 429
                 return (await response.json())["error"]["code"]
 
-        with admission.enter(Account(ANY_CLIENT), 3000):
+        with admission.enter(Account(ANY_CLIENT)) as other:
+            other.expect(3000)
             assert await refused("/v1/completions", {"prompt": LONG}) == "overloaded"
         account.enter()
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):

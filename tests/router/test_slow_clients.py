@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 from baton.router import active_request
+from baton.router.admission.keys import ApiKey
 from baton.router.errors import ApiError
 from baton.router.generation.choice import Delta
 from baton.router.generation.token_queue import MAX_TAKEN, Token, TokenQueue
@@ -41,9 +42,11 @@ async def connected(cluster: Cluster) -> AsyncIterator[tuple[asyncio.StreamReade
         writer.close()
 
 
-def request(body: bytes, length: int | None = None) -> bytes:
+def request(body: bytes, length: int | None = None, key: str = "") -> bytes:
     sent = len(body) if length is None else length
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    if key:
+        head += f"Authorization: Bearer {key}\r\n".encode()
     return head + b"Content-Length: %d\r\n\r\n%s" % (sent, body)
 
 
@@ -86,6 +89,69 @@ async def test_a_body_that_does_not_arrive(tokenizer: ModelTokenizer, tmp_path: 
             result = json.loads(await reader.read(4096))
             assert result["error"]["code"] == "request_timeout"
         assert not cluster.prefills[0].submitted
+
+
+async def test_bodies_that_arrive_have_a_bound_in_all_and_for_each_key(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    """Each client sends most of its body, and then nothing."""
+    keys, size = (ApiKey.of("flood", "k1"), ApiKey.of("other", "k2")), 20_000
+    async with (
+        make_cluster(tokenizer, tmp_path, api_keys=keys, max_body_bytes=size) as cluster,
+        contextlib.AsyncExitStack() as clients,
+    ):
+        admission, sent = cluster.router.services.admission, size * 9 // 10
+        account = cluster.router.frontend.authorize("Bearer k1")
+        readers = []
+        for waiting in range(1, 16):
+            reader, writer = await clients.enter_async_context(connected(cluster))
+            writer.write(request(bytes(sent), length=size, key="k1"))
+            await cluster.until(lambda n=waiting: account.body_bytes == n * sent)
+            readers.append(reader)
+        reader, writer = await clients.enter_async_context(connected(cluster))
+        writer.write(request(bytes(sent), length=size, key="k1"))
+        assert await reader.readline() == b"HTTP/1.1 429 Too Many Requests\r\n"
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"Retry-After: 1\r\n" in head
+        assert b"rate_limit_exceeded" in await reader.read(4096)
+        assert admission.body_bytes == 15 * sent
+        assert f'baton:body_bytes{{model_name="fake",role="router"}} {15 * sent}.0' in await cluster.metrics()
+        header = {"Authorization": "Bearer k2"}
+        body = {"prompt": "x" * 1000, "max_tokens": 2}
+        async with cluster.http.post(cluster.url + "/v1/completions", json=body, headers=header) as response:
+            assert response.status == 200, "another key is served"
+        await clients.aclose()
+        await cluster.until(lambda: admission.body_bytes == account.body_bytes == account.requests == 0)
+
+
+async def test_grpc_messages_that_take_long_count_as_the_largest(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, max_body_bytes=20_000) as cluster:
+        admission, grpc_address = cluster.router.services.admission, cluster.router.grpc_address
+        assert grpc_address is not None
+        async with grpc.aio.insecure_channel(grpc_address) as channel:
+            generate = channel.stream_stream("/baton.v1.Inference/Generate", bytes, bytes)
+            silent = [generate(silence()) for _ in range(16)]
+            await cluster.until(lambda: admission.body_bytes == 16 * 20_000)
+            refused = generate(silence())
+            assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert ("retry-after", "1") in list(await refused.trailing_metadata())
+            message = pb.GenerateRequest(text="Hello", max_tokens=2)
+            for call in silent[:1]:
+                call.cancel()
+            await cluster.until(lambda: admission.body_bytes == 15 * 20_000)
+            answers = [answer async for answer in InferenceStub(channel).Generate(message)]
+            assert len(answers) == 3, "a message that comes at once counts as long as it is"
+            for call in silent:
+                call.cancel()
+            await cluster.until(lambda: admission.body_bytes == 0)
+
+
+async def test_grpc_checks_the_key_before_the_message(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with make_cluster(tokenizer, tmp_path, api_keys=(ApiKey.of("a", "secret"),)) as cluster:
+        assert cluster.router.grpc_address is not None
+        async with grpc.aio.insecure_channel(cluster.router.grpc_address) as channel:
+            call = channel.stream_stream("/baton.v1.Inference/Generate", bytes, bytes)(silence(), timeout=20)
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("unread", [10**9, 50])
