@@ -6,6 +6,7 @@ A key file is TOML with one table for each key. The table's name is the key's na
     key = "sk-…"                # or sha256 = "…", in hex, so that the file holds no secret
     max-requests = 8            # at the same time; this and the following are optional
     tokens-per-minute = 100000  # prompt and output together
+    min-priority = 0            # the lowest `priority` that counts beside the requests of other keys
     salt = "team a"             # only keys with the same salt share cached prefixes
 
 The router keeps only the SHA-256 of a key, which is safe for long random keys.
@@ -23,7 +24,15 @@ from baton.router.errors import Unauthorized
 
 MAX_FILE_BYTES = 1 << 20
 MAX_HEADER = 4096
-_FIELDS = {"key": str, "sha256": str, "max-requests": int, "tokens-per-minute": int, "salt": str}
+_FIELDS = {
+    "key": str,
+    "sha256": str,
+    "max-requests": int,
+    "tokens-per-minute": int,
+    "min-priority": int,
+    "salt": str,
+}
+_PRIORITIES = range(-(2**31), 2**31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,8 @@ class ApiKey:
     sha256: bytes
     max_requests: int | None = None
     tokens_per_minute: int | None = None
+    min_priority: int = 0
+    """Of its requests beside those of other keys. A lower `priority` orders only the key's own requests."""
     cache_salt: bytes = b""
     """At most 32 bytes."""
 
@@ -90,7 +101,9 @@ def _key(where: str, name: str, table: Any) -> ApiKey:
             raise ValueError(f"{where} has no field {field!r}; there are {', '.join(_FIELDS)}")
         if type(value) is not _FIELDS[field]:
             raise ValueError(f"{where} {field} must be a {'number' if _FIELDS[field] is int else 'string'}")
-        if type(value) is int and value < 1:
+        if field == "min-priority" and value not in _PRIORITIES:
+            raise ValueError(f"{where} {field} must be {_PRIORITIES[0]} to {_PRIORITIES[-1]}, not {value}")
+        if type(value) is int and field != "min-priority" and value < 1:
             raise ValueError(f"{where} {field} must be at least 1, not {value}")
     salt = table.get("salt")
     return ApiKey(
@@ -98,6 +111,7 @@ def _key(where: str, name: str, table: Any) -> ApiKey:
         _sha256(where, table),
         max_requests=table.get("max-requests"),
         tokens_per_minute=table.get("tokens-per-minute"),
+        min_priority=table.get("min-priority", 0),
         cache_salt=b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=16).digest(),
     )
 

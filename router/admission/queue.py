@@ -73,6 +73,7 @@ class Turn:
         self.tokens = tokens
         self._admission = admission
         self._priority = priority
+        self._level = admission.among_keys(account, priority)
         self._ticket: int | None = None  # its number in the queue, from the first wait on
         self._positions = tokens
         self._sent = False  # workers had it once
@@ -88,7 +89,7 @@ class Turn:
             return
         self._release()
         self._taker = taker
-        self._ticket = admission.queue.push(self.account, self._rank, self, self._ticket)
+        self._ticket = admission.queue.push(self.account, self._rank, self, self._ticket, self._priority)
         admission.dispatch()
 
     def take(self) -> bool:
@@ -98,7 +99,7 @@ class Turn:
         assert self._ticket is not None
         result = self._taker.on_turn()
         if result is TurnResult.NO_CAPACITY:
-            queue.put_back(account, self._rank, self, self._ticket)
+            queue.put_back(account, self._rank, self, self._ticket, self._priority)
             return False
         if result is TurnResult.PARKED or self._ended or self.waits:
             return True
@@ -150,8 +151,8 @@ class Turn:
 
     @property
     def _rank(self) -> int:
-        """Orders by priority, then interrupted generations before new ones."""
-        return 2 * self._priority + self.is_new
+        """Orders by priority among keys, then interrupted generations before new ones."""
+        return 2 * self._level + self.is_new
 
     def _release(self) -> None:
         if self._running:
@@ -179,6 +180,10 @@ class Entry:
     def key(self) -> ApiKey:
         """The client's key."""
         return self._account.key
+
+    def among_keys(self, priority: int) -> int:
+        """Returns what a priority counts beside the requests of other keys."""
+        return self._admission.among_keys(self._account, priority)
 
     def receive(self, size: int) -> None:
         """Counts bytes of its body; a negative size corrects the count. Raises Overloaded and RateLimited."""
@@ -280,6 +285,10 @@ class Admission:
                 entry.end()
         finally:
             account.leave()
+
+    def among_keys(self, account: Account, priority: int) -> int:
+        """Returns a priority, or the lowest that the key may have if there are other keys."""
+        return max(priority, account.key.min_priority) if self.shared else priority
 
     def receive(self, account: Account, size: int) -> None:
         """Counts bytes of a body, which came or are given back. Raises Overloaded and RateLimited."""

@@ -30,6 +30,7 @@ def make_jobs(
     content_root: bytes,
     cache_salt: bytes,
     tenant: bytes,
+    priority: int,
     structure: Structure | None,
     reasoning: pb.Reasoning | None,
     bad_words: list[list[int]],
@@ -37,7 +38,8 @@ def make_jobs(
 ) -> list[Job]:
     """Returns `n` jobs for each prompt, in the order of the choices. Raises InvalidRequest.
 
-    `content_root` is that of the workers. `defaults` are those of the model."""
+    `content_root` is that of the workers. `priority` counts beside the requests of other keys. `defaults` are
+    those of the model."""
     session = session or body.prompt_cache_key or body.user
     sampling = _sampling(body, vocab_size, defaults)
     sampling["structured_output"] = structure and structure.message
@@ -69,7 +71,7 @@ def make_jobs(
             seeded = pb.SamplingParams(
                 **sampling, max_tokens=max(1, max_tokens), seed=(seed + i) & _SEED_MASK
             )
-            jobs.append(Job(prompt_ids, seeded, key, chunks, body.priority, cache_salt, tenant))
+            jobs.append(Job(prompt_ids, seeded, key, chunks, priority, cache_salt, tenant))
     return jobs
 
 

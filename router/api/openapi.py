@@ -21,8 +21,7 @@ from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.openai_responses.reply import DeletedResponse, ResponseEvent, ResponseObject
 
 _SCHEMA = "#/components/schemas/{model}"
-_REQUEST = (400, 401, 404, 408, 413, 415, 500, 503)
-_GENERATION = (*_REQUEST, 429, 504)
+_REQUEST = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,15 @@ class Operation:
 OPERATIONS = (
     Operation(
         "post", "/v1/chat/completions", "Complete a chat.", responses.ChatResponse,
-        body=ChatBody, chunk=responses.ChatChunk, errors=_GENERATION,
+        body=ChatBody, chunk=responses.ChatChunk, errors=_REQUEST,
     ),
     Operation(
         "post", "/v1/completions", "Complete a text.", responses.CompletionResponse,
-        body=CompletionBody, chunk=responses.CompletionChunk, errors=_GENERATION,
+        body=CompletionBody, chunk=responses.CompletionChunk, errors=_REQUEST,
     ),
     Operation(
         "post", "/v1/responses", "Respond to an input, and keep the response.", ResponseObject,
-        body=ResponsesBody, chunk=ResponseEvent, errors=_GENERATION,
+        body=ResponsesBody, chunk=ResponseEvent, errors=_REQUEST,
     ),
     Operation(
         "get", "/v1/responses/{id}", "A response that is kept, or runs in the background.", ResponseObject,
@@ -76,7 +75,7 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/messages", "Complete a chat, in Anthropic's form.", AnthropicMessage,
-        body=MessagesBody, chunk=MessageEvent, errors=_GENERATION, error=AnthropicErrorResponse,
+        body=MessagesBody, chunk=MessageEvent, errors=_REQUEST, error=AnthropicErrorResponse,
     ),
     Operation(
         "post", "/v1/messages/count_tokens", "How long a prompt is, in Anthropic's form.", TokenCount,
@@ -84,7 +83,7 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/invocations", "As /v1/chat/completions if the body has messages, else as /v1/completions.",
-        "application/json", errors=_GENERATION,
+        "application/json", errors=_REQUEST,
     ),
     Operation("get", "/v1/models", "The model that is served.", responses.ModelList, errors=(401,)),
     Operation(

@@ -54,7 +54,9 @@ class SamplingBody(Body):
     truncation_side: Literal["left", "right"] | None = None
     """Side where tokens of the prompt are dropped. None: left."""
     structured_outputs: StructuredOutputs | None = None
-    priority: Nullable[Annotated[int, Field(ge=-(2**31), lt=2**31)]] = 0
+    priority: Nullable[Annotated[int, Field(ge=-(2**31), lt=2**31)]] = Field(
+        default=0, description="lower is first; beside other API keys not below the key's `min-priority`"
+    )
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     """Requests share cached prefixes only with those of the same API key's salt and the same `cache_salt`."""

@@ -164,6 +164,7 @@ class Frontend:
                     content_root=self._services.pool.content_root,
                     cache_salt=_salt(entry.key.cache_salt, body.cache_salt),
                     tenant=entry.key.tenant,
+                    priority=entry.among_keys(body.priority),
                     structure=structure,
                     reasoning=self._reasoning(prepared, structure),
                     bad_words=self._bad_words(body.bad_words or []),

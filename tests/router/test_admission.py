@@ -186,6 +186,26 @@ def test_each_key_has_a_window_of_prompt_tokens():
         assert router.new() == ["f6", "f7", "f8", "f9"]
 
 
+def test_a_priority_goes_before_other_keys_only_down_to_the_limit_of_its_key():
+    plain, trusted = Account(ApiKey.of("plain", "1")), Account(ApiKey.of("trusted", "2", min_priority=-5))
+    with Router(shared=True) as router:
+        first = [router.ask(account, "running") for account in (plain, trusted)]
+        router.new()
+        router.slots[0] = 0
+        for account, name, priority in (
+            (trusted, "trusted, normal", 0),
+            (plain, "normal", 0),
+            (plain, "greedy", -(2**31)),
+            (trusted, "later", 3),
+            (trusted, "urgent", -7),
+        ):
+            router.ask(account, name, priority=priority)
+        router.admission.queue.charge(plain, 150)  # so the other key is next
+        router.slots[0] = 10
+        first[0].turn.end()
+        assert router.new() == ["urgent", "trusted, normal", "greedy", "normal", "later"]
+
+
 @given(st.lists(st.integers(0, 4), max_size=8))
 def test_capacity_is_given_in_order_of_arrival(offers: list[int]):
     with Router() as router:

@@ -37,6 +37,19 @@ def test_priority_comes_before_all_else():
     assert [queue.pop() for _ in range(3)] == ["urgent", "normal", "late"]
 
 
+def test_order_counts_among_the_items_of_one_key():
+    queue: FairQueue[str, str] = FairQueue()
+    queue.push("a", 0, "a late", order=5)
+    ticket = queue.push("b", 0, "b", order=7)
+    queue.push("a", 0, "a urgent", order=-9)
+    queue.push("a", 0, "a urgent, too", order=-9)
+    queue.charge("a", 1)
+    assert queue.pop() == "b"
+    queue.put_back("b", 0, "b", ticket, 7)
+    queue.remove(ticket)
+    assert [queue.pop() for _ in range(3)] == ["a urgent", "a urgent, too", "a late"]
+
+
 @given(st.lists(st.integers(1, 500), min_size=2, max_size=5), st.integers(0, 2**32))
 def test_keys_that_always_wait_get_equal_tokens(sizes: list[int], seed: int):
     """The bound of the paper: counters of backlogged keys differ by at most one request."""

@@ -94,6 +94,7 @@ def test_without_keys_any_client_is_accepted():
         ("[a]\nkey='sk-secret'\nmax-requests=0", "max-requests must be at least 1, not 0"),
         ("[a]\nkey='sk-secret'\nmax-requests=true", "max-requests must be a number"),
         ("[a]\nkey='sk-secret'\ntokens-per-minute='9'", "tokens-per-minute must be a number"),
+        ("[a]\nkey='sk-secret'\nmin-priority=2147483648", "min-priority must be -2147483648 to 2147483647"),
         ("[a]\nkey=17", "key must be a string"),
         ("[a]\nkey='x'\nsalt='" + "x" * (1 << 20) + "'", "longer than"),
     ],

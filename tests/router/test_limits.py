@@ -202,9 +202,9 @@ async def test_a_flood_of_long_outputs_leaves_slots_to_other_keys(tokenizer: Mod
         await cluster.idle()
 
 
-async def test_limits_and_salts_of_keys(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_limits_salts_and_priorities_of_keys(tokenizer: ModelTokenizer, tmp_path: Path):
     keys = (
-        ApiKey.of("one", "k1", max_requests=1, cache_salt=b"a"),
+        ApiKey.of("one", "k1", max_requests=1, cache_salt=b"a", min_priority=-2),
         ApiKey.of("few", "k2", tokens_per_minute=10),
     )
     async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
@@ -214,7 +214,7 @@ async def test_limits_and_salts_of_keys(tokenizer: ModelTokenizer, tmp_path: Pat
         async def ask(key: str) -> tuple[int, str | None]:
             async with cluster.http.post(
                 cluster.url + "/v1/completions",
-                json={"prompt": [7] * 12, "max_tokens": 2},
+                json={"prompt": [7] * 12, "max_tokens": 2, "priority": -3},
                 headers={"Authorization": f"Bearer {key}"},
             ) as response:
                 return response.status, response.headers.get("Retry-After")
@@ -233,4 +233,6 @@ async def test_limits_and_salts_of_keys(tokenizer: ModelTokenizer, tmp_path: Pat
         assert 1 <= int(retry_after) <= 60
         salts = [m.prefill.request.cache_salt for m in prefill.submitted]
         assert salts == [b"a", b"a", b""]
+        priorities = [m.prefill.request.priority for m in prefill.submitted]
+        assert priorities == [-2, -2, 0], "workers get what counts beside other keys"
         await cluster.idle()
