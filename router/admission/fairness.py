@@ -3,10 +3,10 @@
 Items with the lowest rank are next. Of these, the items of the key that was served least are next. Of the
 items of one key, those with the lowest order are next, and of these the oldest.
 
-Each key has a counter of the tokens that it was served. A key that returns after a pause starts at the level
-of the others, so that it gains nothing by the pause. Keys that always have an item waiting are served
-equally, to within one request. Source: virtual token counters, Sheng et al., "Fairness in Serving Large
-Language Models", OSDI 2024.
+Each key has a counter of the tokens that it was served. A charge may be an estimate that is corrected later.
+A key that returns after a pause starts at the level of the others, so that it gains nothing by the pause.
+Keys that always have an item waiting are served equally, to within one request. Source: virtual token
+counters, Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
 """
 
 from bisect import bisect_left, insort

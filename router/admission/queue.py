@@ -75,6 +75,7 @@ class Turn:
         self._priority = priority
         self._level = admission.among_keys(account, priority)
         self._ticket: int | None = None  # its number in the queue, from the first wait on
+        self._computed = tokens  # of the prompt; the rest is cached
         self._positions = tokens
         self._sent = False  # workers had it once
         self._answered = False  # it has its first token
@@ -109,9 +110,15 @@ class Turn:
             account.positions += self._positions
         if not self._sent:
             self._sent = True
-            queue.charge(account, self.tokens)
+            queue.charge(account, self._computed)
             self._admission.sent(account, self.tokens)
         return True
+
+    def computes(self, tokens: int) -> None:
+        """Workers compute so many tokens of the prompt, as far as known. The key is charged for these."""
+        if self._sent:
+            self._admission.queue.charge(self.account, tokens - self._computed)
+        self._computed = tokens
 
     def generated(self) -> None:
         """Counts one more token."""

@@ -178,6 +178,8 @@ class Generation:
 
     def _prefill_and_decode_on(self, place: Place) -> None:
         """One worker computes the prompt and decodes."""
+        assert place.work is not None
+        self._computes(place.work)
         self._waits.prefill_sent()
         if place.why.reason is not None:
             self._metrics.overflow[place.why.reason].inc()
@@ -204,8 +206,13 @@ class Generation:
     def _send_prefill(self) -> None:
         prefill = self._pair.prefill
         assert prefill is not None
+        self._computes(prefill.work)
         self._waits.prefill_sent()
         self._pair.send_prefill(self._request(self.output_ids, prefill.within, last=not prefill.handover))
+
+    def _computes(self, work: PrefillWork) -> None:
+        if not self.output_ids:  # a prompt that is computed again after that costs its key nothing
+            self._turn.computes(work.tokens)
 
     def _submit_decode(self, worker: WorkerConnection, output_ids: list[int]) -> None:
         """The worker fetches the KV of the current prefill."""
@@ -263,12 +270,12 @@ class Generation:
             assert prefill is not None
             prefill.answered = True
             if prefill.base == 0:
-                self.cached_tokens = event.cached_tokens
+                self._found_cached(event.cached_tokens)
         elif decode is not None and not decode.joined and event.attempt_id == decode.id:
             decode.joined = True
             decode.worker.attempt_succeeded()
             if decode.prefills and not self.output_ids:
-                self.cached_tokens = event.cached_tokens
+                self._found_cached(event.cached_tokens)
             self._pair.prefill_served()
         verdict = self._pair.emit.offer(event.attempt_id, event.output_index, event.token_id)
         if verdict is Verdict.BROKEN:
@@ -280,6 +287,10 @@ class Generation:
             self._emitted(event, from_prefill=from_prefill)
         if from_prefill and prefill is self._pair.prefill and prefill is not None and prefill.over:
             prefill.worker.forget(prefill.id)
+
+    def _found_cached(self, tokens: int) -> None:
+        self.cached_tokens = tokens
+        self._turn.computes(max(0, len(self._job.prompt_ids) - tokens))
 
     def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
         self._failures.token()

@@ -186,6 +186,27 @@ def test_each_key_has_a_window_of_prompt_tokens():
         assert router.new() == ["f6", "f7", "f8", "f9"]
 
 
+def test_keys_take_turns_by_the_tokens_that_are_computed():
+    """One key's prompts are cached but for 40 tokens. Its share is as many computed tokens as the other's."""
+    cached, other = Account(ApiKey.of("cached", "1")), Account(ApiKey.of("other", "2"))
+    with Router(shared=True) as router:
+        router.slots[0] = 0
+        asked = {f"{a.key.name} {i}": (a, router.ask(a, f"{a.key.name} {i}", tokens=4000))
+                 for i in range(60) for a in (cached, other)}  # fmt: skip
+        for i in range(60):
+            router.slots[0] = 1
+            router.admission.dispatch()
+            [name] = router.new()
+            account, generation = asked[name]
+            if account is cached:
+                generation.turn.computes(100 if i % 2 else 40)  # an estimate, if it is not right yet
+                generation.turn.computes(40)
+            generation.turn.end()
+        computed = {a: router.admission.queue.served[a] for a in (cached, other)}
+        assert sum(name.startswith("cached") for name in asked if asked[name][1].turn._sent) > 50
+        assert abs(computed[cached] - computed[other]) <= 4000
+
+
 def test_a_priority_goes_before_other_keys_only_down_to_the_limit_of_its_key():
     plain, trusted = Account(ApiKey.of("plain", "1")), Account(ApiKey.of("trusted", "2", min_priority=-5))
     with Router(shared=True) as router:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.router.admission.keys import ApiKey, api_keys
+from baton.router.admission.queue import OUTPUT_WEIGHT
 from baton.router.api.structured import Structure
 from baton.router.preparation.grammar_checker import GrammarChecker
 from baton.router.text.tokenizer import ModelTokenizer
@@ -200,6 +201,17 @@ async def test_a_flood_of_long_outputs_leaves_slots_to_other_keys(tokenizer: Mod
             decode.steps.release()
         assert {await asked for asked in (*flood, *others)} == {200}
         await cluster.idle()
+
+
+async def test_a_key_is_charged_for_the_tokens_that_are_computed(cluster: Cluster):
+    """The workers say that they had three tokens of each prompt. The estimate before is the whole prompt."""
+    admission, account = cluster.router.services.admission, cluster.router.frontend.authorize("")
+    charged = 0.0
+    for full in (cluster.prefills, cluster.decodes):  # a handover, then one worker
+        await cluster.complete(prompt=[7] * 50, max_tokens=3)
+        charged += 50 - 3 + 3 * OUTPUT_WEIGHT
+        assert admission.queue.served[account] == charged
+        await cluster.full(*full)
 
 
 async def test_limits_salts_and_priorities_of_keys(tokenizer: ModelTokenizer, tmp_path: Path):
