@@ -56,14 +56,18 @@ class Exchange:
         self._headers: dict[str, str] = {}
         self._allowed: list[str] | None = None
         self._body = bytearray()
-        self._chosen = False
+        self._begun = self._chosen = False
 
     def answers(self, message: pb.ProcessingRequest) -> Iterator[pb.ProcessingResponse]:
-        """Yields the answers to the next message of the gateway."""
-        if message.HasField("protocol_config"):
+        """Yields the answers to the next message of the gateway. Raises ValueError for late headers."""
+        kind = message.WhichOneof("request")
+        if not self._begun and message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
-        match message.WhichOneof("request"):
+        if self._begun and kind == "request_headers":
+            raise ValueError("the headers of a request must be the first message, and come once")
+        self._begun = True
+        match kind:
             case "request_headers":
                 yield from self._request_headers(message)
             case "request_body":

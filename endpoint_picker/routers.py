@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import random
 import re
 from collections.abc import Collection
@@ -25,9 +26,10 @@ _REQUESTS = re.compile(rb"^vllm:num_requests_(?:waiting|running)(?:\{[^}]*\})? (
 
 def reported_requests(page: bytes) -> float:
     """Returns the requests of a router, from its metrics. Raises ValueError if they are not there."""
-    if not (numbers := _REQUESTS.findall(page)):
+    numbers = [float(number) for number in _REQUESTS.findall(page)]
+    if not numbers or not all(0 <= number < math.inf for number in numbers):
         raise ValueError("its metrics do not tell how many requests it has")
-    return sum(map(float, numbers))
+    return sum(numbers)
 
 
 class Routers:

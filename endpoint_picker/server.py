@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import setproctitle
 import uvloop
+from google.protobuf.message import DecodeError
+from grpc import StatusCode
 from grpc.aio import ServicerContext
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
@@ -43,11 +45,14 @@ class Picker(ExternalProcessorServicer):
         self, request_iterator: AsyncIterator[pb.ProcessingRequest], context: ServicerContext
     ) -> AsyncIterator[pb.ProcessingResponse]:
         exchange = Exchange(self._routers)
-        async for message in request_iterator:
-            for answer in exchange.answers(message):
-                yield answer
-            if exchange.ended:
-                return
+        try:
+            async for message in request_iterator:
+                for answer in exchange.answers(message):
+                    yield answer
+                if exchange.ended:
+                    return
+        except (ValueError, DecodeError) as error:
+            await context.abort(StatusCode.INVALID_ARGUMENT, str(error))
 
 
 @dataclass(frozen=True)
