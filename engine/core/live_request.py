@@ -141,7 +141,7 @@ class LiveRequest:
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
-        """Sort key; the least is served first: by priority, then retried before new, then by tag. Requests of
+        """Sort key; the least is served first: by priority, then retried before new, then by tag. Prompts of
         one tenant have tags in order of arrival."""
         return self.request.priority, not self.request.retried, self.tag, self.arrival
 

@@ -129,7 +129,7 @@ class Scheduler:
     def add(self, request: EngineRequest, *, handover: bool) -> LiveRequest:
         """Queues a request for prefill."""
         live = self._new(request, Phase.WAITING)
-        self._register(live)
+        self._register(live, self._tag(live))
         live.handover = handover
         insort(self.waiting, live, key=lambda r: r.order)
         return live
@@ -141,7 +141,7 @@ class Scheduler:
         tokens, hits = len(live.token_ids) + 1, self.memory.hits(live)
         if not self._has_room_beside_queue(self.memory.need(tokens, hits)):
             return None
-        self._register(live)
+        self._register(live, self._shares.now)  # nothing of its prompt is computed here
         live.hand_back = True
         self.memory.take(live, tokens, hits)
         self.reserved.add(live)
@@ -153,7 +153,7 @@ class Scheduler:
         hits = self.memory.hits(live)
         if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
             return None
-        self._register(live)
+        self._register(live, self._tag(live))
         live.hand_back = True
         self._begin(live, hits)
         return live
@@ -176,7 +176,6 @@ class Scheduler:
         self.reserved.remove(live)
         live.num_computed = len(live.token_ids)
         live.phase = Phase.RUNNING
-        self._shares.served(live.tag)
         insort(self.running, live, key=lambda r: r.order)
 
     def resume(self, live: LiveRequest, request_id: bytes) -> bool:
@@ -201,10 +200,15 @@ class Scheduler:
         self._arrivals += 1
         return LiveRequest(request, phase, self._arrivals)
 
-    def _register(self, live: LiveRequest) -> None:
+    def _tag(self, live: LiveRequest) -> int:
+        """The tag of a request whose prompt is computed here, as far as it is not cached."""
+        cached = self.memory.known(live) * self.block_size
+        return self._shares.tag(live.request.tenant, live.num_left - cached)
+
+    def _register(self, live: LiveRequest, tag: int) -> None:
         assert live.id not in self.requests, "ids are unique"
         self.requests[live.id] = live
-        live.tag = self._shares.tag(live.request.tenant, live.num_left)
+        live.tag = tag
 
     # The step
 

@@ -36,6 +36,7 @@ bodies = (
     | st.sampled_from([BODY, BODY[:20], deep, b'{"messages":' + deep, b'{"user": "\\ud800"}', b'{"user": 1}'])
     | st.sampled_from([PIECE_BYTES, PIECE_BYTES + 1, MAX_BODY_BYTES]).map(bytes)
 )
+modes: Any = st.integers(0, 5)
 values: Any = st.recursive(
     st.none() | st.booleans() | st.floats() | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -62,8 +63,8 @@ def messages(draw: st.DrawFn) -> pb.ProcessingRequest:
         hint = message.metadata_context.filter_metadata[draw(st.sampled_from([SUBSET_NAMESPACE, "other"]))]
         hint.update({SUBSET: draw(values)})
     if draw(st.booleans()):
-        message.protocol_config.request_body_mode = draw(st.integers(0, 5))
-        message.protocol_config.response_body_mode = draw(st.integers(0, 5))
+        message.protocol_config.request_body_mode = draw(modes)
+        message.protocol_config.response_body_mode = draw(modes)
     return message
 
 

@@ -413,6 +413,36 @@ def test_tenants_get_equal_shares_of_the_prompt_tokens() -> None:
         assert abs(done[b"flood"] - done[b"other"]) <= 64 + 50
 
 
+def test_tenants_are_not_charged_for_cached_prompts() -> None:
+    """One tenant's prompts are cached but for four tokens, those of the other not at all."""
+    scheduler = make(num_blocks=4000, budget=4, prefix_cache=True)
+    add(scheduler, 0, 80, handover=True)
+    while scheduler.waiting or scheduler.running:
+        step(scheduler)
+    for number in range(1, 101):
+        add(scheduler, number, 84, handover=True, tenant=b"cached")
+    for number in range(101, 106):
+        prompt = [number] * 80
+        scheduler.add(EngineRequest(bytes([number]), prompt, tenant=b"other"), handover=True)
+    done = {b"cached": 0, b"other": 0}
+    for _ in range(150):
+        for live, start, stop in step(scheduler).chunks:
+            done[live.request.tenant] += stop - start
+    assert sum(done.values()) == 600
+    assert abs(done[b"cached"] - done[b"other"]) <= 80 + 4
+
+
+def test_a_reservation_is_not_charged_for_its_prompt() -> None:
+    scheduler = make(num_blocks=2000, seqs=8, budget=8)
+    for number in range(1, 5):
+        request = EngineRequest(bytes([number]), list(range(80)), tenant=b"decodes")
+        assert scheduler.reserve(request) is not None
+    add(scheduler, 20, 16, handover=True, tenant=b"decodes")
+    add(scheduler, 21, 16, handover=True, tenant=b"other")
+    served = step(scheduler, 8).chunks[0].live
+    assert served.request.tenant == b"decodes", "it came first, and nothing was computed for its tenant"
+
+
 def test_a_pause_earns_a_tenant_nothing() -> None:
     scheduler = make(num_blocks=2000, seqs=50, budget=50)
     for number in range(10):
