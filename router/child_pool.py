@@ -22,6 +22,9 @@ from baton.router.admission.fairness import FairQueue
 
 Frame = bytes | bytearray
 _LENGTH = struct.Struct("<I")
+HANG_SECONDS = 60.0
+"""Without a reply for so long, a child hangs, and is killed. Its limit of CPU time does not end a child that
+sleeps."""
 _DYING_SECONDS = 1.0
 _SLICE_BYTES = 256 << 10
 """Bytes of one write. To copy a whole body into a transport would block the loop for milliseconds."""
@@ -36,9 +39,9 @@ class ChildDied(Exception):
         caused_by_request: the request may be the cause.
     """
 
-    def __init__(self, code: int, *, started: bool) -> None:
-        super().__init__(f"exit code {code}")
-        self.killed = code in (-signal.SIGKILL, -signal.SIGTERM)
+    def __init__(self, code: int, *, started: bool, hung: bool = False) -> None:
+        super().__init__(f"no reply for {HANG_SECONDS:g} s" if hung else f"exit code {code}")
+        self.killed = code in (-signal.SIGKILL, -signal.SIGTERM) and not hung
         self.caused_by_request = started and not self.killed
 
 
@@ -87,13 +90,17 @@ class Child:
         assert stdin is not None
         assert stdout is not None
         try:
-            if parts is not None:
-                stdin.write(_LENGTH.pack(sum(map(len, parts))))
-                for part in parts:
-                    for begin in range(0, len(part), _SLICE_BYTES):
-                        stdin.write(memoryview(part)[begin : begin + _SLICE_BYTES])
-                        await stdin.drain()
-            return await stdout.readexactly(*_LENGTH.unpack(await stdout.readexactly(_LENGTH.size)))
+            async with asyncio.timeout(HANG_SECONDS):
+                if parts is not None:
+                    stdin.write(_LENGTH.pack(sum(map(len, parts))))
+                    for part in parts:
+                        for begin in range(0, len(part), _SLICE_BYTES):
+                            stdin.write(memoryview(part)[begin : begin + _SLICE_BYTES])
+                            await stdin.drain()
+                return await stdout.readexactly(*_LENGTH.unpack(await stdout.readexactly(_LENGTH.size)))
+        except TimeoutError:
+            await self.end()
+            raise ChildDied(-signal.SIGKILL, started=started, hung=True) from None
         except (OSError, asyncio.IncompleteReadError, RuntimeError):  # uvloop: RuntimeError for a closed pipe
             # The pipe is closed, so the process is about to end. A kill now could lose its exit code:
             # asyncio's kill reaps a process that has ended meanwhile, and asyncio then reports 255.

@@ -16,6 +16,7 @@ from pydantic import (
 
 from baton.router.api.fields import (
     MAX_CHOICES,
+    Items,
     Nullable,
     PromptInput,
     Prompts,
@@ -300,14 +301,14 @@ class ChatOptions(RenderedBody, GenerationBody):
 class ChatBody(ChatOptions):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
 
 
 class TokenizeBody(RenderedBody):
     """POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     return_token_strs: Nullable[bool] = False
 
     _refuse_unsupported = refusing(TOKENIZE)
@@ -322,6 +323,6 @@ class TokenizeBody(RenderedBody):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list[TokenId] = Field(validation_alias=AliasChoices("tokens", "token_ids"))
+    tokens: list[TokenId] = Field(validation_alias=AliasChoices("tokens", "token_ids"), fail_fast=True)
     skip_special_tokens: Nullable[bool] = False
     """False as in vLLM; SGLang's default is true."""

@@ -1,6 +1,7 @@
 """Types of request fields: their validators, and the JSON schemas of what clients may send."""
 
 from collections.abc import Sequence
+from itertools import islice
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,10 +15,15 @@ from pydantic import (
     GetCoreSchemaHandler,
     PlainValidator,
     Tag,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault, core_schema
 
 MAX_CHOICES = 128
+MAX_ITEMS = 1 << 16
+"""Entries of lists of messages, of their parts and of tool calls. Each becomes an object of some hundred
+bytes."""
+_MAX_MEMBERS = 128  # more than any model has
 MAX_LISTED = 1024  # entries of stop_token_ids and of logit_bias
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
 
@@ -55,7 +61,9 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None
 
 # Variables of a chat template beside messages and tools, such as Qwen 3's `enable_thinking`.
-TemplateSettings = Annotated[dict[Annotated[str, Field(max_length=64)], Any], Field(max_length=64)]
+TemplateSettings = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Any], Field(max_length=64, fail_fast=True)
+]
 
 
 class _NullIsDefault:
@@ -83,10 +91,27 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
+Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
+"""Validation stops at the first wrong entry: the errors of a large body could take gigabytes."""
+
+
+def _few_members(cls: type[BaseModel], data: Any) -> Any:
+    if not isinstance(data, dict) or len(data) <= _MAX_MEMBERS:
+        return data
+    known = {name: data[name] for name in cls.model_fields if name in data}
+    return dict(islice(data.items(), _MAX_MEMBERS)) | known
+
+
+few_members: Any = model_validator(mode="before")(classmethod(_few_members))
+"""For models that refuse unknown members: the errors of a million of them would take gigabytes."""
+
+
 class ClosedPart(Part):
     """A part of a body. Members that it does not have are refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+    _few_members = few_members
 
 
 class TextPart(BaseModel):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
-from baton.router.api.fields import Part, TextPart, invalid, text
+from baton.router.api.fields import Items, Part, TextPart, invalid, text
 from baton.router.api.unsupported import refusing
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
@@ -44,7 +44,7 @@ class Message(Part):
     content: Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)] = ""
     name: str | None = None
     reasoning: str | None = Field(None, validation_alias=AliasChoices("reasoning", "reasoning_content"))
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
     _refuse_unsupported = refusing({"function_call": (), "audio": ()}, nested=True)

@@ -43,7 +43,10 @@ class SamplingBody(Body):
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LISTED)] | None = None
     bad_words: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED)] | None
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LISTED, fail_fast=True)
+        ]
+        | None
     ) = None
     min_tokens: Nullable[Annotated[int, Field(ge=0, lt=2**31)]] = 0
     ignore_eos: Nullable[bool] = False

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from baton.router.api.fields import Part, invalid, one_of
+from baton.router.api.fields import Items, Part, invalid, one_of
 from baton.router.api.tools import WHITESPACE
 from baton.router.api.unsupported import refusing
 from baton.rpc import worker_pb2 as pb
@@ -93,7 +93,7 @@ class StructuredOutputs(Part):
     ] = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    choice: Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     grammar: str | None = None
 
     _refuse_unsupported = refusing(_UNSUPPORTED, nested=True)

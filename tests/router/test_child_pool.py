@@ -39,6 +39,8 @@ while True:
             if len(file.readlines()) < 2:
                 print(file=file, flush=True)
                 os.kill(os.getpid(), 9)
+    if request == b"hang":
+        time.sleep(1000)
     if request[:4] == b"wait":
         time.sleep(0.2)
     write(b"%d %b %b %b" % (os.getpid(), first_frame, request, os.environ.get("BATON_API_KEY", "").encode()))
@@ -98,6 +100,25 @@ async def test_a_child_that_died_of_a_request_is_replaced(make: Make):
         await call(pool, b"die")
     assert died.value.caused_by_request
     assert (await call(pool, b"a"))[1] == b"hello a "
+
+
+async def test_a_child_that_hangs_is_replaced_and_the_request_is_not_sent_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    """It sleeps, so no limit of its CPU time ends it. Requests behind it must get a child."""
+    pool = make()
+    first, _ = await call(pool, b"a")
+    monkeypatch.setattr("baton.router.child_pool.HANG_SECONDS", 0.2)
+    hangs = asyncio.create_task(call(pool, b"hang"))
+    behind = asyncio.create_task(call(pool, b"b"))
+    with pytest.raises(ChildDied, match=r"no reply for 0.2 s") as died:
+        await hangs
+    assert died.value.caused_by_request
+    assert not died.value.killed
+    monkeypatch.undo()  # the next child needs longer to start
+    second, rest = await behind
+    assert second != first
+    assert rest == b"hello b "
 
 
 async def test_a_child_that_does_not_start_is_not_caused_by_the_request(make: Make):

@@ -10,23 +10,27 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from baton.kv_transfer.wait import wait
 from baton.router.active_request import ActiveRequests
 from baton.router.admission.account import Account
 from baton.router.admission.keys import ANY_CLIENT, ApiKey
 from baton.router.api.bodies import ChatBody, ChatOptions, CompletionBody
+from baton.router.api.fields import MAX_ITEMS
+from baton.router.api.sampling import Body
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from baton.router.preparation import child
 from baton.router.preparation.child import reply_to
-from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
+from baton.router.preparation.prepare import _BODIES, Kind, Prepared, Served, prepare
 from baton.router.preparation.preparer import SMALL_BYTES, Preparer
 from baton.router.preparation.wire import MAX_OPTIONS_BYTES, read_reply, request_head
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -156,6 +160,81 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     for kind, raw in (("completion", text), ("chat", messages)):
         with pytest.raises(ContextLengthExceeded, match="maximum context length is 8192"):
             prepare(kind, raw, tokenizer, SERVED)
+
+
+NESTED: dict[Kind, dict[str, Any]] = {
+    "chat": CHAT | {
+        "messages": [{"role": "user", "tool_calls": [{"id": "a", "function": FUNCTION}], "content": [{}]}],
+        "tools": [{"type": "function", "function": FUNCTION}], "stream_options": {}, "tool_choice": {},
+        "structured_outputs": {"choice": ["a"]}, "response_format": {"json_schema": {}, "type": "text"},
+    },
+    "completion": {"prompt": ["a", [5]]},
+    "responses": {
+        "input": [{"type": "message", "role": "user", "content": [{}]}, {"type": "reasoning", "content": []}],
+        "tools": [FUNCTION], "reasoning": {}, "text": {"format": {}}, "stream_options": {},
+    },
+    "messages": {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{}]}]}],
+        "max_tokens": 5, "tools": [{"name": "a", "input_schema": {}}], "thinking": {},
+        "output_config": {"format": {}},
+        "metadata": {}, "system": [{}], "tool_choice": {},
+    },
+    "count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "tokenize": CHAT,
+    "detokenize": {"tokens": [5]},
+}  # fmt: skip
+FLOODS: list[Any] = [[0] * 2000, [{}] * 2000, ["x"] * 2000, {str(i): [] for i in range(2000)}]
+
+
+def flooded(value: Any) -> Iterator[Any]:
+    """Yields `value` with one part of it, and then another, in place of each kind of flood."""
+    yield from ([*value, *more] if isinstance(value, list) else more for more in FLOODS)
+    if isinstance(value, dict):
+        yield {**value, **FLOODS[-1]}
+    for key, part in (
+        value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else [])
+    ):
+        for changed in flooded(part):
+            copy = value.copy()
+            copy[key] = changed
+            yield copy
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_validation_stops_at_the_first_errors(kind: Kind):
+    """An error takes 500 bytes: those of 16 MB of zeros once were more than a child may allocate."""
+    model = _BODIES[kind]
+    bodies = [*flooded(NESTED[kind])]
+    bodies += [NESTED[kind] | {name: flood} for name in model.model_fields for flood in FLOODS]
+    counts = [errors_of(model, body) for body in bodies]
+    assert max(counts) < 2000
+    assert counts.count(0) < len(bodies) // 2
+
+
+def errors_of(model: type[Body], body: Any) -> int:
+    """How many errors pydantic makes."""
+    try:
+        model.model_validate_json(json.dumps(body))
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+async def test_a_large_body_with_millions_of_errors_gets_its_answer(cluster: Cluster):
+    body = b'{"messages":[0%b]}' % (b",0" * 8_000_000)
+    headers = {"Content-Type": "application/json"}
+    async with (
+        asyncio.timeout(30),
+        cluster.http.post(f"{cluster.url}/v1/chat/completions", data=body, headers=headers) as response,
+    ):
+        assert response.status == 400
+        assert "messages[0]: input should be" in (await response.json())["error"]["message"]
+
+
+async def test_a_list_of_messages_has_a_limit_before_objects_are_made(tokenizer: ModelTokenizer):
+    raw = json.dumps({"messages": [{"role": "user"}] * (MAX_ITEMS + 1)}).encode()
+    with pytest.raises(InvalidRequest, match=f"messages: list should have at most {MAX_ITEMS} items"):
+        prepare("chat", raw, tokenizer, SERVED)
 
 
 def test_the_fields_beside_the_prompt_have_a_size_limit(tokenizer: ModelTokenizer):

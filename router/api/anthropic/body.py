@@ -9,10 +9,12 @@ from baton.router.api.bodies import MAX_TOOLS, ChatBody
 from baton.router.api.fields import (
     MAX_STOPS,
     ClosedPart,
+    Items,
     Nullable,
     Part,
     StopString,
     TemplateSettings,
+    few_members,
     invalid,
     unsupported,
 )
@@ -94,8 +96,10 @@ class PromptBody(Body):
 
     model_config = ConfigDict(extra="forbid")
 
+    _few_members = few_members
+
     messages: Annotated[
-        list[InputMessage], Field(min_length=1, description="only text, thinking and tools; no images")
+        Items[InputMessage], Field(min_length=1, description="only text, thinking and tools; no images")
     ]
     system: Text = ""
     tools: Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from baton.router.api.fields import Nullable, Part, TextPart, tag, text, union_of
+from baton.router.api.fields import Items, Nullable, Part, TextPart, tag, text, union_of
 from baton.router.api.messages import FUNCTION_NAME
 
 Text = Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart])]
@@ -58,7 +58,9 @@ def _blocks(value: Any) -> Any:
 
 class InputMessage(Part):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[AnyBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[AnyBlock])]
+    content: Annotated[
+        Items[AnyBlock], BeforeValidator(_blocks, json_schema_input_type=str | Items[AnyBlock])
+    ]
 
 
 def chat_messages(system: str, messages: Iterable[InputMessage]) -> list[dict[str, Any]]:

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 
 from baton.router.api.bodies import MAX_LOGPROBS, MAX_TOOLS, ChatBody
-from baton.router.api.fields import ClosedPart, Nullable, TemplateSettings, invalid, unsupported
+from baton.router.api.fields import (
+    ClosedPart,
+    Items,
+    Nullable,
+    TemplateSettings,
+    few_members,
+    invalid,
+    unsupported,
+)
 from baton.router.api.openai_responses.items import Input, chat_messages
 from baton.router.api.sampling import OpenAIBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
@@ -96,6 +104,8 @@ class ResponsesBody(OpenAIBody):
 
     model_config = ConfigDict(extra="forbid")
 
+    _few_members = few_members
+
     input: Annotated[Input, Field(description="only messages of text, reasoning and functions")]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -107,7 +117,7 @@ class ResponsesBody(OpenAIBody):
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[
-        list[Include] | None,
+        Items[Include] | None,
         Field(description="`reasoning.encrypted_content` has no effect: the items hold the reasoning itself"),
     ] = None
     reasoning: Annotated[Nullable[Reasoning], Field(description="`summary` only `auto`")] = Reasoning()
@@ -121,7 +131,7 @@ class ResponsesBody(OpenAIBody):
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
+            Field(max_length=16, fail_fast=True),
         ]
         | None
     ) = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from baton.router.api.fields import Part, TextPart, invalid, tag, text, union_of
+from baton.router.api.fields import Items, Part, TextPart, invalid, tag, text, union_of
 from baton.router.api.messages import FUNCTION_NAME
 
 _TEXT = ("input_text", "output_text", "text")
@@ -76,7 +76,7 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Input = Annotated[list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem])]
+Input = Annotated[Items[AnyItem], BeforeValidator(_items, json_schema_input_type=str | Items[AnyItem])]
 
 
 def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
