@@ -50,7 +50,9 @@ class Tool(Part):
         """The JSON schema of the arguments, as workers enforce it."""
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         spaced = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
-        return json.dumps({**spaced, **(self.function.parameters or nothing)})
+        schema = {**spaced, **(self.function.parameters or nothing)}
+        schema.pop("$schema", None)  # as `grammar_child` reads it
+        return json.dumps(schema)
 
 
 class NamedFunction(Part):

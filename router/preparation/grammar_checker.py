@@ -41,6 +41,8 @@ class GrammarChecker:
             if error is not None:
                 reason = " ".join(error.removesuffix("<non-verbose/>").split())
                 raise InvalidRequest(f"{given.field}: {reason}", param=given.field)
+            if len(text) > MAX_LENGTH:  # the child makes some texts longer
+                raise InvalidRequest(f"{given.field}: too much to compile", param=given.field)
             checked = self._valid[given] = Structure(given.kind, text, given.field)
             if len(self._valid) > _CACHED:
                 self._valid.popitem(last=False)

@@ -6,6 +6,7 @@ text for workers]. The script imports no other module of the router, so it start
 """
 
 import json
+import re
 import resource
 import signal
 import struct
@@ -28,6 +29,17 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """Limits of llguidance. Workers set the same."""
+_DIGITS, _WORDS, _SPACES = "0-9", "0-9A-Za-z_", r"\t-\r \x{a0}"
+_CLASSES = {
+    "d": f"[{_DIGITS}]", "D": f"[^{_DIGITS}]", "w": f"[{_WORDS}]", "W": f"[^{_WORDS}]",
+    "s": f"[{_SPACES}]", "S": f"[^{_SPACES}]",
+}  # fmt: skip
+"""Of a regular expression, as in xgrammar. llguidance would take any character of Unicode."""
+_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+"""Keywords of a schema whose members are schemas under any name."""
+_VALUES = {"enum", "const", "default", "examples"}
+"""Keywords of a schema whose members are no schemas."""
+_OF_DRAFT_3 = {"divisibleBy", "extends", "disallow"}
 
 
 def main(name: str) -> None:
@@ -59,8 +71,10 @@ def compile_(alphabet: LLTokenizer, kind: str, text: str, replies: list[tuple[st
     try:
         match kind:
             case "json_schema":
+                text = as_latest_draft(text)
                 grammar = LLMatcher.grammar_from_json_schema(text)
             case "regex":
+                text = re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), text, flags=re.DOTALL)
                 grammar = LLMatcher.grammar_from_regex(text)
             case _:
                 text = any_to_lark(text)  # from GBNF, the format of llama.cpp and xgrammar
@@ -70,6 +84,34 @@ def compile_(alphabet: LLTokenizer, kind: str, text: str, replies: list[tuple[st
         replies.append((matcher.get_error() or None, text))
     except Exception as error:  # noqa: BLE001  (the translator from GBNF raises bare Exceptions)
         replies.append((str(error), text))
+
+
+def as_latest_draft(text: str) -> str:
+    """Returns a schema without `$schema`, so that no keyword of a later draft is ignored.
+
+    Raises ValueError for a keyword of an earlier draft that would be ignored.
+    """
+    schema = json.loads(text)
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        if not isinstance(part, dict):
+            continue
+        for name, value in part.items():
+            exclusive = name in ("exclusiveMinimum", "exclusiveMaximum") and value is True
+            if exclusive and name.removeprefix("exclusive").lower() not in part:
+                raise ValueError(f"{name} must be a number")
+            if name in _OF_DRAFT_3 or (name == "required" and isinstance(value, bool)):
+                raise ValueError(f"{name} is of draft 3 of JSON Schema, which is not supported")
+            if name in _MAPS and isinstance(value, dict):
+                parts += value.values()
+            elif name not in _VALUES:
+                parts.append(value)
+    if not isinstance(schema, dict) or "$schema" not in schema:
+        return text
+    return json.dumps({name: value for name, value in schema.items() if name != "$schema"})
 
 
 if __name__ == "__main__":

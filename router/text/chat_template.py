@@ -85,10 +85,12 @@ class ChatTemplate:
         }
         try:
             text = self._template.render({**(settings or {}), **variables})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # The template works for other messages, so the cause of the error is in these messages.
+        except Exception as error:
+            # A template is a program, and may fail in any way. It works for other messages, so the cause is
+            # in these messages or tools.
+            reason = str(error) or type(error).__name__
             raise ChatTemplateError(
-                f"the model's chat template does not take these messages: {error}"
+                f"the model's chat template does not take these messages: {reason}"
             ) from error
         return _cut_at_end(text) if continue_final_message else text
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from baton.router.api.structured import Structure
@@ -41,6 +42,14 @@ def as_format(schema: Any) -> dict[str, Any]:
             pb.StructuredOutput(grammar=any_to_lark('root ::= "a" | "b"')),
         ),
         ({"response_format": {"type": "text"}}, None),
+        (
+            {
+                "structured_outputs": {
+                    "json": {"$schema": "http://json-schema.org/draft-04/schema#", "const": 1}
+                }
+            },
+            pb.StructuredOutput(json_schema='{"const": 1}'),
+        ),
     ],
 )
 async def test_both_workers_get_the_structure(
@@ -94,6 +103,74 @@ async def test_the_error_of_an_invalid_grammar_names_its_field(
     assert reason in result["error"]["message"]
     assert "\n" not in result["error"]["message"]
     assert not cluster.prefills[0].submitted
+
+
+DRAFT_6 = {"$schema": "http://json-schema.org/draft-06/schema#"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum"),
+        ({"anyOf": [{"type": "number", "exclusiveMaximum": True}], "maximum": 3}, "exclusiveMaximum"),
+        ({"properties": {"a": {"type": "integer", "required": True}}}, "required"),
+        ({"$defs": {"a": {"items": {"divisibleBy": 3}}}, "$ref": "#/$defs/a"}, "divisibleBy"),
+        ({"extends": {"type": "string"}}, "extends"),
+        ({"additionalProperties": {"disallow": "string"}}, "disallow"),
+        (DRAFT_6 | {"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        (DRAFT_6 | {"if": {"type": "string"}, "then": {"maxLength": 1}}, "if"),
+        (DRAFT_6 | {"unevaluatedProperties": False}, "unevaluatedProperties"),
+    ],
+)
+async def test_a_keyword_that_would_have_no_effect_is_refused_by_name(schema: Any, keyword: str):
+    async with running_checker() as checker:
+        with pytest.raises(InvalidRequest, match=keyword):
+            await checker.check(Structure("json_schema", json.dumps(schema), "f"), "")
+
+
+def accepts(structure: Structure, text: str) -> bool:
+    """Whether workers take `text`."""
+    compiled = {"regex": LLMatcher.grammar_from_regex, "json_schema": LLMatcher.grammar_from_json_schema}
+    matcher = LLMatcher(LLTokenizer("byte"), compiled[structure.kind](structure.text), log_level=0)
+    said = text.encode()
+    return matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
+
+
+async def test_names_and_values_are_no_keywords():
+    schema = {
+        "properties": {"extends": {"enum": [{"disallow": 1}]}, "required": {"default": {"divisibleBy": 2}}},
+        "required": ["extends"],
+    }
+    async with running_checker() as checker:
+        text = json.dumps(schema)
+        assert (await checker.check(Structure("json_schema", text, "f"), "")).text == text
+        draft_4 = {"type": "number", "minimum": 3, "exclusiveMinimum": True}
+        checked = await checker.check(Structure("json_schema", json.dumps(draft_4), "f"), "")
+        assert [accepts(checked, text) for text in ("3", "3.1", "4")] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("regex", "taken", "refused"),
+    [
+        (r"\d{2}-\d", ["36-9"], ["🯸6-9", "٣6-9"]),
+        (r"[^\d]+", ["a٣"], ["a3"]),
+        (r"[a\-\d]", ["3", "-", "a"], ["٣", "d"]),
+        (r"\D", ["٣"], ["3"]),
+        (r"\w+", ["a_9Z"], ["é"]),
+        (r"\W", ["é"], ["_"]),
+        (r"a\sb", ["a b", "a\u00a0b", "a\tb"], ["a\u2003b"]),
+        (r"\S", ["\u2003"], [" ", "\u00a0"]),
+        (r"\\d", ["\\d"], ["\\3", "3"]),
+        (r"[\\d]", ["d", "\\"], ["3"]),
+    ],
+)
+async def test_classes_of_characters_are_those_of_xgrammar(regex: str, taken: list[str], refused: list[str]):
+    async with running_checker() as checker:
+        checked = await checker.check(Structure("regex", regex, "f"), "")
+        assert [text for text in taken if not accepts(checked, text)] == []
+        assert [text for text in refused if accepts(checked, text)] == []
+        with pytest.raises(InvalidRequest, match="too much to compile"):
+            await checker.check(Structure("regex", r"|".join([r"\d"] * (MAX_LENGTH // 4)), "f"), "")
 
 
 async def test_an_invalid_grammar_of_a_chat_is_refused(cluster: Cluster):

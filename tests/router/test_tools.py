@@ -286,6 +286,29 @@ async def test_a_response_format_beside_tools_allows_calls_or_an_answer(calling:
         assert taken == expected, text
 
 
+RECURSES = """{%- macro type_of(spec) %}
+{%- for t in spec.type %}{{ type_of({"type": t}) }}{% endfor %}{% endmacro %}
+{%- for tool in tools or [] %}{{ type_of(tool.function.parameters) }}{% endfor %}<tool_call>
+{%- for message in messages %}{{ message.content }}{{ 1 // (message.content | length) }}{% endfor %}"""
+"""vLLM's template for Hermes spells a type that is a list by its entries, and `null` by its letters."""
+
+
+async def test_any_failure_of_a_template_is_the_clients_error(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "recurses.jinja").write_text(RECURSES)
+    tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "recurses.jinja"))
+    async with make_cluster(tokenizer, tmp_path) as made:
+        caplog.clear()
+        for content, tools, reason in (("Hi", TOOLS, "recursion"), ("", [], "division")):
+            messages = [{"role": "user", "content": content}]
+            for path in ("/v1/chat/completions", "/tokenize"):
+                status, result = await made.post(path, messages=messages, tools=tools)
+                assert (status, result["error"]["param"]) == (400, "messages")
+                assert reason in result["error"]["message"]
+        assert [record for record in caplog.records if record.exc_info or "Traceback" in record.message] == []
+
+
 async def test_errors_about_tools_name_their_field(
     cluster: Cluster, calling: Cluster, directory: Path, tmp_path: Path
 ):
