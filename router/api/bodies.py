@@ -184,6 +184,9 @@ class RenderedBody(Body):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: TemplateSettings | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, Field(description="a variable of the chat template")
+    ] = None
     add_generation_prompt: bool | None = None
     """None: true, unless `continue_final_message` is true."""
     continue_final_message: Nullable[bool] = False
@@ -205,7 +208,9 @@ class RenderedBody(Body):
     def template_settings(self) -> dict[str, Any]:
         """Variables of the template. As in vLLM, the reasoning effort also sets `enable_thinking`."""
         effort = self.reasoning_effort
-        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+        variables: dict[str, Any] = {"verbosity": self.verbosity} if self.verbosity else {}
+        if effort:
+            variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return variables | (self.chat_template_kwargs or {})
 
     @property

@@ -96,7 +96,7 @@ class AssistantMessage(ResponseModel):
     content: str | None
     refusal: None
     reasoning: str | None = None
-    """What the model wrote before its answer. Absent if the model is not known to reason."""
+    """What the model wrote before its answer."""
     reasoning_content: str | None = None
     """The same, by the name that DeepSeek and SGLang use."""
     tool_calls: list[OutputToolCall] | None = None

@@ -33,13 +33,13 @@ GENERATION: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (False,), "return_weight_versions": (False,), "rid": (), "routed_dp_rank": (),
     "routed_experts_prompt_start": (0,), "routed_experts_start_len": (0,), "session_params": ({},),
     "stop_regex": ([],), "suffix": ("",),
-    "use_audio_in_video": (False,), "use_beam_search": (False,), "verbosity": ("medium",),
+    "use_audio_in_video": (False,), "use_beam_search": (False,),
     "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
 }  # fmt: skip
 COMPLETION: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "include_reasoning": (True,),
     "max_completion_tokens": (), "thinking_token_budget": (-1,), "tool_choice": ("none", "auto"),
-    "tools": ([],), "top_logprobs": (0,),
+    "tools": ([],), "top_logprobs": (0,), "verbosity": ("medium",),
 }  # fmt: skip
 CHAT: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "reasoning": ({},), "task": (),
@@ -54,7 +54,7 @@ COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
     "workspace_id": (),
 }  # fmt: skip
 MESSAGES: dict[str, tuple[Any, ...]] = COUNT_TOKENS | {
-    "container": (), "diagnostics": (), "inference_geo": (), "kv_transfer_params": ({},),
+    "container": (), "diagnostics": (), "inference_geo": (), "kv_transfer_params": ({},), "thread": (),
 }  # fmt: skip
 RESPONSES: dict[str, tuple[Any, ...]] = {
     "access_programs": (), "context_management": ([],), "conversation": (),
@@ -105,6 +105,7 @@ REMEDIES = {
     "rid": _NAMED,
     "routed_dp_rank": _ROUTED,
     "stop_regex": "use stop",
+    "thread": "send the whole conversation",
     "top_logprobs": "use logprobs",
     "vllm_xargs": "Baton has no such extensions; leave it out",
 }

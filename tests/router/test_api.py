@@ -181,7 +181,6 @@ def test_an_invalid_field_of_a_chat_is_named(body, param, reason):
         ("lora_request", {}),
         ("chat_template", "{{ x }}"),
         ("return_hidden_states", True),
-        ("verbosity", "low"),
         ("task", "title"),
         ("return_meta_info", True),
         ("return_weight_versions", True),
@@ -227,6 +226,7 @@ def test_fields_of_other_servers_are_refused_with_a_remedy(field, value, remedy)
         (ChatBody, "reasoning", {"effort": "low"}, "use reasoning_effort"),
         (CompletionBody, "max_completion_tokens", 5, "use max_tokens"),
         (CompletionBody, "top_logprobs", 2, "use logprobs"),
+        (CompletionBody, "verbosity", "low", "not supported"),
     ],
 )
 def test_fields_of_another_endpoint_are_refused_with_a_remedy(kind, field, value, remedy):

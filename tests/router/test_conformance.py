@@ -90,7 +90,8 @@ def _added_up(chunks: list[dict[str, Any]], *, chat: bool) -> dict[str, Any]:
     if chat:
         assert [c["delta"].get("role") for c in chunks] == ["assistant", *[None] * (len(chunks) - 1)]
         text = "".join(c["delta"]["content"] for c in chunks)
-        return choice | {"message": {"role": "assistant", "content": text, "refusal": None}}
+        nulls = {"refusal": None, "reasoning": None, "reasoning_content": None}
+        return choice | {"message": {"role": "assistant", "content": text, **nulls}}
     choice |= {"prompt_token_ids": chunks[0]["prompt_token_ids"], "prompt_logprobs": None}
     return choice | {"text": "".join(c["text"] for c in chunks)}
 

@@ -39,7 +39,8 @@ async def test_chat(cluster: Cluster):
     status, result = await cluster.post("/v1/chat/completions", messages=CHAT)
     assert status == 200
     assert result["object"] == "chat.completion"
-    assert result["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+    nulls = {"refusal": None, "reasoning": None, "reasoning_content": None}
+    assert result["choices"][0]["message"] == {"role": "assistant", "content": TEXT, **nulls}
     prompt = cluster.prefills[0].submitted[0].prefill.request
     assert list(prompt.prompt_ids) == encode_chat(cluster.tokenizer, CHAT)
     assert prompt.sampling.max_tokens == 8192 - len(prompt.prompt_ids)
@@ -272,6 +273,8 @@ async def test_errors_have_openais_shape(cluster: Cluster):
     async with cluster.http.get(cluster.url + "/v1/completions") as response:
         assert response.status == 405
         assert response.headers["Allow"] == "POST"
+    status, result = await cluster.post("/v1/responses/input_tokens", input="x")
+    assert (status, result["error"]["message"]) == (404, "there is no POST /v1/responses/input_tokens")
     assert not cluster.prefills[0].submitted
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.router.admission.keys import api_keys
-from baton.router.api.anthropic.reply import AnthropicMessage, MessageEvent
+from baton.router.api.anthropic.reply import AnthropicErrorResponse, AnthropicMessage, MessageEvent
 from baton.router.endpoints.builders.anthropic import _arguments
 from baton.router.text.tokenizer import ModelTokenizer
 
@@ -54,6 +54,29 @@ async def test_the_anthropic_client_gets_blocks_and_sends_them_back(thinking: Cl
         expected = ["Be brief.", "Hi", f"<think>{THOUGHT}</think>{ANSWER}<tool_call>", "Error: Snow", "So?"]
         places = [thinking.prompt.index(each) for each in expected]
         assert places == sorted(places)
+
+
+async def test_the_tool_runner_of_the_anthropic_client_sends_the_whole_conversation(thinking: Cluster):
+    """It first asks the server to keep the conversation."""
+    from anthropic import beta_async_tool
+
+    @beta_async_tool
+    async def get_weather(city: str) -> str:
+        """The weather of a city."""
+        thinking.output_ids[:] = [*thinking.tokenizer.encode("It snows."), 2]
+        return f"Snow in {city}"
+
+    async with client(thinking) as api:
+        runner = api.beta.messages.tool_runner(
+            model="fake", max_tokens=200, messages=HELLO, tools=[get_weather]
+        )
+        final = await runner.until_done()
+    assert [block.text for block in final.content] == ["It snows."]
+    assert "Hi" in thinking.prompt
+    assert "Snow in Paris" in thinking.prompt
+    status, result = await thinking.post(PATH, **BODY, thread={"type": "create"})
+    AnthropicErrorResponse.model_validate(result)
+    assert (status, result["error"]["details"]) == (400, {"error_code": "thread_unsupported_request"})
 
 
 async def test_a_stream_has_typed_events_in_order(thinking: Cluster):

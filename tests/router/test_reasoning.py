@@ -171,7 +171,9 @@ async def test_a_model_that_is_not_known_to_reason(cluster: Cluster):
     assert (status, result["error"]["param"]) == (400, "thinking_token_budget")
     assert "--reasoning-parser" in result["error"]["message"]
     _, result = await cluster.post("/v1/chat/completions", **body)
-    assert "reasoning" not in result["choices"][0]["message"]
+    events = await cluster.events("/v1/chat/completions", **body)
+    for part in (result["choices"][0]["message"], *(event["choices"][0]["delta"] for event in events)):
+        assert part["reasoning_content"] is None
 
 
 def test_the_flag_overrides_the_template(thinking_path: Path, small_directory: Path):

@@ -36,6 +36,7 @@ TOOLS: list[Any] = [
 ]  # fmt: skip
 ARGUMENTS = '{"city": "Paris", "unit": "°C"}'
 ONE = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+NULLS = {"refusal": None, "reasoning": None, "reasoning_content": None}
 CALLS = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 
 
@@ -56,7 +57,7 @@ async def calling(tool_tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterat
 
 def joined(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str | None]:
     """Returns the message that is the sum of a stream's deltas, and its finish reason."""
-    message: dict[str, Any] = {"content": None, "refusal": None}
+    message: dict[str, Any] = {"content": None, **NULLS}
     reason = None
     for event in events:
         responses.ChatChunk.model_validate(event)
@@ -97,7 +98,7 @@ async def test_tool_calls_of_a_response_and_of_a_stream(calling: Cluster):
     assert message == {
         "role": "assistant",
         "content": "Let me see.",
-        "refusal": None,
+        **NULLS,
         "tool_calls": [
             {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}},
             {"type": "function", "function": {"name": "now", "arguments": "{}"}},
@@ -187,7 +188,8 @@ async def test_earlier_calls_and_results_are_in_the_prompt(calling: Cluster):
 
 
 async def test_template_variables_of_the_client(directory: Path, tmp_path: Path):
-    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{{ eos_token }}{{ think.how if think }}")
+    source = "{{ messages[0].content }}{{ eos_token }}{{ think.how if think }}{{ verbosity }}"
+    (tmp_path / "t.jinja").write_text(source)
     tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "t.jinja"))
     async with make_cluster(tokenizer, tmp_path) as made:
         told = {"think": {"how": "slowly"}, "messages": [], "eos_token": "!"}
@@ -200,6 +202,14 @@ async def test_template_variables_of_the_client(directory: Path, tmp_path: Path)
             await made.post("/v1/chat/completions", **body, max_tokens=1)
             sent = list(made.prefills[0].submitted[-1].prefill.request.prompt_ids)
             assert sent == tokens["tokens"] == tokenizer.encode(text)
+        chat = {"messages": CHAT, "verbosity": "high", "max_tokens": 1}
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/responses", {"input": CHAT, "text": {"verbosity": "high"}, "max_output_tokens": 1}),
+        ):
+            status, _ = await made.post(path, **body)
+            assert status == 200
+            assert made.prompt == "Weather in Paris?<|im_end|>high"
 
 
 async def test_one_call_at_most_without_parallel_tool_calls(calling: Cluster):
@@ -216,7 +226,7 @@ async def test_a_text_without_calls_and_a_call_that_is_cut_off(
 ):
     async with make_cluster(tool_tokenizer, tmp_path) as made:
         _, result = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS)
-        assert result["choices"][0]["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+        assert result["choices"][0]["message"] == {"role": "assistant", "content": TEXT, **NULLS}
         assert result["choices"][0]["finish_reason"] == "stop"
         made.output_ids[:] = made.tokenizer.encode(ONE)
         _, result = await made.post("/v1/chat/completions", messages=CHAT, tools=TOOLS, max_tokens=25)

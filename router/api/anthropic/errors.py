@@ -20,5 +20,7 @@ _TYPES = {
 
 def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Returns the JSON body, which is also that of an event in a stream."""
-    described = {"type": _TYPES.get(error.status, "api_error"), "message": error.message}
+    described: dict[str, Any] = {"type": _TYPES.get(error.status, "api_error"), "message": error.message}
+    if error.param == "thread":  # the client then sends the conversation with each request
+        described["details"] = {"error_code": "thread_unsupported_request"}
     return {"type": "error", "error": described, "request_id": request_id}

@@ -61,6 +61,7 @@ class TokenCount(ResponseModel):
 class AnthropicErrorDetail(ResponseModel):
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class AnthropicErrorResponse(ResponseModel):

@@ -55,7 +55,7 @@ class TextFormat(ClosedPart):
 
 class TextConfig(ClosedPart):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class FunctionTool(Function):
@@ -121,7 +121,7 @@ class ResponsesBody(OpenAIBody):
         Field(description="`reasoning.encrypted_content` has no effect: the items hold the reasoning itself"),
     ] = None
     reasoning: Annotated[Nullable[Reasoning], Field(description="`summary` only `auto`")] = Reasoning()
-    text: Annotated[Nullable[TextConfig], Field(description="`verbosity` only `medium`")] = TextConfig()
+    text: Nullable[TextConfig] = TextConfig()
     tools: Annotated[
         Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None, Field(description="only functions")
     ] = None
@@ -175,6 +175,7 @@ class ResponsesBody(OpenAIBody):
             "logprobs": self.logprobs,
             "top_logprobs": self.top_logprobs,
             "reasoning_effort": self.reasoning.effort,
+            "verbosity": self.text.verbosity,
             "response_format": self.text.format and self.text.format.for_chat,
             "tools": [tool.for_chat for tool in self.tools or ()],
             "tool_choice": (

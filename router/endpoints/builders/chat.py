@@ -18,7 +18,6 @@ class ChatBuilder(ChoicesBuilder):
     def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
         super().__init__(request, model, tokenizer)
         self._parsers = [OutputParser(request, tokenizer) for _ in request.choices]
-        self._may_reason = tokenizer.reasoning_parser is not None
         self._said: list[list[Part]] = [[] for _ in request.choices]
 
     def add(self, index: int, delta: Delta) -> None:
@@ -39,8 +38,7 @@ class ChatBuilder(ChoicesBuilder):
         reasoning, content = _text(parts, "reasoning"), _text(parts, "content")
         calls = [_tool_call(part) for part in parts if part.kind == "call"]
         message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
-        if self._may_reason:
-            message["reasoning_content"] = None  # clients of DeepSeek's API read it from each delta
+        message["reasoning_content"] = None  # clients of DeepSeek's API read it from each delta
         if reasoning:
             message |= _reasoning(reasoning)
         if content or not (calls or reasoning):
@@ -52,11 +50,11 @@ class ChatBuilder(ChoicesBuilder):
     def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         parts = self._said[index]
         reasoning, content, calls = _text(parts, "reasoning"), _text(parts, "content"), _whole_calls(parts)
+        if calls or reasoning:
+            content = content or None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self._may_reason:
-            message |= {"content": content or None, **_reasoning(reasoning or None)}
+        message |= _reasoning(reasoning or None)
         if calls:
-            message["content"] = content or None
             message["tool_calls"] = calls
         return {"index": index, "message": message, "token_ids": None, **self._rest(index, part)}
 
