@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from baton.router.errors import ApiError
 
 _ANTHROPIC = {
-    r"messages\[\d+\]|continue_final_message": "messages",
+    r"messages\[\d+\].*|continue_final_message": "messages",
     r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1].input_schema",
     r"response_format(\.json_schema\.schema)?": "output_config.format",
     r"reasoning_effort": "output_config.effort",
@@ -17,7 +17,7 @@ _NAMES = {
     "messages": _ANTHROPIC,
     "count_tokens": _ANTHROPIC,
     "responses": {
-        r"messages(\[\d+\])?": "input",
+        r"messages(\[\d+\].*)?": "input",
         r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1]\2",
         r"response_format(\.json_schema\.schema)?": "text.format",
         r"reasoning_effort": "reasoning.effort",

@@ -53,7 +53,9 @@ Prompts = list[str | list[int]]
 # What clients may send, for the JSON schema. The validators below normalize it.
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 # -1, or at least 1.
-TruncatedLength = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(_not_zero)]
+TruncatedLength = Annotated[
+    int, Field(ge=-1, lt=2**31, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)
+]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 PromptInput = Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_CHOICES)]

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from baton.router.api.fields import Items, Nullable, Part, TextPart, tag, text, union_of
 from baton.router.api.messages import FUNCTION_NAME
 
-Text = Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart])]
+Text = Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)]
 """A string or text blocks. Members such as `cache_control` have no effect."""
 
 

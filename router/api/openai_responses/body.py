@@ -3,7 +3,15 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from baton.router.api.bodies import MAX_LOGPROBS, MAX_TOOLS, ChatBody
 from baton.router.api.fields import (
@@ -92,8 +100,17 @@ def _choice(value: Any) -> Choice:
     return NamedFunctionTool(type="function", name=value["name"])
 
 
+def _false(value: bool) -> bool:
+    if value:
+        raise unsupported("must be false")
+    return value
+
+
 class ResponsesStreamOptions(ClosedPart):
-    include_obfuscation: Literal[False] | None = None
+    # A `Literal[False]` would take 0, too.
+    include_obfuscation: (
+        Annotated[bool, Field(json_schema_extra={"const": False}), AfterValidator(_false)] | None
+    ) = None
 
 
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]

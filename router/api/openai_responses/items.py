@@ -21,7 +21,7 @@ class ReasoningTextPart(TextPart):
 
 
 Text = Annotated[
-    str, BeforeValidator(partial(text, kinds=_TEXT), json_schema_input_type=str | list[InputTextPart])
+    str, BeforeValidator(partial(text, kinds=_TEXT), json_schema_input_type=str | list[InputTextPart] | None)
 ]
 ReasoningText = Annotated[
     str,

@@ -1,0 +1,123 @@
+"""Each endpoint takes the bodies that its own schema in /openapi.json allows, and refuses others with 400.
+
+Schemathesis makes the bodies: first the bounds of each field (its coverage phase), then random ones.
+"""
+
+import collections
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
+
+from baton.router.api.openapi import OPERATIONS, description
+
+from .conftest import Cluster
+
+BODIES = {operation.path: operation.body.__name__ for operation in OPERATIONS if operation.body}
+NAMED = {"there is no model": "model", "Response with id": "previous_response_id", "within": "timeout"}
+"""Errors of values that depend on the router or on time, and the fields with such values."""
+DOCUMENTED = "|".join([
+    r"must be at most max_tokens|context length is|not below the vocabulary's|not a token id below",
+    # Types are strict: 5.0 is no integer.
+    r"valid integer, not -?[\d.e+]+$|prompt: must be a string, a list of token ids",
+    # What several fields may be together.
+    r"needs|excludes|has a name$|has a schema$|can only be used when|unless echo or prompt_logprobs is set",
+    r"messages of role tool, and no others|only messages of role assistant|structured_outputs: must have one",
+    r"at least 1 item, not \[\]$",  # instructions or earlier messages count as well
+    r"tools has .* twice|must have each token once|tool_choice names",
+    # Grammars, and the arguments of a call, in fields that are text.
+    r"^(structured_outputs|response_format|text\.format|output_config\.format)",
+    r"tools\[\d+\]\.(function\.parameters|input_schema|parameters): |arguments must be a JSON object",
+    r"is not supported",  # fields that are refused by name
+])  # fmt: skip
+"""Why else a body may be refused that the schema allows."""
+NEEDED = {
+    "messages": [{"role": "user", "content": "Hi"}], "prompt": "x", "input": "x", "tokens": [5],
+    "max_tokens": 5,
+}  # fmt: skip
+
+
+def bodies_of(path: str, random_ones: int) -> Iterator[Any]:
+    import schemathesis  # here, since it takes a second in every process of a test run
+    from schemathesis import GenerationMode
+
+    operation = schemathesis.openapi.from_dict(description("", keys=False, admin=True))[path]["POST"]
+    modes, config = list(GenerationMode), operation.schema.config.generation_for(operation=operation)
+    cases = operation.schema.iter_coverage_cases(operation, generation_modes=modes, generation_config=config)
+    yield from (case.body for case in cases if case.method == "POST")
+    for mode in modes if random_ones else ():
+        yield from (case.body for case in drawn(operation.as_strategy(generation_mode=mode), random_ones))
+
+
+def drawn(cases: SearchStrategy[Any], count: int) -> list[Any]:
+    found: list[Any] = []
+
+    @settings(
+        max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(cases)
+    def keep(case: Any) -> None:
+        found.append(case)
+
+    keep()
+    return found
+
+
+async def post(cluster: Cluster, path: str, body: Any) -> tuple[int, str]:
+    try:
+        raw = json.dumps(body).encode()
+    except TypeError:  # bytes that are not JSON, or no body
+        raw = body if isinstance(body, bytes) else b""
+    headers = {"Content-Type": "application/json"}
+    async with cluster.http.post(cluster.url + path, data=raw, headers=headers) as response:
+        return response.status, (await response.read()).decode()
+
+
+def documented_field(said: str) -> str | None:
+    """The field of a body that was refused for a documented reason."""
+    error = json.loads(said)["error"]
+    for reason, field in NAMED.items():
+        if reason in error["message"]:
+            return field
+    named = error.get("param") or error["message"]  # Anthropic's errors have no param
+    return re.split(r"[.:\[ ]", named)[0] if re.search(DOCUMENTED, error["message"]) else None
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("count", "random_ones"), [(60, 0), pytest.param(1_000_000, 150, marks=pytest.mark.long)]
+)
+async def test_bodies_of_the_own_schema(
+    thinking: Cluster, caplog: pytest.LogCaptureFixture, path: str, count: int, random_ones: int
+):
+    document = description("", keys=False, admin=True)
+    schema = {"$ref": f"#/components/schemas/{BODIES[path]}", "components": document["components"]}
+    validator = jsonschema.Draft202012Validator(schema)
+    bodies = [*bodies_of(path, random_ones)]
+    random.Random(1).shuffle(bodies)
+    wrong, statuses = [], collections.Counter()
+    for body in bodies[:count]:
+        allowed = validator.is_valid(body)
+        status, said = await post(thinking, path, body)
+        while allowed and status in (400, 404, 504) and (field := documented_field(said)) is not None:
+            # The rest of the body must be taken.
+            changed = {name: value for name, value in body.items() if name != field}
+            if field in NEEDED and (body.get(field) is None or not validator.is_valid(changed)):
+                changed[field] = NEEDED[field]
+            if body == changed:
+                break
+            body = changed
+            status, said = await post(thinking, path, body)
+        statuses[allowed, status] += 1
+        if status != (200 if allowed else 400):
+            wrong.append((allowed, status, body, said))
+    assert wrong == []
+    assert min(statuses[True, 200], statuses[False, 400]) >= 5, statuses
+    assert not [record for record in caplog.records if record.exc_info]
