@@ -210,7 +210,8 @@ class Frontend:
         if not isinstance(body, ChatOptions) or not body.offered_tools:
             return body.structure and await self._checker.check(body.structure, key)
         tokenizer = self._services.tokenizer
-        if tokenizer.tool_format is None:
+        tool_format = tokenizer.format_of_calls(forced=body.must_call)
+        if tool_format is None:
             text = "tools is not supported: this model's tool call format is unknown, see --tool-call-parser"
             raise Unsupported(text, param="tools")
         answer = None
@@ -221,9 +222,7 @@ class Frontend:
         for i, tool in enumerate(body.tools or ()):
             field = f"tools[{i}].function.parameters"
             await self._checker.check(Structure("json_schema", tool.schema_text, field), key)
-        grammar = tokenizer.tool_format.grammar(
-            body.callable_tools, many=body.many_calls, spell=tokenizer.lark
-        )
+        grammar = tool_format.grammar(body.callable_tools, many=body.many_calls, spell=tokenizer.lark)
         if answer is not None:
             grammar = calls_or_answer(grammar, answer)
         if len(grammar) > MAX_LENGTH:

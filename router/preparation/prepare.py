@@ -199,10 +199,9 @@ def _check_ids(token_ids: list[int], field: str, tokenizer: ModelTokenizer) -> N
 def _rendered(tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[Message]) -> str:
     tools = body.offered_tools
     if not tokenizer.takes_tools:
-        if tools:
-            raise Unsupported(
-                "tools is not supported: this model's chat template does not support tools", param="tools"
-            )
+        if tools and not (isinstance(body, ChatOptions) and body.must_call):
+            reason = "this model's chat template does not support tools, so a call must be forced"
+            raise Unsupported(f"tools is not supported: {reason} by tool_choice", param="tools")
         for i, message in enumerate(messages):
             if message.about_tools:
                 text = (

@@ -70,6 +70,10 @@ class ModelTokenizer:
             "model_max_length": self.max_model_len,
         }
 
+    def format_of_calls(self, *, forced: bool) -> type[ToolParser] | None:
+        """Returns the format of a request's tool calls. A grammar enforces forced calls, in any format."""
+        return self.tool_format or (FORMATS["hermes"] if forced else None)
+
     @cached_property
     def state(self) -> bytes:
         """The bytes from which `restored` makes a copy in another process."""

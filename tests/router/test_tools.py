@@ -352,6 +352,34 @@ async def test_errors_about_tools_name_their_field(
         assert status == 200
 
 
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ tools }}{{ messages[0].content }}"])
+async def test_a_call_can_be_forced_with_any_template(directory: Path, tmp_path: Path, template: str):
+    (tmp_path / "plain.jinja").write_text(template)
+    tokenizer = load_tokenizer(str(directory), chat_template=str(tmp_path / "plain.jinja"))
+    assert tokenizer.tool_format is None
+    async with make_cluster(tokenizer, tmp_path, text=ONE) as made:
+        for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            body = {"messages": CHAT, "tools": TOOLS, "tool_choice": choice}
+            status, result = await made.post("/v1/chat/completions", **body)
+            assert status == 200, result
+            [call] = result["choices"][0]["message"]["tool_calls"]
+            assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+            assert accepts_call(made)
+            streamed, _ = joined(await made.events("/v1/chat/completions", **body))
+            assert streamed["tool_calls"][0]["function"] == call["function"]
+        for choice in (None, "auto"):
+            status, result = await made.post("/v1/chat/completions", **body | {"tool_choice": choice})
+            assert (status, result["error"]["param"]) == (400, "tools")
+
+
+def accepts_call(cluster: Cluster) -> bool:
+    """Whether workers got a grammar that takes a call."""
+    grammar = LLMatcher.grammar_from_lark(cluster.sent.sampling.structured_output.grammar)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    said = ONE.replace(', "unit": "°C"', "").encode()
+    return matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
+
+
 async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_path: Path):
     model = tmp_path / "mistral"
     model.mkdir()

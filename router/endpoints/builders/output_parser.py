@@ -43,7 +43,7 @@ class OutputParser:
         self._max_calls = 1 if body.parallel_tool_calls is False else None
         self._only_calls = body.must_call
         self._named = isinstance(body.tool_choice, NamedTool)
-        tool_format = tokenizer.tool_format if body.offered_tools else None
+        tool_format = tokenizer.format_of_calls(forced=body.must_call) if body.offered_tools else None
         self._tools = None if tool_format is None else tool_format()
         reasoning = tokenizer.reasoning_parser if body.separate_reasoning else None
         self.reasons = reasoning is not None
