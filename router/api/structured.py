@@ -46,7 +46,10 @@ def calls_or_answer(calls: str, answer: Structure) -> str:
 
 
 class JsonSchema(Part):
-    """Workers always enforce the schema. `strict` has no effect."""
+    """Workers always enforce the schema, as one of draft 2020-12. `strict` has no effect.
+
+    Keywords that workers cannot enforce are refused by name, and so are those of draft 3.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -86,7 +89,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class StructuredOutputs(Part):
-    """vLLM's field `structured_outputs`: exactly one of its members is set."""
+    """vLLM's field `structured_outputs`: exactly one of its members is set.
+
+    In `regex`, `\\d` is `[0-9]`, `\\w` is `[0-9A-Za-z_]`, and `\\s` is ASCII white space and U+00A0, as in
+    xgrammar, a backend of vLLM.
+    """
 
     json_: Annotated[
         Schema | str | None, Field(alias="json"), one_of(dict | str | None, "a JSON schema, or its text")

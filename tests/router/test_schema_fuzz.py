@@ -29,6 +29,7 @@ DOCUMENTED = "|".join([
     # What several fields may be together.
     r"needs|excludes|has a name$|has a schema$|can only be used when|unless echo or prompt_logprobs is set",
     r"messages of role tool, and no others|only messages of role assistant|structured_outputs: must have one",
+    r"no text can follow them|must not be empty$",  # a text may have no token
     r"at least 1 item, not \[\]$",  # instructions or earlier messages count as well
     r"tools has .* twice|must have each token once|tool_choice names",
     # Grammars, and the arguments of a call, in fields that are text.
