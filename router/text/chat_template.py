@@ -5,6 +5,7 @@ transformers.
 """
 
 import json
+import logging
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -14,6 +15,8 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+log = logging.getLogger(__name__)
 
 _END = "THE FINAL MESSAGE GOES ON HERE\v"
 """Marks the end of the final message in the rendered text. A template that strips messages removes the
@@ -88,7 +91,10 @@ class ChatTemplate:
         except Exception as error:
             # A template is a program, and may fail in any way. It works for other messages, so the cause is
             # in these messages or tools.
-            reason = str(error) or type(error).__name__
+            kind = type(error).__name__
+            if not isinstance(error, jinja2.TemplateError):
+                log.warning("the model's chat template failed on a request: %s", kind)
+            reason = str(error) or kind
             raise ChatTemplateError(
                 f"the model's chat template does not take these messages: {reason}"
             ) from error
