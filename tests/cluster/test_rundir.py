@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.supervision import rundir
+from baton.cluster.supervision.janitor import Janitor
 from baton.cluster.supervision.python_path import PACKAGES
 from baton.cluster.supervision.rundir import RunDir
 
@@ -73,3 +75,13 @@ def test_only_run_directories_of_dead_owners_are_removed(parent: Path) -> None:
     assert living.path.exists()
     living.remove()
     another.remove()
+
+
+def test_a_janitor_that_hangs_is_dismissed(parent: Path) -> None:
+    """Else `baton serve` would never end."""
+    run_dir = RunDir.create(parent)
+    janitor = Janitor(run_dir.path, "a janitor")
+    os.kill(janitor._process.pid, signal.SIGSTOP)
+    janitor.dismiss()
+    assert run_dir.path.exists(), "its owner lives"
+    run_dir.remove()
