@@ -71,6 +71,7 @@ class Lane:
         self.granted = self.sent = 0  # of KV frames
         self.answers = True  # recalls of credit, as one must
         self.number = 0
+        self.peer = b""  # its identity, if it is the listener
         self.outgoing: Direction | None = None  # of an encrypted lane, after the handshake
         self.incoming: Direction | None = None
         sock.settimeout(20)
@@ -179,17 +180,20 @@ def connect(
     lanes: int = 1,
     behind: bytes = b"",
     encrypt: bool = False,
+    who: bytes = b"",
     **about: Any,
 ) -> Lane:
-    """As a decode worker, one lane, up to the listener's verdict; `behind` its last word, in one piece."""
+    """As a decode worker, one lane, up to the listener's verdict; `behind` its last word, in one piece. `who`
+    is its identity, in place of one with `about`."""
     lane = Lane(socket.create_connection(("127.0.0.1", port)))
     lane.answers = False
     exchange = Exchange(encrypt)
     tag, session = "open_encrypted" if encrypt else "open", session or os.urandom(16)
-    opened = pack([tag, session, number, lanes, exchange.nonce, identity("receiver", **about)])
+    opened = pack([tag, session, number, lanes, exchange.nonce, who or identity("receiver", **about)])
     lane.send(HELLO, opened)
     kind, _, _, payload = lane.read()
     tag, nonce, theirs, proof = unpack(payload)
+    lane.peer = theirs
     assert (kind, tag) == (HELLO, "reply")
     if secret == SECRET:
         assert proof == mac(secret, b"listener", opened, nonce, theirs)

@@ -3,8 +3,9 @@
     python -m tests.system.attack [BLOW ...] < pipe
 
 The first line of its input is a `Target`, as JSON. It strikes all blows, or those that are named, until its
-input ends. It prints an empty line whenever each blow was struck once more. In the end it prints two counts:
-how often it struck each blow, and how many calls a worker served although it must refuse them.
+input ends. It prints an empty line whenever each blow was struck once more in each of its ways. In the end it
+prints counts: how often it struck each blow, how many of them got no answer, and how many calls a worker
+served although it must refuse them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import random
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 import aiohttp
 import grpc
@@ -30,25 +32,30 @@ from baton.rpc import auth
 from baton.rpc import inference_pb2 as inference
 from baton.rpc import worker_pb2 as worker
 from tests.kv_transfer import second_wire as wire
+from tests.kv_transfer.noise import Noise, drained, hostile_frames
 
 BLOWS = {
-    "flood": 0.02, "huge_bodies": 0.5, "false_fields": 0.02, "false_bodies": 0.05, "bent_http": 0.02,
-    "false_messages": 0.05, "huge_messages": 0.5, "stalled_streams": 0.2,
-    "unsigned_calls": 0.1, "replayed_calls": 0.1, "bent_grpc": 0.02,
-    "half_handshakes": 0.01, "bent_frames": 0.02,
+    "flood": 0.02, "huge_bodies": 0.5, "false_fields": 0.02, "dear_requests": 0.05, "false_bodies": 0.05,
+    "garbage": 0.01, "pages": 0.1, "false_messages": 0.05, "huge_messages": 0.5, "stalled_streams": 0.2,
+    "unsigned_calls": 0.1, "replayed_calls": 0.1, "half_handshakes": 0.01, "bent_frames": 0.02,
+    "frames_of_an_insider": 0.1,
 }  # fmt: skip
 """Methods of `Attack`, and the seconds after each of them."""
 AT_ONCE = {"flood": 16}
 MOST_HELD = 80
-"""Connections of one kind that stay open; the oldest goes when there are more."""
+"""Connections to one port that stay open; the oldest goes when there are more."""
+FRAMES = 50
+"""On a lane of an insider."""
 REFUSED = (
     OSError,
     EOFError,
-    TimeoutError,
     aiohttp.ClientError,
     grpc.aio.AioRpcError,
     asyncio.IncompleteReadError,
+    msgspec.DecodeError,  # an insider, to whom a lane is closed
 )
+PATIENCE_S = 60.0
+"""For the answer to an HTTP request."""
 WORKER, GENERATE = "/baton.v1.Worker/", "/baton.v1.Inference/Generate"
 FALSE_FIELDS: tuple[dict[str, object], ...] = (
     {"temperature": 1e39},
@@ -70,7 +77,52 @@ FALSE_FIELDS: tuple[dict[str, object], ...] = (
     {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "127.0.0.1"}},
     {"prompt": "\ud800"},
     {"user": None, "stream": None, "echo": None, "logprobs": 10**6},
+    {"structured_outputs": {"grammar": 's: "a" | t'}},
+    {"structured_outputs": {"grammar": "(" * 10_000}},
+    {"structured_outputs": {"json": {"type": ["string", "null"], "exclusiveMinimum": True}}},
+    {"structured_outputs": {"json": {"allOf": [{"enum": list(range(20_000))}] * 3}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
 )
+DEAR_FIELDS: tuple[dict[str, object], ...] = (
+    {"stop": ["a" * (1000 + i) for i in range(24)] + ["e" * (985 + i) for i in range(40)]},
+    {"n": 128, "max_tokens": 4},
+    {"structured_outputs": {"grammar": 's: s s | "a" | ""'}, "ignore_eos": False},
+    {"structured_outputs": {"regex": "(a?){60}a{60}"}, "ignore_eos": False},
+    {"logprobs": 5, "logit_bias": {str(i): 1 for i in range(300)}},
+)
+"""Valid, and as much work as a request may be."""
+MIB = 1 << 20
+
+
+def huge_bodies() -> list[bytes]:
+    """Of nearly 16 MiB."""
+    zeros = b"[" + b"0," * (8 * MIB - 100) + b"0]"
+    deep = b"[" * (8 * MIB - 100) + b"]" * (8 * MIB - 100)
+    one = json.dumps({"messages": [{"role": "user", "content": "word " * 3_200_000}]}).encode()
+    many = json.dumps({"messages": [{"role": "user", "content": "a"}] * 300_000}).encode()
+    return [one, many, b'{"messages": ' + zeros + b"}", b'{"messages": ' + deep + b"}", zeros]
+
+
+BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+GARBAGE = (
+    b"",
+    b"GET / HT",
+    BEGUN,
+    BEGUN + b"Content-Length: 999999999999\r\n\r\n{",
+    BEGUN + b"Content-Length: -1\r\n\r\n",
+    BEGUN + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+    BEGUN + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n" + b"{",
+    BEGUN + b"".join(b"X-%d: y\r\n" % i for i in range(5000)),
+    b"GET /" + b"x" * 100_000,
+    PREFACE,
+    PREFACE + os.urandom(200),
+    wire.frame(wire.HELLO, b"")[:30],
+    b"\0" * 300,
+    os.urandom(300),
+)
+"""What never ends, and what the port does not understand."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,18 +130,21 @@ class Target:
     url: str
     grpc_port: int
     key: str
-    """With limits of its own."""
+    """With limits of its own. Most of the time it has reached them."""
+    other_key: str
+    """With the same limits, for what is to be looked at before it is refused."""
     workers: list[str]
     """Of both roles, their gRPC addresses."""
+    ports: list[int]
+    """All ports of the cluster."""
+    pages: list[str]
+    """URLs of metrics, status and health."""
     kv_port: int
+    """Of a prefill worker."""
     secret: str
-    """Only to make the signed calls that are recorded and sent again."""
+    """Only for the signed calls that are recorded and sent again, and for an insider."""
     prompt: str
     seed: int = 0
-
-    @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
 
 
 @dataclass
@@ -99,10 +154,23 @@ class Attack:
     rng: random.Random
     struck: Counter[str]
     """All blows that it may strike."""
+    ways: Counter[str] = field(default_factory=Counter)
+    """How many ways there are to strike them, where there are several."""
     rounds: int = 0
-    """How often each of them was struck at least."""
+    """How often each of them was struck at least, in each way."""
     believed: Counter[str] = field(default_factory=Counter)
-    held: dict[str, list[Callable[[], object]]] = field(default_factory=dict)
+    unanswered: Counter[str] = field(default_factory=Counter)
+    held: dict[object, list[Callable[[], object]]] = field(default_factory=dict)
+    huge: list[bytes] = field(default_factory=huge_bodies)
+    who: bytes = b""
+    """The identity with which an insider is welcome."""
+    said: int = 0
+    """Frames of an insider that did not end the lane."""
+
+    def turn(self, blow: str, ways: Sequence[T]) -> T:
+        """One way after the other."""
+        self.ways[blow] = len(ways)
+        return ways[self.struck[blow] % len(ways)]
 
     # ---------------------------------------------------------------- HTTP
 
@@ -111,7 +179,7 @@ class Attack:
         words = self.target.prompt.split()
         prompt = " ".join(self.rng.choices(words, k=self.rng.choice((5, 50, 400))))
         body = {"prompt": prompt, "max_tokens": 60, "stream": True, "ignore_eos": True}
-        async with self._post(json.dumps(body).encode()) as response:
+        async with self._post(json.dumps(body).encode(), key=self.target.key) as response:
             match self.rng.randrange(3):
                 case 0:
                     await response.read()
@@ -121,69 +189,67 @@ class Attack:
                     await response.content.readline()
 
     async def huge_bodies(self) -> None:
-        one = {"messages": [{"role": "user", "content": "word " * 3_200_000}]}
-        many = {"messages": [{"role": "user", "content": "a"}] * 300_000}
-        body = json.dumps(self.rng.choice((one, many))).encode()
-        async with self._post(
-            body, "/v1/chat/completions", key=self.rng.choice((self.target.key, ""))
-        ) as response:
+        keys = (self.target.other_key, "")
+        key, body = self.turn("huge_bodies", list(product(keys, self.huge)))
+        async with self._post(body, "/v1/chat/completions", key=key) as response:
             await response.read()
 
     async def false_fields(self) -> None:
-        false = {"prompt": "x", "max_tokens": 2, **self.rng.choice(FALSE_FIELDS)}
+        false = {"prompt": "x", "max_tokens": 2, **self.turn("false_fields", FALSE_FIELDS)}
         async with self._post(json.dumps(false).encode()) as response:
             await response.read()
 
+    async def dear_requests(self) -> None:
+        dear = {"prompt": "x", "max_tokens": 60, "stream": True, "ignore_eos": True}
+        dear |= self.turn("dear_requests", DEAR_FIELDS)
+        async with self._post(json.dumps(dear).encode()) as response:
+            await response.read()
+
     async def false_bodies(self) -> None:
-        body = self.rng.choice(
-            (b"{", b"[" * 100_000, b"\x1f\x8b" + os.urandom(1000), b'{"prompt": "' + b"\xff" * 99)
-        )
-        encoding = {"Content-Encoding": "gzip"} if self.rng.random() < 0.5 else {}
+        bodies = (b"{", b"[" * 100_000, b"\x1f\x8b" + os.urandom(1000), b'{"prompt": "' + b"\xff" * 99)
+        encodings: tuple[dict[str, str], ...] = ({}, {"Content-Encoding": "gzip"})
+        body, encoding = self.turn("false_bodies", list(product(bodies, encodings)))
         async with self._post(body, **encoding) as response:
             await response.read()
 
     def _post(
         self, body: bytes, path: str = "/v1/completions", key: str | None = None, **headers: str
     ) -> Any:
-        key = self.target.key if key is None else key
+        key = self.target.other_key if key is None else key
         headers |= {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         return self.http.post(self.target.url + path, data=body, headers=headers)
 
-    async def bent_http(self) -> None:
-        """What is not HTTP, and what never ends."""
-        begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-        said = self.rng.choice(
-            (
-                os.urandom(300),
-                b"",
-                b"GET / HT",
-                begun,
-                begun + b"Content-Length: 999999999999\r\n\r\n{",
-                begun + b"Content-Length: -1\r\n\r\n",
-                begun + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
-                begun + b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n" + b"{",
-                begun + b"".join(b"X-%d: y\r\n" % i for i in range(5000)),
-            )
-        )
-        await self._say("http", self.target.port, said)
+    async def garbage(self) -> None:
+        """On every port."""
+        said, port = self.turn("garbage", list(product(GARBAGE, self.target.ports)))
+        await self._say(port, said)
+
+    async def pages(self) -> None:
+        """They are asked for again and again, by clients that read nothing, and by others."""
+        page, reads = self.turn("pages", list(product(self.target.pages, (True, False))))
+        if reads:
+            async with self.http.get(page) as response:
+                await response.read()
+        else:
+            address, _, path = page.removeprefix("http://").partition("/")
+            asked = f"GET /{path} HTTP/1.1\r\nHost: {address}\r\n\r\n" * 200
+            await self._say(int(address.rpartition(":")[2]), asked.encode())
 
     # ---------------------------------------------------------------- the router's gRPC
 
     async def false_messages(self) -> None:
-        """With a key and without: bytes that are no message, and fields that are out of bounds."""
-        sampling: dict[str, Any] = self.rng.choice(
-            (
-                {"temperature": 1e39},
-                {"max_tokens": 2**32 - 1},
-                {"n": 2**32 - 1},
-                {"logprobs": 2**31},
-                {"top_k": -5},
-            )
+        """With a key, a wrong one and none: bytes that are no message, and fields that are out of bounds."""
+        fields: tuple[dict[str, Any], ...] = (
+            {"temperature": 1e39},
+            {"max_tokens": 2**32 - 1},
+            {"n": 2**32 - 1},
+            {"logprobs": 2**31},
+            {"top_k": -5},
         )
-        message = inference.GenerateRequest(text="x", **sampling).SerializeToString()
-        message = self.rng.choice((message, os.urandom(200), message[:-1], b"\x12" + b"\xff" * 9))
-        metadata = [("authorization", f"Bearer {self.target.key}")] if self.rng.random() < 0.7 else []
-        await self._generate(message, metadata)
+        false = [inference.GenerateRequest(text="x", **field).SerializeToString() for field in fields]
+        false += [os.urandom(200), false[0][:-1], b"\x12" + b"\xff" * 9]
+        keys = ([("authorization", f"Bearer {key}")] for key in (self.target.other_key, "wrong"))
+        await self._generate(*self.turn("false_messages", list(product(false, (*keys, [])))))
 
     async def huge_messages(self) -> None:
         """Without a key, so that no byte of them need be looked at."""
@@ -201,7 +267,7 @@ class Attack:
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.target.grpc_port}")
         metadata = [("authorization", f"Bearer {self.target.key}")]
         call = channel.unary_stream(GENERATE, None, None)(message.SerializeToString(), metadata=metadata)
-        self._hold("grpc", call.cancel, most=4)
+        self._hold("unread", call.cancel, most=4)
         await asyncio.sleep(0.2)
 
     # ---------------------------------------------------------------- workers
@@ -239,45 +305,56 @@ class Attack:
                     self.believed[what] += 1
                     call.cancel()
 
-    async def bent_grpc(self) -> None:
-        preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-        said = self.rng.choice((b"", os.urandom(500), preface, preface + os.urandom(200)))
-        port = int(self.rng.choice(self.target.workers).rpartition(":")[2])
-        await self._say("worker", port, said)
-
     # ---------------------------------------------------------------- KV
 
     async def half_handshakes(self) -> None:
         opened = wire.pack(["open", os.urandom(16), 0, 4, os.urandom(32), wire.identity("decode")])
         proof = wire.pack(["proof", os.urandom(32)])
         hello = wire.frame(wire.HELLO, opened)
-        said = self.rng.choice((b"", hello[:30], hello, hello + wire.frame(wire.HELLO, proof)))
-        await self._say("kv", self.target.kv_port, said)
+        said = (b"", hello[:30], hello, hello + wire.frame(wire.HELLO, proof))
+        await self._say(self.target.kv_port, self.turn("half_handshakes", said))
 
     async def bent_frames(self) -> None:
         kind = self.rng.randrange(12)
-        said = self.rng.choice(
-            (
-                os.urandom(100),
-                wire.frame(kind, b"", length=2**32 - 1),
-                wire.frame(kind, os.urandom(100)),
-                wire.frame(wire.HELLO, b"", version=255),
-                wire.frame(wire.HELLO, b"\xdd" + struct.pack(">I", 2**32 - 1)),
-                wire.frame(wire.HELLO, os.urandom(100), checksum=1),
-            )
+        said = (
+            os.urandom(100),
+            wire.frame(kind, b"", length=2**32 - 1),
+            wire.frame(kind, os.urandom(100)),
+            wire.frame(wire.HELLO, b"", version=255),
+            wire.frame(wire.HELLO, b"\xdd" + struct.pack(">I", 2**32 - 1)),
+            wire.frame(wire.HELLO, os.urandom(100), checksum=1),
         )
-        await self._say("kv", self.target.kv_port, said)
+        await self._say(self.target.kv_port, self.turn("bent_frames", said))
+
+    async def frames_of_an_insider(self) -> None:
+        """It knows the secret, and says what no worker would say."""
+        await asyncio.to_thread(self._inside)
+
+    def _inside(self) -> None:
+        lane = wire.connect(self.target.kv_port, self.target.secret.encode(), who=self.who)
+        with lane.sock:
+            if not self.who:  # the first time it learns what a peer is
+                _, versions, *_, ranks, model, layout, dtype, scales, slot = wire.unpack(lane.peer)
+                about = [0, ranks, model, layout, dtype, scales, slot]
+                self.who = wire.pack(["receiver", versions, "insider", 1, *about])
+                return
+            frames = hostile_frames(Noise(self.rng, [os.urandom(16)]))
+            for _, said in zip(range(FRAMES), frames, strict=False):
+                lane.sock.sendall(said)
+                if not drained(lane.sock):
+                    return
+                self.said += 1
 
     # ---------------------------------------------------------------- connections
 
-    async def _say(self, kind: str, port: int, said: bytes) -> None:
+    async def _say(self, port: int, said: bytes) -> None:
         """Opens a connection, says that, and keeps it as it is."""
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        self._hold(kind, writer.transport.abort)
+        self._hold(port, writer.transport.abort)
+        writer.transport.pause_reading()
         writer.write(said)
-        await writer.drain()
 
-    def _hold(self, kind: str, end: Callable[[], object], most: int = MOST_HELD) -> None:
+    def _hold(self, kind: object, end: Callable[[], object], most: int = MOST_HELD) -> None:
         held = self.held.setdefault(kind, [])
         held.append(end)
         if len(held) > most:
@@ -286,10 +363,14 @@ class Attack:
     async def strike(self, name: str) -> None:
         """Again and again."""
         while True:
-            with contextlib.suppress(*REFUSED):
+            try:
                 await getattr(self, name)()
+            except TimeoutError:
+                self.unanswered[name] += 1
+            except REFUSED:
+                pass
             self.struck[name] += 1
-            if min(self.struck.values()) > self.rounds:
+            if min(count // max(1, self.ways[blow]) for blow, count in self.struck.items()) > self.rounds:
                 self.rounds += 1
                 print(flush=True)
             await asyncio.sleep(BLOWS[name])
@@ -299,7 +380,8 @@ async def main() -> None:
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     target = msgspec.json.decode(await reader.readline(), type=Target)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+    patience = aiohttp.ClientTimeout(PATIENCE_S)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=patience) as http:
         blows = sys.argv[1:] or list(BLOWS)
         attack = Attack(target, http, random.Random(target.seed), Counter(dict.fromkeys(blows, 0)))
         striking = [
@@ -312,7 +394,8 @@ async def main() -> None:
                 task.result()  # a defect of this client
             task.cancel()
         await asyncio.gather(*striking, return_exceptions=True)
-    print(json.dumps({"struck": attack.struck, "believed": attack.believed}))
+    counts = (attack.struck, attack.unanswered, attack.believed, attack.said)
+    print(json.dumps(dict(zip(("struck", "unanswered", "believed", "frames"), counts, strict=True))))
 
 
 if __name__ == "__main__":

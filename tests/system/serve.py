@@ -6,13 +6,14 @@ import json
 import signal
 import subprocess
 import urllib.request
+from collections import defaultdict
 from typing import Any
 
 from baton.bench.chaos.cluster import free_port, leaks_when_idle
 from baton.cluster.supervision.processes import Process
 from tests.forked import FreshPopen
 
-from .machine import BATON, Machine, alive, answers, listening, titled, tree, until
+from .machine import BATON, Machine, alive, answers, command_lines, listening, titled, tree, until
 
 START_S, STOP_S = 120.0, 60.0
 
@@ -57,6 +58,15 @@ class Serve:
     def role(self, name: str) -> Process | None:
         """The service process of a role, or "decode 0 engine"."""
         return titled(self.process.pid, f"baton {self.port}: {name}")
+
+    def processes(self) -> dict[str, set[int]]:
+        """Pids by title: "decode 0 engine". A router has two processes with the title "router 0 bodies"."""
+        found = defaultdict(set, {"serve": {self.process.pid}})
+        for process, line in command_lines(self.process.pid).items():
+            title = line.partition("\0")[0].strip()
+            if title != "baton tests: fork server":
+                found[title.removeprefix(f"baton {self.port}: ")].add(process.pid)
+        return dict(found)
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(self.url + path, timeout=30) as response:

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from baton.bench.chaos.faults import Happened
 from baton.bench.chaos.load import Load, judge
 from baton.bench.chaos.streams import Case, Stream, cases, expected, new_session, read
 
-from .machine import Machine, command_lines, until
+from .machine import Machine, until
 from .recovery import MIXED
 from .serve import Serve
 
@@ -30,12 +29,11 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 CLIENTS = 4
 BACK_S = 90.0
 """A worker that was killed often waits for up to 30 s. One that hangs is noticed after 10 s."""
-FORKS = "baton tests: fork server"
 RANKS = 3
 PROCESSES = (
     "decode 0", "prefill 0", "router 0", "decode 0 engine", "prefill 0 engine", "router 0 bodies",
-    "router 0 grammars", "decode 0 rank 1", "prefill 0 transfer", "router 0.0", "decode 0 transfer", "router 0.1",
-    "decode 0 rank 2", "janitor",
+    "router 0 grammars", "decode 0 rank 1", "prefill 0 transfer", "router 0.0", "decode 0 transfer",
+    "router 0.1", "decode 0 rank 2", "janitor",
 )  # fmt: skip
 """All of a cluster but `baton serve`, by title. Neighbours are not of one role: a role that ends again soon
 waits before its next start."""
@@ -85,20 +83,11 @@ class Cluster:
     admin: str
     right: dict[Case, list[int]]
 
-    def processes(self) -> dict[str, set[int]]:
-        """Pids by title. A router has several processes that prepare bodies, and one title for all."""
-        found = defaultdict(set)
-        for process, line in command_lines(self.serve.process.pid).items():
-            title = line.partition("\0")[0].strip()
-            found[title.removeprefix(f"baton {self.serve.port}: ")].add(process.pid)
-        found.pop(FORKS, None)
-        return dict(found) | {SERVE: {self.serve.process.pid}}
-
     async def until_back(self, fault: Fault, before: dict[str, set[int]]) -> None:
         """Every process is there, in place of those that ended, and workers and routers serve."""
 
         def back() -> bool | None:
-            now = self.processes()
+            now = self.serve.processes()
             for title, pids in before.items():
                 if title.endswith(("bodies", "grammars")):
                     continue  # of all processes of the router; those that a request needs are started for it
@@ -159,8 +148,10 @@ async def asked(cluster: Cluster, fault: Fault) -> None:
 
 def test_the_table_has_every_process(cluster: Cluster) -> None:
     asyncio.run(asked(cluster, Fault(SERVE, STOP)))  # grammars are prepared on demand
-    movers = {title for title in cluster.processes() if "transfer, lanes" in title}  # from eight CPUs on
-    assert cluster.processes().keys() - movers == {*PROCESSES, SERVE}
+    movers = {
+        title for title in cluster.serve.processes() if "transfer, lanes" in title
+    }  # from eight CPUs on
+    assert cluster.serve.processes().keys() - movers == {*PROCESSES, SERVE}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +165,7 @@ async def test_streams_go_on_and_the_process_comes_back(cluster: Cluster, fault:
     await asyncio.to_thread(
         until, lambda: status(cluster.admin)["router"]["requests"] >= CLIENTS or None, 30, "a load"
     )
-    before = await asyncio.to_thread(cluster.processes)
+    before = await asyncio.to_thread(cluster.serve.processes)
     assert before[fault.process]
     at = time.monotonic()
     try:
@@ -197,7 +188,7 @@ async def test_streams_go_on_and_the_process_comes_back(cluster: Cluster, fault:
     verdict = judge(load.streams, cluster.right, happened)
     print(f"{fault.process} {fault.how.name}: {verdict.requests} streams, {time.monotonic() - at:.1f} s")
     assert (verdict.failed, verdict.lost_or_repeated, verdict.different) == (0, 0, 0), verdict.errors
-    after = await asyncio.to_thread(cluster.processes)
+    after = await asyncio.to_thread(cluster.serve.processes)
     children = ("bodies", "grammars")
     others = [title for title in before if not (fault.ends(title) or title.endswith(children))]
     assert {title: after.get(title) for title in others if title != "janitor" or fault.how is STOP} == {

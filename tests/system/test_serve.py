@@ -81,11 +81,10 @@ def test_a_port_in_use_is_an_error_before_anything_starts(served: Serve) -> None
 
 
 def test_every_process_is_titled_with_the_port_of_its_cluster(served: Serve) -> None:
-    titles = [line.partition("\0")[0].strip() for line in command_lines(served.process.pid).values()]
-    titles = [title for title in titles if title != "baton tests: fork server"]
-    names = {title.removeprefix(f"baton {served.port}: ") for title in titles}
-    assert {"janitor", "router 0", *(f"{role} 0{p}" for role in ROLES for p in PROCESSES)} <= names
-    assert not names & set(titles), "all of them"
+    processes = served.processes()
+    lines = command_lines(served.process.pid)
+    assert {"janitor", "router 0", *(f"{role} 0{p}" for role in ROLES for p in PROCESSES)} <= processes.keys()
+    assert not processes.keys() & {line.partition("\0")[0].strip() for line in lines.values()}, "all of them"
 
 
 def family(serve: Serve, role: str) -> list[Process]:
