@@ -189,8 +189,8 @@ class Attack:
                     await response.content.readline()
 
     async def huge_bodies(self) -> None:
-        keys = (self.target.other_key, "")
-        key, body = self.turn("huge_bodies", list(product(keys, self.huge)))
+        with_key = [(body, self.target.other_key) for body in self.huge]
+        body, key = self.turn("huge_bodies", [*with_key, (self.huge[0], "")])
         async with self._post(body, "/v1/chat/completions", key=key) as response:
             await response.read()
 
@@ -200,7 +200,7 @@ class Attack:
             await response.read()
 
     async def dear_requests(self) -> None:
-        dear = {"prompt": "x", "max_tokens": 60, "stream": True, "ignore_eos": True}
+        dear = {"prompt": "x", "max_tokens": 30, "stream": True, "ignore_eos": True}
         dear |= self.turn("dear_requests", DEAR_FIELDS)
         async with self._post(json.dumps(dear).encode()) as response:
             await response.read()
@@ -351,7 +351,6 @@ class Attack:
         """Opens a connection, says that, and keeps it as it is."""
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         self._hold(port, writer.transport.abort)
-        writer.transport.pause_reading()
         writer.write(said)
 
     def _hold(self, kind: object, end: Callable[[], object], most: int = MOST_HELD) -> None:
