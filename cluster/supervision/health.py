@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 INTERVAL = 2.0  # seconds between two health checks
 PATIENCE = 10.0  # seconds without an answer after which a role counts as dead; as --engine-timeout
 
-Check = Callable[[], Awaitable[None]]
+Check = Callable[[], Coroutine[Any, Any, None]]
 
 
 async def until_silent(
@@ -27,18 +26,26 @@ async def until_silent(
 ) -> str:
     """Checks the role that reported `ready` until it gives no answer for `patience` seconds.
 
-    Then returns the reason, for people.
+    Then returns the reason, for people. Counts only time in which this process itself ran: if it was stopped,
+    an interval may have lasted long, and counts as one.
     """
+    silent = 0.0
     async with contextlib.AsyncExitStack() as open_:
         check = await _check_of(ready, secret, tls, open_)
-        answered = time.monotonic()
-        while (silent := time.monotonic() - answered) < patience:
+        while silent < patience:
             await asyncio.sleep(interval)
+            checking = asyncio.create_task(check())
             try:
-                await asyncio.wait_for(check(), patience)
-                answered = time.monotonic()
+                while not checking.done() and silent < patience:
+                    await asyncio.wait({checking}, timeout=interval)
+                    silent += interval
+                if checking.done():
+                    checking.result()
+                    silent = 0.0
             except (OSError, TimeoutError):
                 pass
+            finally:
+                checking.cancel()
     return f"gave no answer for {silent:.0f} s"
 
 

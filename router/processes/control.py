@@ -49,14 +49,25 @@ class ControlClient:
         Raises TimeoutError when the process hangs. Its late reply could follow a later command, so the caller
         must kill the process.
         """
-        async with self._one_at_a_time, asyncio.timeout(REPLY_SECONDS):
+        async with self._one_at_a_time:
             self._writer.write(command.encode() + b"\n")
+            reply = asyncio.create_task(self._reply())
             try:
-                size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES))
-                assert size <= _MAX_BYTES, f"a reply of {size} bytes"
-                return await self._reader.readexactly(size)
-            except asyncio.IncompleteReadError as error:
-                raise ConnectionResetError("the process has ended") from error
+                for _ in range(2):  # if the supervisor itself was stopped during one half, the other counts
+                    await asyncio.wait({reply}, timeout=REPLY_SECONDS / 2)
+                if reply.done():
+                    return reply.result()
+            finally:
+                reply.cancel()
+            raise TimeoutError
+
+    async def _reply(self) -> bytes:
+        try:
+            size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES))
+            assert size <= _MAX_BYTES, f"a reply of {size} bytes"
+            return await self._reader.readexactly(size)
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionResetError("the process has ended") from error
 
     def close(self) -> None:
         self._writer.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,29 @@ async def router_hangs() -> None:
     assert not watching.done(), "it answers"
     hanging = True
     assert "gave no answer" in await asyncio.wait_for(watching, 10)
+    server.close()
+
+
+async def test_a_pause_of_the_supervisor_is_no_silence_of_a_role() -> None:
+    """It was stopped, or its machine was, while a role had to answer."""
+    asked, answered = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        await asyncio.sleep(0.1)
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        writer.close()
+        answered.release()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    watching = asyncio.create_task(silent({"url": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}))
+    await asked.wait()
+    time.sleep(1.0)  # noqa: ASYNC251  the pause
+    for _ in range(4):
+        await asyncio.wait_for(answered.acquire(), 10)
+    assert not watching.done()
+    watching.cancel()
     server.close()
 
 

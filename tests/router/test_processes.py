@@ -24,7 +24,7 @@ import pytest
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.bench.roles import spawn
 from baton.router.config import RouterConfig
-from baton.router.processes import supervise
+from baton.router.processes import control, supervise
 from baton.router.processes.listen import listen, reserve
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
@@ -247,6 +247,27 @@ async def test_a_process_that_hangs_is_restarted(start: Callable[..., Any]):
     await routers.until(lambda s: len({p["pid"] for p in s["processes"]} - {before[1]}) == 2)
     routers.popen.send_signal(signal.SIGINT)
     assert await routers.exit_code() == 0
+
+
+async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch: pytest.MonkeyPatch):
+    """It was stopped, or its machine was, while a process had to reply."""
+    monkeypatch.setattr(control, "REPLY_SECONDS", 0.4)
+    asked = asyncio.Event()
+
+    async def ping() -> bytes:
+        asked.set()
+        await asyncio.sleep(0.05)
+        return b"here"
+
+    ours, theirs = socket.socketpair()
+    serving = asyncio.create_task(control.serve_commands(theirs.detach(), {"ping": ping}))
+    client = await control.ControlClient.connect(ours)
+    sent = asyncio.create_task(client.send("ping"))
+    await asked.wait()
+    time.sleep(0.5)  # noqa: ASYNC251  the pause
+    assert await sent == b"here"
+    client.close()
+    await serving
 
 
 PROCESS = """

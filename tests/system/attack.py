@@ -36,9 +36,9 @@ from tests.kv_transfer.noise import Noise, drained, hostile_frames
 
 BLOWS = {
     "flood": 0.02, "huge_bodies": 0.5, "false_fields": 0.02, "dear_requests": 0.05, "false_bodies": 0.05,
-    "garbage": 0.01, "pages": 0.1, "false_messages": 0.05, "huge_messages": 0.5, "stalled_streams": 0.2,
-    "unsigned_calls": 0.1, "replayed_calls": 0.1, "half_handshakes": 0.01, "bent_frames": 0.02,
-    "frames_of_an_insider": 0.1,
+    "unfinished_bodies": 0.1, "garbage": 0.01, "pages": 0.1, "false_messages": 0.05, "huge_messages": 0.5,
+    "stalled_streams": 0.2, "unsigned_calls": 0.1, "replayed_calls": 0.1, "half_handshakes": 0.01,
+    "bent_frames": 0.02, "frames_of_an_insider": 0.1,
 }  # fmt: skip
 """Methods of `Attack`, and the seconds after each of them."""
 AT_ONCE = {"flood": 16}
@@ -86,7 +86,11 @@ FALSE_FIELDS: tuple[dict[str, object], ...] = (
 DEAR_FIELDS: tuple[dict[str, object], ...] = (
     {"stop": ["a" * (1000 + i) for i in range(24)] + ["e" * (985 + i) for i in range(40)]},
     {"n": 128, "max_tokens": 4},
-    {"structured_outputs": {"grammar": 's: s s | "a" | ""'}, "ignore_eos": False},
+    {
+        "structured_outputs": {"grammar": 'start: start start | "a" | ""'},
+        "ignore_eos": False,
+        "min_tokens": 28,
+    },
     {"structured_outputs": {"regex": "(a?){60}a{60}"}, "ignore_eos": False},
     {"logprobs": 5, "logit_bias": {str(i): 1 for i in range(300)}},
 )
@@ -129,10 +133,12 @@ T = TypeVar("T")
 class Target:
     url: str
     grpc_port: int
+    flooding: str
+    """A key with limits of its own, as the next two. Most of the time it has reached them."""
+    stalling: str
+    """As `flooding`."""
     key: str
-    """With limits of its own. Most of the time it has reached them."""
-    other_key: str
-    """With the same limits, for what is to be looked at before it is refused."""
+    """For what is to be looked at before it is refused."""
     workers: list[str]
     """Of both roles, their gRPC addresses."""
     ports: list[int]
@@ -179,7 +185,7 @@ class Attack:
         words = self.target.prompt.split()
         prompt = " ".join(self.rng.choices(words, k=self.rng.choice((5, 50, 400))))
         body = {"prompt": prompt, "max_tokens": 60, "stream": True, "ignore_eos": True}
-        async with self._post(json.dumps(body).encode(), key=self.target.key) as response:
+        async with self._post(json.dumps(body).encode(), key=self.target.flooding) as response:
             match self.rng.randrange(3):
                 case 0:
                     await response.read()
@@ -189,7 +195,7 @@ class Attack:
                     await response.content.readline()
 
     async def huge_bodies(self) -> None:
-        with_key = [(body, self.target.other_key) for body in self.huge]
+        with_key = [(body, self.target.key) for body in self.huge]
         body, key = self.turn("huge_bodies", [*with_key, (self.huge[0], "")])
         async with self._post(body, "/v1/chat/completions", key=key) as response:
             await response.read()
@@ -203,7 +209,8 @@ class Attack:
         dear = {"prompt": "x", "max_tokens": 30, "stream": True, "ignore_eos": True}
         dear |= self.turn("dear_requests", DEAR_FIELDS)
         async with self._post(json.dumps(dear).encode()) as response:
-            await response.read()
+            said = await response.text()
+            assert response.status in (200, 429), said
 
     async def false_bodies(self) -> None:
         bodies = (b"{", b"[" * 100_000, b"\x1f\x8b" + os.urandom(1000), b'{"prompt": "' + b"\xff" * 99)
@@ -215,9 +222,21 @@ class Attack:
     def _post(
         self, body: bytes, path: str = "/v1/completions", key: str | None = None, **headers: str
     ) -> Any:
-        key = self.target.other_key if key is None else key
+        key = self.target.key if key is None else key
         headers |= {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         return self.http.post(self.target.url + path, data=body, headers=headers)
+
+    async def unfinished_bodies(self) -> None:
+        """Nearly 16 MiB of each, as far as the router reads them."""
+        _, writer = await asyncio.open_connection("127.0.0.1", int(self.target.url.rpartition(":")[2]))
+        self._hold("unfinished", writer.transport.abort)
+        authorized = f"Authorization: Bearer {self.target.stalling}\r\nContent-Type: application/json\r\n"
+        writer.write(BEGUN + authorized.encode() + b"Content-Length: %d\r\n\r\n" % (16 * MIB))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                for _ in range(15):
+                    writer.write(bytes(MIB))
+                    await writer.drain()
 
     async def garbage(self) -> None:
         """On every port."""
@@ -248,7 +267,7 @@ class Attack:
         )
         false = [inference.GenerateRequest(text="x", **field).SerializeToString() for field in fields]
         false += [os.urandom(200), false[0][:-1], b"\x12" + b"\xff" * 9]
-        keys = ([("authorization", f"Bearer {key}")] for key in (self.target.other_key, "wrong"))
+        keys = ([("authorization", f"Bearer {key}")] for key in (self.target.key, "wrong"))
         await self._generate(*self.turn("false_messages", list(product(false, (*keys, [])))))
 
     async def huge_messages(self) -> None:
@@ -265,7 +284,7 @@ class Attack:
         """Answers that are asked for and never read."""
         message = inference.GenerateRequest(text=self.target.prompt, max_tokens=200, ignore_eos=True)
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.target.grpc_port}")
-        metadata = [("authorization", f"Bearer {self.target.key}")]
+        metadata = [("authorization", f"Bearer {self.target.stalling}")]
         call = channel.unary_stream(GENERATE, None, None)(message.SerializeToString(), metadata=metadata)
         self._hold("unread", call.cancel, most=4)
         await asyncio.sleep(0.2)

@@ -28,14 +28,13 @@ from .attack import BLOWS, Target
 from .machine import Machine, listening, tree
 from .serve import Serve
 
-KEY, ATTACKER, OTHER = (
-    "sk-of-a-client-who-is-served",
-    "sk-of-the-client-who-attacks",
-    "sk-of-one-more-attacker",
-)
+KEY = "sk-of-a-client-who-is-served"
+ATTACKERS = ("sk-of-the-one-who-floods", "sk-of-the-one-who-stalls", "sk-of-the-one-who-asks-for-much")
 STREAMS = 6
 LONGEST_PAUSE = 2.0
 """Seconds, on two idle cores."""
+BODIES = 512 << 20
+"""Bytes that the router may have for bodies at any time: 16 of the largest, and copies of some."""
 GROWTH = 64 << 20
 """Bytes by which a process may grow while it is attacked: allocators keep what they once had."""
 POOL = 600 * 16 * LAYERS * 2 * 3 * 64 * 4
@@ -55,9 +54,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory, shallow_model_path: Path)
     """A cluster that asks for keys."""
     directory, machine = tmp_path_factory.mktemp("attacked"), Machine()
     keys, secret = directory / "keys.toml", directory / "secret"
-    attackers = (
-        f'[{key[-8:]}]\nkey = "{key}"\nmax-requests = 16\nsalt = "another"' for key in (ATTACKER, OTHER)
-    )
+    attackers = (f'[{key[14:]}]\nkey = "{key}"\nmax-requests = 16\nsalt = "another"' for key in ATTACKERS)
     keys.write_text("\n".join([f'[served]\nkey = "{KEY}"', *attackers]))
     secret.write_text("a secret of this cluster alone")
     grpc_port, admin_port = free_port(), free_port()
@@ -80,7 +77,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory, shallow_model_path: Path)
         pages += [f"http://127.0.0.1:{port}/metrics" for port in metrics]
         [kv_port] = ports["prefill 0 transfer"]
         target = Target(
-            serve.url, grpc_port, ATTACKER, OTHER, workers, sorted(set().union(*ports.values())), pages,
+            serve.url, grpc_port, *ATTACKERS, workers, sorted(set().union(*ports.values())), pages,
             kv_port, secret.read_text(), " ".join(case.prompt for case in cases(STREAMS, 1)),
         )  # fmt: skip
         yield Attacked(serve, target, admin)
@@ -194,6 +191,16 @@ def may_grow(title: str) -> int:
     return GROWTH + POOL if title.endswith("engine") else GROWTH
 
 
+async def peak(pid: int) -> int:
+    """The most private memory that a process has at any time, until this is cancelled."""
+    most = 0
+    with contextlib.suppress(asyncio.CancelledError):
+        while True:
+            most = max(most, resident_bytes(pid))
+            await asyncio.sleep(0.1)
+    return most
+
+
 @pytest.mark.parametrize(
     "seconds", [0, pytest.param(600, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
@@ -202,13 +209,17 @@ async def test_known_streams_go_on(attacked: Attacked, seconds: float) -> None:
     serve = attacked.serve
     right = await known(serve.url)
     before = await asyncio.to_thread(lives, serve)
+    [router] = before["router 0"]
+    idle, watching = resident_bytes(router), asyncio.create_task(peak(router))
     async with attack(attacked.target) as attacker:
         pauses = [await served(serve.url, right, attacker.goes_on(seconds / 10))]
         warm = memory(serve)
         if seconds:
             pauses.append(await served(serve.url, right, attacker.goes_on(seconds)))
-    report = attacker.report
-    print(f"longest pause {max(pauses):.2f} s;", report)
+    watching.cancel()
+    grew, report = await watching - idle, attacker.report
+    print(f"longest pause {max(pauses):.2f} s, the router grew by {grew >> 20} MiB;", report)
+    assert grew <= BODIES
     assert report["believed"] == report["unanswered"] == {}
     assert report["struck"].keys() == BLOWS.keys()
     assert report["frames"] > 0
