@@ -229,7 +229,7 @@ class Attack:
     async def unfinished_bodies(self) -> None:
         """Nearly 16 MiB of each, as far as the router reads them."""
         _, writer = await asyncio.open_connection("127.0.0.1", int(self.target.url.rpartition(":")[2]))
-        self._hold("unfinished", writer.transport.abort)
+        self._hold("unfinished", lambda: end(writer))
         authorized = f"Authorization: Bearer {self.target.stalling}\r\nContent-Type: application/json\r\n"
         writer.write(BEGUN + authorized.encode() + b"Content-Length: %d\r\n\r\n" % (16 * MIB))
         with contextlib.suppress(TimeoutError):
@@ -323,6 +323,7 @@ class Attack:
                 async for _ in call:
                     self.believed[what] += 1
                     call.cancel()
+                    break  # the next read would raise CancelledError
 
     # ---------------------------------------------------------------- KV
 
@@ -369,7 +370,7 @@ class Attack:
     async def _say(self, port: int, said: bytes) -> None:
         """Opens a connection, says that, and keeps it as it is."""
         _, writer = await asyncio.open_connection("127.0.0.1", port)
-        self._hold(port, writer.transport.abort)
+        self._hold(port, lambda: end(writer))
         writer.write(said)
 
     def _hold(self, kind: object, end: Callable[[], object], most: int = MOST_HELD) -> None:
@@ -392,6 +393,11 @@ class Attack:
                 self.rounds += 1
                 print(flush=True)
             await asyncio.sleep(BLOWS[name])
+
+
+def end(writer: asyncio.StreamWriter) -> None:
+    if not writer.transport.is_closing():
+        writer.transport.abort()
 
 
 async def main() -> None:

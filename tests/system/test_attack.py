@@ -209,7 +209,7 @@ async def test_known_streams_go_on(attacked: Attacked, seconds: float) -> None:
     serve = attacked.serve
     right = await known(serve.url)
     before = await asyncio.to_thread(lives, serve)
-    [router] = before["router 0"]
+    [router] = before["router 0.0"]
     idle, watching = resident_bytes(router), asyncio.create_task(peak(router))
     async with attack(attacked.target) as attacker:
         pauses = [await served(serve.url, right, attacker.goes_on(seconds / 10))]
