@@ -178,6 +178,8 @@ def test_a_failed_grammar_fails_only_its_request(
     assert tokens == 9
     assert {int.from_bytes(i) for i in refused} == {1, 3}
     assert all(reason in message for message in refused.values())
+    with pytest.raises(AssertionError, match="no token to go on from"):
+        engine.resume((3).to_bytes(16), b"resumed")
     engine.release((3).to_bytes(16))
     engine.assert_whole()
 
