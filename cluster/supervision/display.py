@@ -93,7 +93,7 @@ class Display:
         model = plan.served_names()[0]
         body = {
             "model": model,
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
             "max_tokens": 32,
             "temperature": 0,
         }
