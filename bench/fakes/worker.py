@@ -111,7 +111,7 @@ class FakeWorker(WorkerServicer):
             prefill_tokens_per_s=1e9,  # it answers at once
         )
         self.model, self.served_model_name = "fake", ""
-        self.model_fingerprint = "m1"
+        self.model_fingerprint = "model=m1"
         self.max_model_len = 8192
         self.vocab_size, self.vocabulary_fingerprint = 0, ""  # as in a version that does not report them
         self.incarnation = int.from_bytes(os.urandom(8))

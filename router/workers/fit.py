@@ -1,12 +1,14 @@
 """Checks that a worker has the model and the tokenizer of the router and of the other workers. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from baton.router.workers.refusal import RefusedWorker
 from baton.rpc import worker_pb2 as pb
 
+MODEL_FLAGS = "--model", "--revision"
 SAME_MODEL = "Give the router and all workers the same --model and --revision."
+FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,38 @@ def check_fit(
             SAME_MODEL,
         )
     for other, theirs in others.items():
-        if described.model_fingerprint != theirs.model_fingerprint:
+        if differing := list(_differing(described, theirs)):
+            found = ", ".join(f"{name} ({ours}, there {its})" for name, ours, its, _ in differing)
+            flags = " and ".join(dict.fromkeys(flag for *_, flags in differing for flag in flags))
             raise RefusedWorker(
-                f"its model ({described.model}) is not that of {other} ({theirs.model})", SAME_MODEL
+                f"it differs from {other} in: {found}",
+                f"Give all workers the same {flags}. The one accepted first may be the wrong one.",
             )
-        if described.layout_fingerprint != theirs.layout_fingerprint:
-            raise RefusedWorker(
-                f"its KV layout ({described.layout_fingerprint}) is not that of {other} "
-                f"({theirs.layout_fingerprint})",
-                SAME_MODEL,
+
+
+def _differing(
+    ours: pb.WorkerDescription, theirs: pb.WorkerDescription
+) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """What differs of that which must agree: its name, the value of each, and the flags that change it."""
+    mine, its = (_parts(each.model_fingerprint) for each in (ours, theirs))
+    for part in dict.fromkeys([*mine, *its]):
+        if mine.get(part) == its.get(part):
+            continue
+        if part == "format":
+            yield (
+                "format of its weights",
+                mine.get(part, ""),
+                its.get(part, ""),
+                ("--dtype", "--quantization"),
             )
+        else:
+            yield part, ours.model, theirs.model, MODEL_FLAGS
+    if ours.layout_fingerprint != theirs.layout_fingerprint:
+        yield "KV layout", ours.layout_fingerprint, theirs.layout_fingerprint, MODEL_FLAGS
+    if ours.dtype != theirs.dtype and FP8 not in (ours.dtype, theirs.dtype):  # FP8 is converted
+        yield "KV dtype", ours.dtype, theirs.dtype, ("--dtype",)
+
+
+def _parts(fingerprint: str) -> dict[str, str]:
+    """The parts of a model's fingerprint, as `engine.loader` makes it."""
+    return dict(part.partition("=")[::2] for part in fingerprint.split("; "))
