@@ -70,12 +70,8 @@ def _differing(
         if mine.get(part) == its.get(part):
             continue
         if part == "format":
-            yield (
-                "format of its weights",
-                mine.get(part, ""),
-                its.get(part, ""),
-                ("--dtype", "--quantization"),
-            )
+            flags = "--dtype", "--quantization"
+            yield "format of its weights", mine.get(part, ""), its.get(part, ""), flags
         else:
             yield part, ours.model, theirs.model, MODEL_FLAGS
     if ours.layout_fingerprint != theirs.layout_fingerprint:
@@ -86,4 +82,4 @@ def _differing(
 
 def _parts(fingerprint: str) -> dict[str, str]:
     """The parts of a model's fingerprint, as `engine.loader` makes it."""
-    return dict(part.partition("=")[::2] for part in fingerprint.split("; "))
+    return {name: value for name, _, value in (part.partition("=") for part in fingerprint.split("; "))}

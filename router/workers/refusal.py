@@ -10,6 +10,7 @@ CERTIFICATE = (
     "Issue the worker's certificate for the DNS name baton-worker, by an authority of --cluster-ca-certs."
 )
 UPGRADE = "Run the same version of Baton on the router and all workers."
+WAIT = "Wait until the worker is ready: its log says how far it is. If it is ready, correct the port."
 START = "Start the worker, or correct its address: host and --port."
 
 _CAUSES = (
@@ -22,6 +23,7 @@ _CAUSES = (
     ("hostname verification", "the worker's certificate is for another name", CERTIFICATE),
     ("unauthenticated", "the worker refuses the router's calls", SECRET),
     ("http/2", "another service answers at this address", PORT),
+    ("before receiving settings", "the worker is still starting, or another service listens there", WAIT),
     ("connection refused", "nothing listens at this address", START),
     ("errors resolving", "the host name is unknown", START),
 )

@@ -2,6 +2,10 @@
 
 import asyncio
 import contextlib
+import os
+import signal
+import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from aiohttp import web
 
 from baton import rpc
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.cluster.supervision.python_path import PACKAGES
 from baton.router.config import RouterConfig
 from baton.router.workers import refusal
 from baton.router.workers.ask import first_description
@@ -51,6 +56,13 @@ async def kv_port() -> AsyncIterator[str]:
 
     async with await asyncio.start_server(hello, "127.0.0.1", 0) as server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def loading_worker() -> AsyncIterator[str]:
+    """It has its port, and serves it when its model is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
 @contextlib.asynccontextmanager
@@ -112,6 +124,7 @@ async def test_a_different_secret_is_named() -> None:
     [
         (older_worker, "the worker is of an older version", refusal.UPGRADE),
         (free_port, "nothing listens at this address", refusal.START),
+        (loading_worker, "the worker is still starting", refusal.WAIT),
         (no_name, "the host name is unknown", refusal.START),
         (metrics_port, "another service answers", refusal.PORT),
         (kv_port, "another service answers", refusal.PORT),
@@ -164,3 +177,37 @@ async def test_the_model_is_that_of_the_first_worker_that_answers(
         (tmp_path / "workers").write_text(f"{nothing}\n{address}\n")
         assert (await asking).model == "fake"
     assert [f"worker at {nothing}: nothing listens" in line for line in caplog.messages] == [True]
+
+
+async def test_a_router_that_asks_for_its_model_logs_no_traceback(embedded_model_path: Path) -> None:
+    """A call to the second worker is under way when the first one has answered."""
+    fake = FakeWorker(pb.POOL_PREFILL, Lanes(), [2])
+    fake.model = str(embedded_model_path)
+    async with loading_worker() as loading:
+        await fake.start()
+        command = [
+            "-m",
+            "baton.cluster.cli",
+            "router",
+            "--port",
+            "0",
+            "--worker",
+            fake.address,
+            "--worker",
+            loading,
+        ]
+        environment = os.environ | {"BATON_CLUSTER_SECRET": SECRET.decode(), "PYTHONPATH": PACKAGES}
+        router = await asyncio.create_subprocess_exec(
+            sys.executable, *command, env=environment, stderr=asyncio.subprocess.PIPE
+        )
+        assert router.stderr is not None
+        lines: list[bytes] = []
+        async with asyncio.timeout(60):
+            while not lines or b"is ready" not in lines[-1]:
+                lines.append(await router.stderr.readline())
+                assert lines[-1], b"".join(lines).decode()
+            router.send_signal(signal.SIGTERM)
+            lines.append((await router.communicate())[1])
+        await fake.kill()
+    assert router.returncode == 0
+    assert b"Traceback" not in b"".join(lines), b"".join(lines).decode()
