@@ -27,7 +27,7 @@ from baton.router.policy import DecodeLoad, PrefillWork
 from baton.router.workers.attempts import Attempt, AttemptOwner, AttemptTable
 from baton.router.workers.breaker import CircuitBreaker
 from baton.router.workers.cache_sequence import CacheAction, CacheSequence
-from baton.router.workers.refusal import SEE_WORKER_LOG, RefusedWorker, explain
+from baton.router.workers.refusal import DRAINED, SEE_WORKER_LOG, RefusedWorker, explain
 from baton.router.workers.reports import clear_invalid_rates, token_defect
 from baton.router.workers.send_queue import SendQueue
 from baton.rpc import worker_pb2 as pb
@@ -287,8 +287,8 @@ class WorkerConnection:
     # ------------------------------------------------------------ the stream
 
     async def _run(self) -> None:
-        backoff = FIRST_BACKOFF
-        logged = ""
+        backoff, logged = FIRST_BACKOFF, ""
+        drained = False  # the worker was draining when its last stream ended
         while not self.retired:
             was_ready, began = False, time.monotonic()
             try:
@@ -297,6 +297,9 @@ class WorkerConnection:
                     self.reason, self.remedy = "the worker ended the stream", SEE_WORKER_LOG
                 except grpc.aio.AioRpcError as error:
                     self.reason, self.remedy = explain(error, tls=self._tls is not None)
+                    drains = self.state is WorkerState.DRAINING
+                    if (drained or drains) and error.code() is grpc.StatusCode.UNAVAILABLE:
+                        self.reason, self.remedy = "the worker drained and ended", DRAINED
                     if self.state is WorkerState.REFUSED:  # another worker may start at this address
                         self.state, self.description = WorkerState.CONNECTING, pb.WorkerDescription()
                         self.pool = pb.POOL_UNSPECIFIED
@@ -305,6 +308,7 @@ class WorkerConnection:
                     backoff = LAST_BACKOFF
                 finally:
                     was_ready = self.attached
+                    drained = self.state is WorkerState.DRAINING or (drained and not was_ready)
                     self._detach()
             except Exception as error:
                 # A task that ends here would never connect to this worker again.

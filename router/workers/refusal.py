@@ -11,6 +11,7 @@ CERTIFICATE = (
 )
 UPGRADE = "Run the same version of Baton on the router and all workers."
 WAIT = "Wait until the worker is ready: its log says how far it is. If it is ready, correct the port."
+DRAINED = "Start it again, or take its address off the router's list."
 START = "Start the worker, or correct its address: host and --port."
 
 _CAUSES = (

@@ -159,7 +159,7 @@ def test_prefix_caching_is_on_by_default(
     """Whether they are told directly or by `baton serve`."""
     started: list[Any] = []
     monkeypatch.setattr(
-        "baton.worker.service_process.service.run", lambda config, runner: started.append(config) or 0
+        "baton.worker.service_process.service.run", lambda config: started.append(config) or 0
     )
     monkeypatch.setenv("BATON_CLUSTER_SECRET", "s" * 32)
     run_baton("serve", *flags)
@@ -232,7 +232,7 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--optimize", "speed"], {}, ["--optimize", "speed", "latency", "balanced", "throughput"]),
         (["--prefil", "2"], {}, ["--prefil", "--prefill"]),
         (["--tensor-parallel-size", "0"], {}, ["--tensor-parallel-size", "at least 1"]),
-        (["--prefill", "3:2"], {}, ["--prefill", "3:2", "1:4"]),
+        (["--prefill", "3:2"], {}, ["--prefill", "3:2 begins above its end; write 2:3"]),
         (["--prefill", "0:2"], {}, ["--prefill", "0:2", "1:4"]),
         (["--prefill", "-1"], {}, ["--prefill", "-1", "1:4"]),
         (["--decode", "0"], {}, ["--decode", "1:4"]),

@@ -298,4 +298,4 @@ def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
     refused = run_baton("status", "--url", url, "--api-key", "wrong")
     assert refused.exit_code == 2
     assert "unknown key" in refused.stderr
-    assert "--api-key" in refused.stderr
+    assert "set BATON_API_KEY to a key" in refused.stderr

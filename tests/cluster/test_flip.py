@@ -97,6 +97,7 @@ async def test_errors_name_the_remedy(cluster: Flipped) -> None:
     assert "decode 1" in secret.stderr
     assert "refuses the secret" in secret.stderr
     assert "BATON_CLUSTER_SECRET" in secret.stderr
+    assert "A `baton serve` without that variable" in secret.stderr
     cluster.workers[2].index = 0
     several = await cluster.flip("decode-0", "prefill")
     assert cluster.workers[2].address in several.stderr
