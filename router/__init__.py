@@ -16,6 +16,7 @@ a request may wait.
 
 import asyncio
 import gc
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,10 +29,12 @@ def main(config: "RouterConfig", runner: asyncio.Runner) -> int:
     `runner` has the event loop of this process. A supervisor of several processes needs none."""
     # Imported here, so that neither the configuration nor a child process loads a server.
     gc.disable()  # imports make no garbage, and collections would slow them by a sixth
-    if several := config.admin_port is not None and not config.supervised:
-        from baton.router.processes.supervise import supervise
+    if config.admin_port is not None and not config.supervised:
+        from baton.router.processes.supervise import supervise as run
     else:
-        from baton.router import server
+        from baton.router.server import main
+
+        run = partial(main, runner=runner)
     gc.freeze()
     gc.enable()
-    return supervise(config) if several else server.main(config, runner)
+    return run(config)
