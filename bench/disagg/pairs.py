@@ -7,7 +7,7 @@ Each turn starts one side, measures all loads with one seed, and ends the side. 
 with each seed. Both sides get the same prompts at the same times, and no prompt comes twice.
 
 COMMAND runs COUNT times, with its own {port} and, if COUNT is above 1, its own GPU. Requests take turns among
-these processes. The requests of all seeds are pooled. The 95 % interval of a ratio is a bootstrap over requests.
+these processes. The requests of all seeds are pooled. Intervals (95 %) are bootstraps over requests.
 """
 
 from __future__ import annotations
