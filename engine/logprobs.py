@@ -13,7 +13,7 @@ def of_prompts(scored: Sequence[Chunk], of_step: ScoredLogprobs) -> list[PromptL
     how much of its prompt is scored."""
     result = []
     row = 0
-    for live, start, stop in scored:
+    for live, start, stop, _ in scored:
         wanted = live.request.sampling.prompt_logprobs or 0
         for first in range(start, stop, PROMPT_PIECE) if live.phase is not Phase.GONE else ():
             end = min(first + PROMPT_PIECE, stop)

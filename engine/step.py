@@ -8,10 +8,11 @@ hand, a CUDA graph can replay it, and another process can receive it.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from enum import IntEnum
+from operator import attrgetter
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -23,7 +24,23 @@ NO_CHOICE = -2
 """Stands in place of a token: the request's parameters bar every token, or drive a logit beyond float32."""
 
 
-class Variant(Enum):
+class Layout(NamedTuple):
+    """The definition of an array of a step."""
+
+    dtype: type[np.number]
+    dims: tuple[str | int, ...]
+    """A name stands for the same size in all arrays of a step. No size is above the number of tokens, except
+    `width`."""
+    on_device: bool = True
+    """Whether the device reads the array."""
+    padding: int | None = 0
+    """What a graph reads past the end of the array. None: it reads nothing there."""
+
+    def shape(self, sizes: Mapping[str, int]) -> list[int]:
+        return [sizes[dim] if isinstance(dim, str) else dim for dim in self.dims]
+
+
+class Variant(IntEnum):
     """How much sampling has to do for a batch; each variant includes the ones before."""
 
     GREEDY = 0
@@ -32,53 +49,122 @@ class Variant(Enum):
 
 
 class Draws(NamedTuple, Generic[Array]):
-    """How the token of each sampled row is drawn: [rows] each, as numpy arrays or as tensors."""
+    """How the token of each sampled row is drawn, as numpy arrays or as tensors."""
 
-    temperature: Array  # float32; 0: the most likely token
-    keys: Array  # int32: stands for all random numbers of the row
-    top_k: Array  # int32; the size of the vocabulary: no limit
-    top_p: Array  # float32; above 1: no limit
-    min_p: Array  # float32
+    temperature: Annotated[Array, Layout(np.float32, ("sampled",))]  # 0: the most likely token
+    keys: Annotated[Array, Layout(np.int32, ("sampled",))]  # stands for all random numbers of the row
+    top_k: Annotated[Array, Layout(np.int32, ("sampled",))]  # the size of the vocabulary: no limit
+    top_p: Annotated[Array, Layout(np.float32, ("sampled",))]  # above 1: no limit
+    min_p: Annotated[Array, Layout(np.float32, ("sampled",))]
 
 
 class Scored(NamedTuple):
-    """Tokens of prompts that get log probabilities: [scored] each."""
+    """Tokens of prompts that get log probabilities."""
 
-    rows: np.ndarray  # int64: index of the token before each of them, which predicts it
-    tokens: np.ndarray  # int64
+    rows: Annotated[np.ndarray, Layout(np.int64, ("scored",), on_device=False)]
+    """Index of the token before each of them, which predicts it."""
+    tokens: Annotated[np.ndarray, Layout(np.int64, ("scored",), on_device=False)]
     top: int  # the most alternatives that any of them wants
+
+
+NOT_SCORED = Scored(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Chunks of requests, one after the other; chunks of one token (decodes) come first."""
+    """Queries of requests, one request after the other; requests that decode come first.
 
-    token_ids: np.ndarray  # [tokens] int64; −1 − i: the token that the step before samples in its row i
-    positions: np.ndarray  # [tokens] int64
-    slots: np.ndarray  # [tokens] int64: where the KV of each token goes
-    block_tables: np.ndarray  # [requests, blocks] int32, zero past the blocks of a request
-    contexts: np.ndarray  # [requests] int32: positions of each request, those of this step included
+    Commands to other ranks, uploads and the inputs of graphs follow from these definitions: each field is an
+    array with a `Layout`, a number, or a record of these. A field that has the name of one in
+    `AttentionMetadata` becomes that one."""
+
+    token_ids: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
+    """−1 − i: the token that the step before samples in its row i."""
+    positions: Annotated[np.ndarray, Layout(np.int64, ("tokens",))]
+    slots: Annotated[np.ndarray, Layout(np.int64, ("tokens",), padding=-1)]
+    """Where the KV of each token goes."""
+    query_lengths: Annotated[np.ndarray, Layout(np.int64, ("requests",), on_device=False)]
+    """Tokens of each request in this step."""
+    contexts: Annotated[np.ndarray, Layout(np.int32, ("requests",))]
+    """Positions of each request, those of this step included."""
+    block_tables: Annotated[np.ndarray, Layout(np.int32, ("requests", "width"), padding=None)]
+    """Zero past the blocks of a request."""
+    sampled_rows: Annotated[np.ndarray, Layout(np.int64, ("sampled",))]
+    """Indices of the tokens that get a next token."""
+    draws: Draws[np.ndarray]
+    state_slots: Annotated[np.ndarray, Layout(np.int32, ("states",))]
+    """The states of each request. Empty: no layer has states."""
+    state_copies: Annotated[np.ndarray, Layout(np.int32, ("state rows",))]
+    """As `AttentionMetadata.state_copies`, for each token. Empty: no layer has states."""
+    restores: Annotated[np.ndarray, Layout(np.int64, ("restores", 2), on_device=False)]
+    """(from, to) slots of states that are copied before the step."""
+    saves: Annotated[np.ndarray, Layout(np.int64, ("saves", 2), on_device=False)]
+    """The same, after the step."""
+    scored: Scored
     num_decodes: int
-    prefills: list[tuple[int, int]]  # (start, stop) positions of each longer chunk
-    sampled_rows: np.ndarray  # [sampled] int64: indices of the tokens that get a next token
-    hands_over: bool  # KV of some chunk leaves layer by layer, so `layer_done` must be called
+    """Requests whose queries attend one by one, each with a context of its own. The queries of a later
+    request attend together."""
+    hands_over: bool
+    """KV of some request leaves layer by layer, so `layer_done` must be called."""
     variant: Variant
-    draws: Draws[np.ndarray]  # [sampled] each
-    scored: Scored | None = None
-    state_slots: np.ndarray | None = None  # [requests] int32: their states; None: no layer has states
-    restores: Sequence[tuple[int, int]] = ()  # (from, to) slots of states that are copied before the step
-    saves: Sequence[tuple[int, int]] = ()  # the same, after the step
-    copies: Sequence[tuple[int, int]] = ()
-    """(row, slot): the states after this row of a prompt are copied to the slot, before the step computes
-    later rows. As `AttentionMetadata.state_copies`."""
+
+    @property
+    def decode_rows(self) -> int:
+        """Tokens of the requests that decode."""
+        if not self.num_prefills:
+            return len(self.token_ids)
+        return int(self.query_lengths[: self.num_decodes].sum())
+
+    @property
+    def num_prefills(self) -> int:
+        return len(self.contexts) - self.num_decodes
+
+    @property
+    def prefills(self) -> list[tuple[int, int]]:
+        """(start, stop) positions of each request that does not decode."""
+        if not self.num_prefills:
+            return []
+        stops = self.contexts[self.num_decodes :]
+        starts = stops - self.query_lengths[self.num_decodes :]
+        return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def copies_by_row(step: Step) -> np.ndarray:
-    """`AttentionMetadata.state_copies` of a step."""
-    slots = np.zeros(len(step.token_ids), dtype=np.int32)
-    for row, slot in step.copies:
-        slots[row] = slot + 1
-    return slots
+RECORDS: Mapping[str, Any] = {"draws": Draws, "scored": Scored}
+"""The fields of a step that are records."""
+
+
+def _leaves(record: type) -> dict[str, Any]:
+    """The `Layout` of each array of a record, and the type of each number. Names of nested fields have
+    dots."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        inner = RECORDS.get(name)
+        if inner is not None:
+            found |= {f"{name}.{leaf}": kind for leaf, kind in _leaves(inner).items()}
+        else:
+            found[name] = hint.__metadata__[0] if hasattr(hint, "__metadata__") else hint
+    return found
+
+
+_LEAVES = _leaves(Step)
+ARRAYS: Mapping[str, Layout] = {name: x for name, x in _LEAVES.items() if isinstance(x, Layout)}
+"""The arrays of a step."""
+NUMBERS: Mapping[str, type[int]] = {name: x for name, x in _LEAVES.items() if name not in ARRAYS}
+"""Its other fields."""
+DIMENSIONS = list(dict.fromkeys(d for layout in ARRAYS.values() for d in layout.dims if isinstance(d, str)))
+
+arrays_of = attrgetter(*ARRAYS)
+"""The arrays of a step, in the order of `ARRAYS`."""
+numbers_of = attrgetter(*NUMBERS)
+"""The numbers of a step, in the order of `NUMBERS`."""
+
+
+def assembled(leaves: Mapping[str, Any]) -> Step:
+    """The step with these arrays and numbers."""
+    fields = {name: leaf for name, leaf in leaves.items() if "." not in name}
+    for name, record in RECORDS.items():
+        fields[name] = record(*(leaves[f"{name}.{field}"] for field in record._fields))
+    return Step(**fields)
 
 
 def arrange(
@@ -90,10 +176,11 @@ def arrange(
     variant: Variant,
     draws: Draws[np.ndarray],
     *,
+    num_decodes: int,
     hands_over: bool,
     block_size: int,
     table_width: int | None,
-    scored: Scored | None = None,
+    scored: Scored = NOT_SCORED,
     state_slots: Sequence[int] | None = None,
     restores: Sequence[tuple[int, int]] = (),
     saves: Sequence[tuple[int, int]] = (),
@@ -101,36 +188,46 @@ def arrange(
 ) -> Step:
     """Lays out a step.
 
-    Chunk i computes positions [starts[i], stops[i]) of a request with block table tables[i]; chunks of one
-    token come first. `token_ids` has the tokens of all chunks in order. `sampled` has the numbers of the
-    chunks that get a token, ascending. `table_width`: blocks in a row of the block tables; None: as many as
-    the longest table has. The other arguments are as in `Step`."""
+    Request i computes positions [starts[i], stops[i]) with block table tables[i]. `token_ids` has the tokens
+    of all requests in order. `sampled` has the numbers of the requests that get a token, ascending.
+    `table_width`: blocks in a row of the block tables; None: as many as the longest table has. `state_slots`
+    None: no layer has states. `copies` (row, slot): the states after this row of a prompt are copied to the
+    slot, before the step computes later rows. The other arguments are as in `Step`."""
     ends_at = np.array(stops)
     lengths = ends_at - np.array(starts)
-    num_decodes = int((lengths == 1).sum())
     ends = np.cumsum(lengths)
     positions = np.arange(ends[-1]) - np.repeat(ends - ends_at, lengths)
     padded = _padded(tables, table_width)
     request = np.repeat(np.arange(len(lengths)), lengths)
     slots = padded[request, positions // block_size] * np.int64(block_size) + positions % block_size
+    state_copies = np.zeros(0 if state_slots is None else len(positions), dtype=np.int32)
+    for row, slot in copies:
+        state_copies[row] = slot + 1
     return Step(
         token_ids=np.array(token_ids, dtype=np.int64),
         positions=positions,
         slots=slots,
-        block_tables=padded,
+        query_lengths=lengths,
         contexts=ends_at.astype(np.int32),
-        num_decodes=num_decodes,
-        prefills=list(zip(starts[num_decodes:], stops[num_decodes:], strict=True)),
+        block_tables=padded,
         sampled_rows=ends[list(sampled)] - 1,
+        draws=draws,
+        state_slots=np.array(() if state_slots is None else state_slots, dtype=np.int32),
+        state_copies=state_copies,
+        restores=_pairs(restores),
+        saves=_pairs(saves),
+        scored=scored,
+        num_decodes=num_decodes,
         hands_over=hands_over,
         variant=variant,
-        draws=draws,
-        scored=scored,
-        state_slots=None if state_slots is None else np.array(state_slots, dtype=np.int32),
-        restores=restores,
-        saves=saves,
-        copies=copies,
     )
+
+
+NO_PAIRS = np.zeros((0, 2), dtype=np.int64)
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    return np.array(pairs, dtype=np.int64) if pairs else NO_PAIRS
 
 
 def _padded(tables: Sequence["array[int]"], width: int | None) -> np.ndarray:

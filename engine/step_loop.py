@@ -10,7 +10,6 @@ are free after that step.
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from itertools import takewhile
 
 from baton.engine.api.request import KVSink, Logprobs, Output, PrefillChunk, StepResult
 from baton.engine.core.chunk_limit import ChunkLimit
@@ -182,8 +181,7 @@ class StepLoop:
         self._tick()
         plan = flight.plan
         seconds = result.seconds = flight.launched.seconds
-        prompts = takewhile(lambda chunk: chunk.stop - chunk.start > 1, reversed(plan.chunks))
-        result.prompts = [PrefillChunk(live.id, start, stop) for live, start, stop in prompts]
+        result.prompts = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if not c.decodes]
         result.decodes = len(plan.chunks) - len(result.prompts)
         self._pace.landed(seconds, time.monotonic())
         self._meters.record(plan.decodes, plan.prompt_tokens, seconds)

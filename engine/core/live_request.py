@@ -100,6 +100,8 @@ class LiveRequest:
     blocks."""
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     """Copies of its states that launched steps write and that have no name yet: position, slot."""
+    decodes: bool = False
+    """Whether the KV of all its tokens is computed but for the newest ones. Set by the scheduler."""
     num_computed: int = 0
     """KV of positions [0, num_computed) is in the cache, or a launched step writes it."""
     num_cached: int = 0
@@ -145,13 +147,8 @@ class LiveRequest:
 
     @property
     def num_left(self) -> int:
-        """Tokens to compute before the next token can be sampled: 1 while decoding."""
+        """Tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed
-
-    @property
-    def has_token(self) -> bool:
-        """Whether the request has a token beyond those that it came with, so it decodes or is recomputed."""
-        return len(self.token_ids) > len(self.request.prompt_ids) + len(self.request.output_ids)
 
     @property
     def num_known(self) -> int:

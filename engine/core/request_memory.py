@@ -195,7 +195,7 @@ class RequestMemory:
         copies = self._copies
         if copies is None or self._cache is None:
             return saves
-        for live, start, stop in chunks:
+        for live, start, stop, _ in chunks:
             positions = [*copies.positions(live.num_cached, start, stop, len(live.token_ids))]
             for position in positions[-copies.most_written :]:
                 if position <= live.num_known:

@@ -12,6 +12,12 @@ class Chunk(NamedTuple):
     live: LiveRequest
     start: int
     stop: int
+    decodes: bool = False
+    """Whether the request generates. False: a part of its prompt, or of what was lost, is computed."""
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(slots=True)
@@ -31,4 +37,4 @@ class Schedule:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(stop - start for _, start, stop in self.chunks if stop - start > 1)
+        return sum(chunk.tokens for chunk in self.chunks if not chunk.decodes)

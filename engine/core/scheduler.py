@@ -175,6 +175,7 @@ class Scheduler:
         assert live.phase is Phase.RESERVED
         self.reserved.remove(live)
         live.num_computed = len(live.token_ids)
+        live.decodes = True
         live.phase = Phase.RUNNING
         insort(self.running, live, key=lambda r: r.order)
 
@@ -225,10 +226,10 @@ class Scheduler:
         # Decodes go first, so that no prefill delays them. They go in order, so that a preemption, which
         # takes the last request, never takes one that this step has already.
         candidates = [r for r in self.running if (r is alone if alone else not r.alone)]
-        prefills = [r for r in candidates if r.num_left > 1]
-        for live in [r for r in candidates if r.num_left <= 1] if prefills else candidates:
+        prefills = [r for r in candidates if not r.decodes]
+        for live in [r for r in candidates if r.decodes] if prefills else candidates:
             budget -= self._go_on(live, budget, plan)
-        plan.decodes = any(chunk.live.has_token for chunk in plan.chunks)
+        plan.decodes = bool(plan.chunks)
         if chunk_limit is not None:
             decodes = self.max_num_batched_tokens - budget if plan.decodes else 0
             budget = min(budget, self._prompt_limit(decodes, chunk_limit))
@@ -281,7 +282,7 @@ class Scheduler:
         count = min(live.num_computable, budget)
         if count:
             count = self.memory.until_copy(live, count)
-            plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count))
+            plan.chunks.append(Chunk(live, live.num_computed, live.num_computed + count, live.decodes))
             if live.tag > self._shares.now:  # never so for a decode, of which a step has hundreds
                 self._shares.served(live.tag - live.num_left + count)
         return count
@@ -322,19 +323,16 @@ class Scheduler:
         first = 0
         for live in self.running:
             if not live.ends_with_pending:
-                if live.num_left <= 1:
+                if live.decodes:
                     return 0  # mostly the first of hundreds: the loop of the worker asks several times a step
                 first = first or live.num_left
-        if first or not self.waiting:
-            return first
-        left = self.waiting[0].num_left
-        return left if left > 1 else 0
+        return first or (self.waiting[0].num_left if self.waiting else 0)
 
     @property
     def decoding(self) -> int:
         """Number of requests that decode here. A prompt whose last tokens are computed now does not if it is
         handed over, or ends, after them."""
-        return sum(live.num_left <= 1 and not live.ends_with_pending for live in self.running)
+        return sum(live.decodes and not live.ends_with_pending for live in self.running)
 
     @property
     def has_next(self) -> bool:
@@ -343,13 +341,14 @@ class Scheduler:
 
     def launched(self, chunks: Sequence[Chunk]) -> None:
         """Notes that a launched step writes the KV of these chunks. Later steps may read it."""
-        for live, _, stop in chunks:
+        for live, _, stop, _ in chunks:
             live.num_computed = stop
+            live.decodes = stop == len(live.token_ids)  # the step samples its next token
             live.flights += 1
 
     def landed(self, chunks: Sequence[Chunk]) -> None:
         """Notes that the step of these chunks is over and uses their blocks no more."""
-        for live, _, _ in chunks:
+        for live, *_ in chunks:
             live.flights -= 1
             if not live.flights and live in self.leaving:
                 self.leaving.remove(live)
@@ -386,6 +385,7 @@ class Scheduler:
     def _requeue(self, live: LiveRequest) -> None:
         self.memory.free(live)
         live.num_computed = 0
+        live.decodes = False
         live.phase = Phase.WAITING
         insort(self.waiting, live, key=lambda r: r.order)
 
@@ -450,7 +450,7 @@ class Scheduler:
         """Yields (tokens left, due time) of each prompt that is not computed, about in the order of the
         queue."""
         for live in self.running:
-            if live.num_left > 1:
+            if not live.decodes:
                 yield live.num_left, live.due
         for live in self.waiting:
             yield live.num_left, live.due
@@ -458,7 +458,7 @@ class Scheduler:
     @property
     def tokens_waiting(self) -> int:
         """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
-        prefilling = sum(live.num_left for live in self.running if live.num_left > 1)
+        prefilling = sum(live.num_left for live in self.running if not live.decodes)
         cached = sum(self.memory.known(live) for live in (*self.waiting, *self.loading)) * self.block_size
         return prefilling + sum(live.num_left for live in (*self.waiting, *self.loading)) - cached
 

@@ -14,12 +14,28 @@ import numpy as np
 from baton.engine.core.live_request import DRAW, PENDING, LiveRequest
 from baton.engine.core.schedule import Chunk
 from baton.engine.core.state_copies import Save
-from baton.engine.step import Adjustments, Bias, Draws, Penalties, Scored, Step, TokenMask, Variant, arrange
+from baton.engine.step import (
+    NOT_SCORED,
+    Adjustments,
+    Bias,
+    Draws,
+    Penalties,
+    Scored,
+    Step,
+    TokenMask,
+    Variant,
+    arrange,
+)
 
 NO_TOP_P = np.float32(2)
 """Rounded sums of probabilities may pass 1, so "no limit" must be above it."""
 DRAW_TYPES = np.float32, np.int32, np.int32, np.float32, np.float32
 """Types of the fields of `Draws`."""
+
+
+MOST_ROWS = 8
+"""Most tokens of a request that decodes whose queries attend one by one. More of them read their KV together,
+as those of a prompt do."""
 
 
 def build_step(
@@ -36,14 +52,15 @@ def build_step(
     `Step.scored` has in its order. `has_states`: the model has state layers. `restores` is as in
     `Step`."""
     # Decodes are sorted by length: attention groups requests of similar length.
-    decodes = sorted([c for c in chunks if c.stop - c.start == 1], key=attrgetter("stop"))
-    prefills = [c for c in chunks if c.stop - c.start > 1]
-    chunks = decodes + prefills
+    decodes = sorted([c for c in chunks if _one_by_one(c, has_states)], key=attrgetter("stop"))
+    chunks = decodes + [c for c in chunks if not _one_by_one(c, has_states)]
 
-    newest = [c.live.token_ids[c.start] for c in decodes]
-    tokens = [t if t != PENDING else -1 - c.live.row for t, c in zip(newest, decodes, strict=True)]
-    for c in prefills:
-        tokens += c.live.token_ids[c.start : c.stop]
+    tokens: list[int] = []
+    for live, start, stop, _ in chunks:
+        first = live.token_ids[start]
+        tokens.append(-1 - live.row if first == PENDING else first)
+        if stop > start + 1:
+            tokens += live.token_ids[start + 1 : stop]
     sampled = [i for i, c in enumerate(chunks) if c.stop == len(c.live.token_ids)]
     requests = [chunks[i].live for i in sampled]
     scored, scores = _scored(chunks)
@@ -55,6 +72,7 @@ def build_step(
         [c.live.blocks for c in chunks],
         sampled,
         *draws_of(requests, vocabulary),
+        num_decodes=len(decodes),
         hands_over=any(c.live.handover for c in chunks),
         block_size=block_size,
         table_width=table_width,
@@ -67,11 +85,17 @@ def build_step(
     return step, requests, scores
 
 
+def _one_by_one(chunk: Chunk, has_states: bool) -> bool:
+    """Whether the queries of a chunk attend one by one. The state of a request takes one token, or several
+    in the way of a prompt."""
+    return chunk.decodes and chunk.tokens <= (1 if has_states else MOST_ROWS)
+
+
 def _saves(
     chunks: Sequence[Chunk], saves: Sequence[Save]
 ) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
     """`Step.saves` and `Step.copies`: what is copied after the step, and what while it computes."""
-    begins = accumulate([c.stop - c.start for c in chunks[:-1]], initial=0)
+    begins = accumulate([c.tokens for c in chunks[:-1]], initial=0)
     of_slot = {c.live.state_slot: (begin, c) for begin, c in zip(begins, chunks, strict=True)}
     after: list[tuple[int, int]] = []
     within: list[tuple[int, int]] = []
@@ -84,15 +108,15 @@ def _saves(
     return after, within
 
 
-def _scored(chunks: Sequence[Chunk]) -> tuple[Scored | None, list[Chunk]]:
+def _scored(chunks: Sequence[Chunk]) -> tuple[Scored, list[Chunk]]:
     """The tokens of prompts that get log probabilities, and the positions that predict them."""
     if not any(c.start < c.live.scores_to for c in chunks):
-        return None, []
+        return NOT_SCORED, []
     rows: list[int] = []
     tokens: list[int] = []
     scores: list[Chunk] = []
     begin = 0  # row of the chunk's first token
-    for live, start, stop in chunks:
+    for live, start, stop, _ in chunks:
         first, end = max(start, live.num_scored), min(stop, live.scores_to)
         if first < end:
             rows += range(begin + first - start, begin + end - start)
@@ -100,7 +124,7 @@ def _scored(chunks: Sequence[Chunk]) -> tuple[Scored | None, list[Chunk]]:
             scores.append(Chunk(live, first, end))
         begin += stop - start
     top = max((c.live.request.sampling.prompt_logprobs or 0 for c in scores), default=0)
-    return Scored(np.array(rows), np.array(tokens), top) if rows else None, scores
+    return Scored(np.array(rows), np.array(tokens), top) if rows else NOT_SCORED, scores
 
 
 def draws_of(requests: Sequence[LiveRequest], vocabulary: int) -> tuple[Variant, Draws[np.ndarray]]:

@@ -14,14 +14,14 @@ import math
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 
 import numpy as np
 
+from baton.engine.execution.inputs import aligned
 from baton.engine.execution.rank_files import RankFiles
-from baton.engine.execution.upload import aligned
-from baton.engine.step import Draws, Scored, Step, Variant
+from baton.engine.step import ARRAYS, DIMENSIONS, NUMBERS, Step, arrays_of, assembled, numbers_of
 
 SLOTS = 8
 """At most two steps, with two commands each, are under way on a GPU."""
@@ -54,51 +54,9 @@ class Followers:
         """They end."""
 
 
-HEAD = 16  # int64: kind, the sizes of the arrays, and the other fields of a step
-TYPES = tuple(map(np.dtype, "qqqiiiqqqqqqqfiiff"))  # q: int64, i: int32, f: float32
-"""Of the arrays of a step, in the order of `_arrays`."""
-
-
-def _shapes(
-    tokens: int,
-    requests: int,
-    width: int,
-    states: int,
-    restores: int,
-    saves: int,
-    copies: int,
-    prefills: int,
-    sampled: int,
-    scored: int,
-) -> list[tuple[int, ...]]:
-    """The shapes of the arrays of a step, in the order of `_arrays`."""
-    by_token, draws = [(tokens,)] * 3, [(sampled,)] * 5
-    return [
-        *by_token,
-        (requests, width),
-        (requests,),
-        (states,),
-        (restores, 2),
-        (saves, 2),
-        (copies, 2),
-        (prefills, 2),
-        (sampled,),
-        (scored,),
-        (scored,),
-        *draws,
-    ]
-
-
-def _arrays(step: Step) -> list[np.ndarray]:
-    lists = step.restores, step.saves, step.copies, step.prefills
-    pairs = [np.array(x, dtype=np.int64).reshape(-1, 2) for x in lists]
-    none = np.zeros(0, np.int64)
-    scored = (none, none) if step.scored is None else (step.scored.rows, step.scored.tokens)
-    states = none if step.state_slots is None else step.state_slots
-    return [
-        step.token_ids, step.positions, step.slots, step.block_tables, step.contexts, states, *pairs,
-        step.sampled_rows, *scored, *step.draws,
-    ]  # fmt: skip
+HEAD = 1 + len(DIMENSIONS) + len(NUMBERS)
+"""int64 of a command before its arrays: its kind, the sizes of the dimensions, and the numbers of the
+step."""
 
 
 class Commands(Followers):
@@ -108,12 +66,9 @@ class Commands(Followers):
 
     def __init__(self, files: RankFiles, *, tokens: int, requests: int, table_width: int) -> None:
         """`tokens`, `requests`: most of them in a step."""
-        shapes = _shapes(
-            tokens, requests, table_width, requests, requests, requests, tokens, requests, requests, tokens
-        )
-        most = zip(shapes, TYPES, strict=True)
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in most]
-        self._slot_bytes = 8 * HEAD + sum(map(aligned, sizes))
+        sizes = dict.fromkeys(DIMENSIONS, tokens) | {"requests": requests, "width": table_width}
+        items = [(math.prod(layout.shape(sizes)), np.dtype(layout.dtype)) for layout in ARRAYS.values()]
+        self._slot_bytes = aligned(8 * HEAD) + sum(aligned(n * dtype.itemsize) for n, dtype in items)
         self._wakes = files.wakes
         slots = LINE * (1 + len(files.wakes))
         size = slots + SLOTS * self._slot_bytes
@@ -127,19 +82,11 @@ class Commands(Followers):
     # Rank 0
 
     def run(self, step: Step) -> None:
-        arrays = _arrays(step)
-        requests, width = step.block_tables.shape
-        scored = (0, 0) if step.scored is None else (len(step.scored.rows), step.scored.top)
-        head = [
-            Kind.RUN, len(step.token_ids), requests, width, 0 if step.state_slots is None else requests,
-            len(step.restores), len(step.saves), len(step.copies), len(step.prefills),
-            len(step.sampled_rows), *scored, step.num_decodes, step.hands_over, step.variant.value,
-        ]  # fmt: skip
-        slot = self._next(head)
-        at = 8 * HEAD
-        for array in arrays:
-            slot[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            at += aligned(array.nbytes)
+        arrays = arrays_of(step)
+        sizes = _sizes_of(arrays)
+        slot = self._next([Kind.RUN, *(sizes[name] for name in DIMENSIONS), *numbers_of(step)])
+        for part, array in zip(_parts(slot, sizes), arrays, strict=True):
+            part[...] = array
         self._publish()
 
     def sample(self) -> None:
@@ -177,32 +124,26 @@ class Commands(Followers):
             self._done[rank] = number
 
 
+def _sizes_of(arrays: Sequence[np.ndarray]) -> dict[str, int]:
+    """The dimensions of the arrays of a step."""
+    return {
+        str(dim): size
+        for layout, array in zip(ARRAYS.values(), arrays, strict=True)
+        for dim, size in zip(layout.dims, array.shape, strict=True)
+    }
+
+
+def _parts(slot: np.ndarray, sizes: Mapping[str, int]) -> Iterator[np.ndarray]:
+    """The places of the arrays of a step, in the order of `ARRAYS`."""
+    at = aligned(8 * HEAD)
+    for layout in ARRAYS.values():
+        part = np.ndarray(layout.shape(sizes), layout.dtype, slot, at)
+        yield part
+        at += aligned(part.nbytes)
+
+
 def _step(slot: np.ndarray) -> Step:
-    head = slot[: 8 * HEAD].view(np.int64).tolist()
-    arrays = []
-    at = 8 * HEAD
-    for shape, dtype in zip(_shapes(*head[1:11]), TYPES, strict=True):
-        arrays.append(np.ndarray(shape, dtype, slot, at))
-        at += aligned(arrays[-1].nbytes)
-    token_ids, positions, slots, block_tables, contexts, states, *pairs = arrays[:10]
-    restores, saves, copies, prefills = ([(first, second) for first, second in x.tolist()] for x in pairs)
-    sampled_rows, rows, tokens, *draws = arrays[10:]
-    scored, top, num_decodes, hands_over, variant = head[10:15]
-    return Step(
-        token_ids=token_ids,
-        positions=positions,
-        slots=slots,
-        block_tables=block_tables,
-        contexts=contexts,
-        num_decodes=num_decodes,
-        prefills=prefills,
-        sampled_rows=sampled_rows,
-        hands_over=bool(hands_over),
-        variant=Variant(variant),
-        draws=Draws(*draws),
-        scored=Scored(rows, tokens, top) if scored else None,
-        state_slots=states if len(states) else None,
-        restores=restores,
-        saves=saves,
-        copies=copies,
-    )
+    _, *head = slot[: 8 * HEAD].view(np.int64).tolist()
+    arrays = _parts(slot, dict(zip(DIMENSIONS, head, strict=False)))
+    numbers = [kind(x) for kind, x in zip(NUMBERS.values(), head[len(DIMENSIONS) :], strict=True)]
+    return assembled(dict(zip((*ARRAYS, *NUMBERS), (*arrays, *numbers), strict=True)))

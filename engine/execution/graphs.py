@@ -32,11 +32,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.execution.upload import aligned
+from baton.engine.execution.inputs import Inputs, attention_metadata, draws_of, read_by_device
 from baton.engine.kernels.attention import AttentionMetadata
 from baton.engine.kernels.tiles import TILE_FIELDS, most_pieces, scan_work, tile_work
 from baton.engine.layers.ranks import Ranks
-from baton.engine.step import Draws, Step, Variant, copies_by_row
+from baton.engine.step import Draws, Layout, Step, Variant
 
 LARGEST = 2048
 """Most rows of a graph with chunks."""
@@ -81,6 +81,30 @@ class Widths(NamedTuple):
         """The most pieces of tiles in a step of so many rows."""
         return max(rows // self.tile + CHUNKS, most_pieces(rows, self.tile, self.programs))
 
+    def scans(self, rows: int) -> int:
+        """The most chunks of state layers in a step of so many rows."""
+        return rows // self.scan + CHUNKS if self.scan else 0
+
+    def sizes(self, rows: int, requests: int) -> dict[str, int]:
+        """The dimensions of the largest step that graphs replay. A request has at most one sampled row."""
+        return {
+            "tokens": rows,
+            "requests": requests,
+            "width": self.table,
+            "sampled": requests,
+            "states": requests if self.scan else 0,
+            "state rows": rows if self.scan else 0,
+            "pieces": self.pieces(rows),
+            "scans": self.scans(rows),
+        }
+
+
+WORK = {
+    "tiles": Layout(np.int32, ("pieces", TILE_FIELDS)),
+    "scans": Layout(np.int32, ("scans", 6)),
+}
+"""What graphs read in place of `Step.prefills`."""
+
 
 class Size(NamedTuple):
     """The steps that a forward graph can replay."""
@@ -106,56 +130,12 @@ def chunk_sizes(most: int) -> list[int]:
 def size_for(step: Step, sizes: Iterable[Size]) -> Size | None:
     """The smallest of these sizes that can replay the step. None: no graph can.
 
-    A chunk of one token counts as a decode in a step. If its KV is handed over, the step needs a graph that
-    calls `layer_done`."""
-    if len(step.prefills) > CHUNKS:
+    Graphs with chunks call `layer_done`. Only KV of chunks is handed over."""
+    if step.num_prefills > CHUNKS:
         return None
-    needed = Size(len(step.token_ids), step.num_decodes > 0, bool(step.prefills) or step.hands_over)
+    needed = Size(len(step.token_ids), step.num_decodes > 0, step.num_prefills > 0)
     kind = (size for size in sizes if size[1:] == needed[1:])
     return min((size for size in kind if size.rows >= needed.rows), default=None)
-
-
-class _Inputs:
-    """All inputs of a step in one piece of memory. A step has at most one sampled row per request. The block
-    tables come last, so that only the tables in use are copied."""
-
-    def __init__(self, memory: Callable[[int], Tensor], rows: int, requests: int, widths: Widths) -> None:
-        by_row, by_request, tiles = (rows,), (requests,), (widths.pieces(rows), TILE_FIELDS)
-        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "token_ids": (by_row, torch.int64),
-            "positions": (by_row, torch.int64),
-            "slots": (by_row, torch.int64),
-            "tiles": (tiles, torch.int32),
-            "contexts": (by_request, torch.int32),
-            "sampled_rows": (by_request, torch.int64),
-            "temperature": (by_request, torch.float32),
-            "keys": (by_request, torch.int32),
-            "top_k": (by_request, torch.int32),
-            "top_p": (by_request, torch.float32),
-            "min_p": (by_request, torch.float32),
-        }
-        if widths.scan:
-            layout["state_slots"] = by_request, torch.int32
-            layout["state_copies"] = by_row, torch.int32
-            layout["scans"] = (rows // widths.scan + CHUNKS, 6), torch.int32
-        layout["tables"] = (requests, widths.table), torch.int32
-        sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in layout.values()]
-        ends = np.cumsum([0, *map(aligned, sizes)]).tolist()
-        self.memory = memory(ends[-1])
-        self.before_tables = ends[-2]
-        self._fields = {
-            name: self.memory[at : at + size].view(dtype).view(shape)
-            for (name, (shape, dtype)), at, size in zip(layout.items(), ends, sizes, strict=False)
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._fields[name]
-
-    def put(self, name: str, values: np.ndarray, padding: int = 0) -> None:
-        """Writes `values` to an input, and `padding` to the rest of it."""
-        field = self._fields[name].numpy()
-        field[: len(values)] = values
-        field[len(values) :] = padding
 
 
 class StepGraphs:
@@ -189,14 +169,15 @@ class StepGraphs:
         self._hidden = torch.zeros((rows, widths.hidden), dtype=dtype, device=device)
         self._logits = torch.empty((requests, widths.vocabulary), dtype=torch.float32, device=device)
         memory = partial(torch.zeros, dtype=torch.uint8)
-        self._static = _Inputs(partial(memory, device=device), rows, requests, widths)
+        inputs = partial(Inputs, sizes=widths.sizes(rows, requests), work=WORK)
+        self._static = inputs(partial(memory, device=device))
         # Two, because a queued copy may still read one while the next step is written to the other.
-        self._staging = [_Inputs(partial(memory, pin_memory=True), rows, requests, widths) for _ in range(2)]
+        self._staging = [inputs(partial(memory, pin_memory=True)) for _ in range(2)]
         self._forward: dict[Size, list[torch.cuda.CUDAGraph]] = {}
         self._of_logits: dict[int, torch.cuda.CUDAGraph] = {}
         self._choose: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
         self._share: torch.cuda.CUDAGraph | None = None
-        self._static["slots"].fill_(-1)
+        self._static.tensors["slots"].fill_(-1)
         del with_chunks[bisect_left(with_chunks, True, key=self._outlasts_launches) :]
         self._sizes = [Size(rows, decodes, True) for rows in with_chunks for decodes in (True, False)]
         self._sizes += [Size(rows, True, False) for rows in self._batch_sizes]
@@ -259,33 +240,26 @@ class StepGraphs:
 
     def size(self, step: Step) -> Size | None:
         """The size that this step is padded to. None: no graph can replay the step."""
-        return size_for(step, self._sizes)
+        tables = step.decode_rows + step.num_prefills
+        fits = max(tables, len(step.sampled_rows)) <= len(self._tokens)
+        return size_for(step, self._sizes) if fits else None
 
     def forward(self, size: Size, step: Step, layer_done: LayerDone) -> None:
         """Launches the forward pass of a step. `size` is the result of `self.size(step)`. Inputs that no
         graph of this step reads keep the values of an earlier one: the device may idle until the launch."""
         inputs = self._staging[0]
         self._staging.reverse()
-        inputs.put("token_ids", step.token_ids)
-        inputs.put("positions", step.positions)
-        inputs.put("slots", step.slots, padding=-1)
-        widths = self._widths
-        if size.chunks:
-            inputs.put("tiles", tile_work(step.prefills, step.num_decodes, widths.tile, widths.programs))
-        inputs.put("contexts", step.contexts[: step.num_decodes])
-        inputs.put("sampled_rows", step.sampled_rows)
-        if step.variant is not Variant.GREEDY:
+        arrays, widths = read_by_device(step), self._widths
+        if step.variant is Variant.GREEDY:
             for name in Draws._fields:
-                inputs.put(name, getattr(step.draws, name))
-        if step.state_slots is not None:
-            inputs.put("state_slots", step.state_slots)
-            if size.chunks:
-                inputs.put("scans", scan_work(step.prefills, step.num_decodes, widths.scan))
-            if step.prefills:  # else no row of the graph is part of a scan
-                inputs.put("state_copies", copies_by_row(step))
-        inputs["tables"][: len(step.block_tables)].numpy()[:] = step.block_tables
-        used = inputs.before_tables + step.block_tables.nbytes
-        self._static.memory[:used].copy_(inputs.memory[:used], non_blocking=True)
+                del arrays[f"draws.{name}"]
+        if size.chunks:
+            prefills, rows = step.prefills, step.decode_rows
+            arrays["tiles"] = tile_work(prefills, rows, widths.tile, widths.programs)
+            if widths.scan:
+                arrays["scans"] = scan_work(prefills, rows, widths.scan)
+        inputs.put(arrays)
+        inputs.move_to(self._static)
         *layers, last = self._forward[size]
         for i, layer in enumerate(layers):
             layer.replay()
@@ -315,33 +289,29 @@ class StepGraphs:
 
     def draws(self, rows: int) -> Draws[Tensor]:
         """The draws of the last step, on the device."""
-        return Draws(*(self._static[name][:rows] for name in Draws._fields))
+        return Draws(*(values[:rows] for values in draws_of(self._static.tensors)))
 
     def _padded(self, rows: int) -> int:
         return next(size for size in self._batch_sizes if size >= rows)
 
     def _run_forward(self, size: Size, layer_done: LayerDone) -> None:
-        static, rows = self._static, size.rows
-        attention = AttentionMetadata(
-            block_size=self._block_size,
-            slots=static["slots"][:rows],
-            block_tables=static["tables"],
-            contexts=static["contexts"],
-            num_decodes=min(rows, len(self._tokens)) if size.decodes else 0,
-            prefills=[],
-            tiles=static["tiles"][: self._widths.pieces(rows)] if size.chunks else None,
-            state_slots=static["state_slots"] if self._widths.scan else None,
-            scans=static["scans"][: rows // self._widths.scan + CHUNKS]
-            if size.chunks and self._widths.scan
-            else None,
-            state_copies=static["state_copies"][:rows] if self._widths.scan else None,
+        rows, widths = size.rows, self._widths
+        tensors = self._static.first(
+            {
+                "tokens": rows,
+                "state rows": rows,
+                "pieces": widths.pieces(rows) if size.chunks else 0,
+                "scans": widths.scans(rows) if size.chunks else 0,
+            }
         )
+        decodes = min(rows, len(self._tokens)) if size.decodes else 0
+        attention = attention_metadata(tensors, block_size=self._block_size, num_decodes=decodes, prefills=[])
         cut = layer_done if size.chunks else lambda _: None
-        hidden = self._network.forward(static["token_ids"][:rows], static["positions"][:rows], attention, cut)
+        hidden = self._network.forward(tensors["token_ids"], tensors["positions"], attention, cut)
         self._hidden[:rows].copy_(hidden)
 
     def _run_logits(self, rows: int, _: LayerDone) -> None:
-        logits = self._network.logits(self._hidden[self._static["sampled_rows"][:rows]])
+        logits = self._network.logits(self._hidden[self._static.tensors["sampled_rows"][:rows]])
         if self._ranks.rank == 0:
             self._logits[:rows].copy_(logits)
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.execution.inputs import upload
 from baton.engine.execution.sampler import to_host
-from baton.engine.execution.upload import upload
 from baton.engine.step import Scored, ScoredLogprobs
 
 PIECE = 256

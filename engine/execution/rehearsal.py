@@ -20,10 +20,20 @@ import numpy as np
 import torch
 
 from baton.engine.execution.runner import ModelRunner
-from baton.engine.step import NOT_FINITE, Adjustments, Draws, Penalties, Scored, Step, Variant, arrange
+from baton.engine.step import (
+    NOT_FINITE,
+    NOT_SCORED,
+    Adjustments,
+    Draws,
+    Penalties,
+    Scored,
+    Step,
+    Variant,
+    arrange,
+)
 
 TOP_LOGPROBS = 20
-PLAINER = [(24, Variant.DRAWN), (48, Variant.GREEDY), (192, Variant.GREEDY)]
+PLAINER = [(1, Variant.GREEDY), (24, Variant.DRAWN), (48, Variant.GREEDY), (192, Variant.GREEDY)]
 """(prompt length, variant): matrix products choose other kernels for these numbers of rows, and sampling has
 other kernels for these variants. The last one also takes the memory in which attention converts FP8 blocks
 (`engine.kernels.gather_kv`): the largest steps may have too many positions for that."""
@@ -50,7 +60,8 @@ class _Sequence:
 
 class _Chunk(NamedTuple):
     sequence: _Sequence
-    count: int  # tokens
+    count: int = 1  # tokens
+    decodes: bool = True
 
 
 class Rehearsal:
@@ -106,22 +117,21 @@ class Rehearsal:
         def step(
             chunks: Sequence[_Chunk], variant: Variant = Variant.FILTERED, *, scored: bool = False
         ) -> Step:
-            chunks = sorted(chunks, key=lambda chunk: chunk.count > 1)
             return self._step(chunks, variant, table_width, scored=scored)
 
         while chunks := self._fill(self._first, self._budget):
             yield step(chunks)
         count = len(self._first)
         while count:
-            yield step([_Chunk(sequence, 1) for sequence in self._first[:count]])
+            yield step([_Chunk(sequence) for sequence in self._first[:count]])
             count //= 2
-        decodes = [_Chunk(sequence, 1) for sequence in self._beside]
+        decodes = [_Chunk(sequence) for sequence in self._beside]
         while chunks := self._fill(self._long, self._budget - len(decodes)):
             yield step([*decodes, *chunks], scored=True)
         for sequence, variant in self._plainer:
             while chunks := self._fill([sequence], self._budget):
                 yield step(chunks, variant)
-            yield step([_Chunk(sequence, 1)], variant)
+            yield step([_Chunk(sequence)], variant)
 
     @staticmethod
     def _fill(sequences: Sequence[_Sequence], room: int) -> list[_Chunk]:
@@ -129,7 +139,7 @@ class Rehearsal:
         chunks = []
         for sequence in sequences:
             if count := min(room, max(0, sequence.prompt - sequence.computed)):
-                chunks.append(_Chunk(sequence, count))
+                chunks.append(_Chunk(sequence, count, decodes=False))
                 room -= count
         return chunks
 
@@ -138,20 +148,21 @@ class Rehearsal:
     ) -> Step:
         """The arrays of these chunks, which count as computed from then on. A decode at the end of its blocks
         computes the last position again."""
-        ends = [min(self._max_model_len, len(s.blocks) * self._block_size) for s, _ in chunks]
-        starts = [min(s.computed, end - count) for (s, count), end in zip(chunks, ends, strict=True)]
-        stops = [start + count for start, (_, count) in zip(starts, chunks, strict=True)]
-        for (sequence, _), stop in zip(chunks, stops, strict=True):
+        ends = [min(self._max_model_len, len(s.blocks) * self._block_size) for s, *_ in chunks]
+        starts = [min(s.computed, end - count) for (s, count, _), end in zip(chunks, ends, strict=True)]
+        stops = [start + count for start, (_, count, _) in zip(starts, chunks, strict=True)]
+        for (sequence, *_), stop in zip(chunks, stops, strict=True):
             sequence.computed = stop
-        sampled = [i for i, (sequence, _) in enumerate(chunks) if sequence.computed >= sequence.prompt]
-        tokens = [0] * sum(count for _, count in chunks)
+        sampled = [i for i, (sequence, *_) in enumerate(chunks) if sequence.computed >= sequence.prompt]
+        tokens = [0] * sum(chunk.count for chunk in chunks)
         all_rows = Scored(np.arange(len(tokens)), np.array(tokens), TOP_LOGPROBS)
         return arrange(
             tokens, starts, stops,
-            [sequence.blocks for sequence, _ in chunks], sampled, variant, _draws(len(sampled), variant),
+            [sequence.blocks for sequence, *_ in chunks], sampled, variant, _draws(len(sampled), variant),
+            num_decodes=sum(chunk.decodes for chunk in chunks),
             hands_over=False, block_size=self._block_size, table_width=table_width,
-            scored=all_rows if scored else None,
-            state_slots=[sequence.state_slot for sequence, _ in chunks] if self._num_slots else None,
+            scored=all_rows if scored else NOT_SCORED,
+            state_slots=[sequence.state_slot for sequence, *_ in chunks] if self._num_slots else None,
         )  # fmt: skip
 
 
@@ -220,4 +231,4 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[floa
                 "the model's logits are not finite numbers in a rehearsed step, before any request"
             )
         progress(done / len(steps))
-        yield not step.prefills
+        yield not step.num_prefills

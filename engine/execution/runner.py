@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.execution.commands import Followers
 from baton.engine.execution.expert_meter import ExpertMeter
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
+from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
 from baton.engine.execution.moments import Moment, moment
 from baton.engine.execution.prompt_logprobs import Piece, joined, prompt_logprobs
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
-from baton.engine.execution.upload import upload
 from baton.engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
 from baton.engine.kernels.attention import AttentionMetadata
 from baton.engine.kernels.tiles import SHORT
@@ -29,7 +30,7 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches
 from baton.engine.models.cache_spec import CacheSpec
-from baton.engine.step import Adjustments, Draws, Sampled, Step, Variant, copies_by_row
+from baton.engine.step import Adjustments, Draws, Sampled, Step, Variant
 
 
 @dataclass(slots=True, eq=False)
@@ -188,30 +189,26 @@ class ModelRunner:
             return Launched(
                 rows, step.variant, size, None, None, began, scored=self._score(graphs.hidden, step)
             )
-        arrays = [step.token_ids, step.positions, step.slots, step.block_tables, step.contexts]
-        arrays += [] if step.state_slots is None else [step.state_slots, copies_by_row(step)]
-        token_ids, positions, slots, tables, contexts, *states = upload(arrays, self.device)
-        attention = AttentionMetadata(
-            self.block_size, slots, tables, contexts, step.num_decodes, step.prefills,
-            state_slots=states[0] if states else None, state_copies=states[1] if states else None,
-        )  # fmt: skip
-        sampled, *draws = upload([step.sampled_rows, *step.draws], self.device)
-        hidden = self.forward(token_ids, positions, attention, layer_done)
-        logits = self.logits(hidden[sampled]).float() if rows else None
+        arrays = read_by_device(step)
+        tensors = dict(zip(arrays, upload(list(arrays.values()), self.device), strict=True))
+        attention = attention_metadata(
+            tensors, block_size=self.block_size, num_decodes=step.decode_rows, prefills=step.prefills
+        )
+        hidden = self.forward(tensors["token_ids"], tensors["positions"], attention, layer_done)
+        logits = self.logits(hidden[tensors["sampled_rows"]]).float() if rows else None
         scored = self._score(hidden, step)
-        return Launched(rows, step.variant, None, logits, Draws(*draws), began, scored=scored)
+        return Launched(rows, step.variant, None, logits, draws_of(tensors), began, scored=scored)
 
-    def _copy_states(self, slots: Sequence[tuple[int, int]]) -> None:
+    def _copy_states(self, slots: np.ndarray) -> None:
         """Enqueues copies of the states of all layers, each from a slot to another, in two launches."""
-        if not slots:
-            return
-        for parts in zip(*self.states, strict=True):
-            targets = [part[to] for part in parts for _, to in slots]
-            torch._foreach_copy_(targets, [part[source] for part in parts for source, _ in slots])
+        pairs = slots.tolist()
+        for parts in zip(*self.states, strict=True) if pairs else ():
+            targets = [part[to] for part in parts for _, to in pairs]
+            torch._foreach_copy_(targets, [part[source] for part in parts for source, _ in pairs])
 
     def _score(self, hidden: Tensor, step: Step) -> Sequence[Piece]:
         """Enqueues the log probabilities of prompts."""
-        if step.scored is None:
+        if not len(step.scored.rows):
             return ()
         return prompt_logprobs(hidden, step.scored, self.logits, self.ranks.rank)
 

@@ -31,8 +31,8 @@ order of sums."""
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where one step reads and writes KV. Decoding requests come first, with one query each, in the rows
-    [0, num_decodes). The chunks of prefills follow, one after the other.
+    """Where one step reads and writes KV. Queries that decode come first, in the rows [0, num_decodes), each
+    as a request of its own. The chunks of prefills follow, one after the other.
 
     The tensors are on the engine's device. A captured graph has static tensors: made for the largest batch,
     sliced for a smaller one, and overwritten before each replay. Padding rows have slot −1 and context 0;
@@ -42,7 +42,7 @@ class AttentionMetadata:
     block_size: int
     slots: Tensor  # [rows] int64: where the KV of each row goes
     block_tables: Tensor  # [requests, blocks] int32; any block past a request's own
-    contexts: Tensor  # [requests] int32: positions of each request, those of this step included
+    contexts: Tensor  # [num_decodes or more] int32: positions that each query that decodes sees
     num_decodes: int
     prefills: Sequence[tuple[int, int]]  # (start, stop) positions of each chunk, on the host
     tiles: Tensor | None = None

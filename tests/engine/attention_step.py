@@ -1,15 +1,20 @@
 """A random step for the kernels of attention, and what the torch kernels make of it."""
 
 import random
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import AttentionMetadata, HeadNorm, Kernels
+from baton.engine.execution.inputs import attention_metadata, read_by_device
+from baton.engine.kernels import HeadNorm, Kernels
 from baton.engine.kernels.attention import first_seen
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span
+from baton.engine.step import Draws, Variant, arrange
 from tests.engine.kernel_checks import F32, close, normal
 
 LARGEST_TILE = 128  # keys that a kernel loads at once
@@ -30,11 +35,13 @@ class Step:
         span: Span | None = None,
         with_sinks: bool = False,
         scale: float | None = None,
+        decodes: Sequence[tuple[int, int]] = (),
     ) -> None:
+        """`decodes`: spans that decode. Those of one token do, too."""
         self.scale = scale
         self.heads, self.dtype, self.span = heads, dtype, span
         self.sinks = normal(heads[0], seed=seed + 97).to(dtype) if with_sinks else None
-        decodes = [span for span in spans if span[1] - span[0] == 1]
+        decodes = [span for span in spans if span[1] - span[0] == 1 or span in decodes]
         self.spans = decodes + [span for span in spans if span not in decodes]
         width = max(-(-stop // block_size) for _, stop in spans)
         num_blocks = len(spans) * width + 3
@@ -45,13 +52,16 @@ class Step:
             tables[i].long()[torch.arange(stop) // block_size] * block_size + torch.arange(stop) % block_size
             for i, (_, stop) in enumerate(self.spans)
         ]
-        self.metadata = AttentionMetadata(
-            block_size=block_size,
-            slots=torch.cat([s[start:] for s, (start, _) in zip(slots, self.spans, strict=True)]),
-            block_tables=tables,
-            contexts=torch.tensor([stop for _, stop in self.spans], dtype=torch.int32),
-            num_decodes=len(decodes),
-            prefills=self.spans[len(decodes) :],
+        starts, stops = zip(*self.spans, strict=True)
+        none = np.zeros(0, np.float32)
+        step = arrange(
+            [0] * sum(stop - start for start, stop in spans), starts, stops,
+            [array("i", table.tolist()) for table in tables], [], Variant.GREEDY, Draws(*[none] * 5),
+            num_decodes=len(decodes), hands_over=False, block_size=block_size, table_width=width,
+        )  # fmt: skip
+        tensors = {name: torch.from_numpy(values) for name, values in read_by_device(step).items()}
+        self.metadata = attention_metadata(
+            tensors, block_size=block_size, num_decodes=step.decode_rows, prefills=step.prefills
         )
         tokens, all_heads = len(self.metadata.slots), heads[0] + 2 * heads[1]
         self.kv = torch.full((2, num_blocks, block_size, heads[1], head_dim), torch.nan, dtype=dtype)

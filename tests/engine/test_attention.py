@@ -10,7 +10,7 @@ from baton.engine import EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.schedule import Chunk
 from baton.engine.core.step_builder import build_step
-from baton.engine.kernels.attention import AttentionMetadata
+from baton.engine.execution.inputs import attention_metadata, read_by_device
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span
 from baton.engine.step import Step
@@ -39,8 +39,10 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
 ) -> None:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    # (start, stop): decodes short and long, whole prefills, and later chunks of prefills.
-    spans = [(0, 1), (6, 7), (7, 8), (40, 41), (90, 91), (0, 2), (0, 33), (5, 9), (16, 48), (31, 90)]
+    # (start, stop): decodes short and long, of one token and of several.
+    decodes = [(6, 7), (7, 8), (40, 41), (90, 91), (3, 5), (37, 42), (70, 78), (60, 69)]
+    # Whole prefills, later chunks of prefills, and a single token.
+    spans = [*decodes, (0, 1), (0, 2), (0, 33), (5, 9), (16, 48), (31, 90), (20, 21), (10, 310)]
     rng.shuffle(spans)
     num_blocks = sum(-(-stop // block_size) for _, stop in spans) + 5
     free = list(range(num_blocks))
@@ -57,7 +59,7 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
             block, offset = live.blocks[position // block_size], position % block_size
             if position >= first_key(start, span) // block_size * block_size:
                 cache[:, block, offset] = keys_values[:, position]
-        chunks.append(Chunk(live, start, stop))
+        chunks.append(Chunk(live, start, stop, (start, stop) in decodes))
         sequences.append((keys_values, torch.randn(stop - start, HEADS, DIM, generator=generator)))
 
     step, sampled, _ = build_step(chunks, VOCABULARY, block_size=block_size, table_width=None)
@@ -65,8 +67,11 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     order = sorted(range(len(chunks)), key=lambda i: rows_of_chunks[i].start)
     q = torch.cat([sequences[i][1] for i in order])
     k, v = torch.cat([sequences[i][0][:, chunks[i].start :] for i in order], dim=1)
-    slots, tables, contexts = map(torch.from_numpy, (step.slots, step.block_tables, step.contexts))
-    metadata = AttentionMetadata(block_size, slots, tables, contexts, step.num_decodes, step.prefills)
+    assert step.num_decodes == 7, "nine tokens attend together"
+    tensors = {name: torch.from_numpy(array) for name, array in read_by_device(step).items()}
+    metadata = attention_metadata(
+        tensors, block_size=block_size, num_decodes=step.decode_rows, prefills=step.prefills
+    )
     kernels, no_turn = TorchKernels(), torch.stack((torch.ones(len(q), DIM), torch.zeros(len(q), DIM)), dim=1)
     qkv = torch.cat((q, k, v), dim=1)
     q, k, v = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
@@ -123,7 +128,7 @@ def test_only_tokens_that_complete_their_request_are_sampled() -> None:
         result.blocks = array("i", [0, 1, 2])
         return result
 
-    chunks = [Chunk(live(9), 0, 4), Chunk(live(9), 4, 9), Chunk(live(3), 2, 3)]
+    chunks = [Chunk(live(9), 0, 4), Chunk(live(9), 4, 9), Chunk(live(3), 2, 3, decodes=True)]
     step, sampled, _ = build_step(chunks, VOCABULARY, block_size=4, table_width=None)
     assert sampled == [chunks[2].live, chunks[1].live]
     assert step.token_ids[step.sampled_rows].tolist() == [2, 8]

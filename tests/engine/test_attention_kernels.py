@@ -28,6 +28,13 @@ def test_mixed_batch(
     Step(RAGGED, (4, 2), head_dim, block_size, dtype).check(triton_kernels, kernel_device)
 
 
+def test_requests_with_one_two_five_and_300_tokens(triton_kernels: Kernels, kernel_device: str) -> None:
+    several = [(69, 71), (40, 45)]
+    Step([(15, 16), *several, (10, 310)], (4, 2), dtype=F16, decodes=several).check(
+        triton_kernels, kernel_device
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_a_batch_padded_as_for_a_graph(
     triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype
@@ -36,7 +43,7 @@ def test_a_batch_padded_as_for_a_graph(
     do not change the other rows."""
     from baton.engine.kernels.tiles import SHORT, tile_work
 
-    step = Step(RAGGED, (4, 2), 64, 16, dtype)
+    step = Step([*RAGGED, (30, 33)], (4, 2), 64, 16, dtype, decodes=[(30, 33)])
     expected, expected_kv, _ = step.run(triton_kernels, kernel_device)
     rows, padded, m = len(expected), len(expected) + 5, step.metadata
     programs = triton_kernels.tile_programs(2)

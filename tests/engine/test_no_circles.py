@@ -166,7 +166,7 @@ class TwoWorkers:
         plan = step(worker, 5)
         self.seen["handed back"] += len(plan.handed_back)
         by_live = {live: answer for answer in self.answers for live in (answer.prefill, answer.decode)}
-        for live, _, stop in plan.chunks:
+        for live, _, stop, _ in plan.chunks:
             if stop < len(live.token_ids) - 1:
                 continue
             answer = by_live[live]

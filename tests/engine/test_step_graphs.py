@@ -1,6 +1,7 @@
 """Steps that graphs replay (on a GPU) give the results of steps that are launched kernel by kernel."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from baton.engine import Engine, EngineRequest, PrefillChunk
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.schedule import Chunk
 from baton.engine.core.step_builder import build_step
-from baton.engine.execution.graphs import CHUNKS, Size, batch_sizes, chunk_sizes, size_for
+from baton.engine.execution.graphs import CHUNKS, WORK, Size, Widths, batch_sizes, chunk_sizes, size_for
+from baton.engine.execution.inputs import Inputs, read_by_device
 from baton.engine.kernels import parts
 from tests.device import DEVICE
 
@@ -38,28 +40,51 @@ SIZES = [Size(rows, *kind) for rows in (8, 64) for kind in ((True, True), (True,
 
 
 @pytest.mark.parametrize(
-    ("lengths", "handover", "size"),
+    ("decodes", "prompts", "size"),
     [
         pytest.param([1] * 9, [], Size(64, True, False), id="decodes"),
-        pytest.param([7], [], Size(8, False, True), id="a chunk"),
-        pytest.param([1, 7], [], Size(8, True, True), id="a chunk beside a decode"),
-        pytest.param([1, 7], [1], Size(8, True, True), id="a chunk that is handed over"),
-        pytest.param([1, 1], [0], Size(8, True, True), id="one token that is handed over"),
-        pytest.param([1, 64], [], None, id="too many rows"),
-        pytest.param([2] * (CHUNKS + 1), [], None, id="too many chunks"),
+        pytest.param([5, 1], [], Size(8, True, False), id="decodes of several tokens"),
+        pytest.param([], [7], Size(8, False, True), id="a chunk"),
+        pytest.param([], [1], Size(8, False, True), id="a chunk of one token"),
+        pytest.param([1], [7], Size(8, True, True), id="a chunk beside a decode"),
+        pytest.param([1, 2, 5], [40], Size(64, True, True), id="a chunk beside decodes of several tokens"),
+        pytest.param([1], [64], None, id="too many rows"),
+        pytest.param([], [2] * (CHUNKS + 1), None, id="too many chunks"),
     ],
 )
-def test_a_step_that_hands_kv_over_is_cut_by_layer(
-    lengths: list[int], handover: list[int], size: Size | None
+def test_only_a_step_with_chunks_is_cut_by_layer(
+    decodes: list[int], prompts: list[int], size: Size | None
 ) -> None:
     chunks = []
-    for number, length in enumerate(lengths):
+    for number, length in enumerate([*decodes, *prompts]):
         live = LiveRequest(EngineRequest(bytes([number]), [3] * length), Phase.RUNNING, number)
-        live.handover = number in handover
         live.blocks.extend(range(length))
-        chunks.append(Chunk(live, 0, length))
+        chunks.append(Chunk(live, 0, length, number < len(decodes)))
     step, *_ = build_step(chunks, 199, block_size=1, table_width=None)
     assert size_for(step, SIZES) == size
+
+
+def test_a_graph_reads_a_step_with_padding() -> None:
+    """Requests that decode one, two and five tokens, after a larger step in the same memory."""
+    widths = Widths(table=4, hidden=1, vocabulary=199, tile=16, programs=0, scan=0)
+    make = partial(Inputs, partial(torch.zeros, dtype=torch.uint8), widths.sizes(64, 16), WORK)
+    staging, static = make(), make()
+    for lengths in ([5, 5, 5], [1, 2, 5]):
+        chunks = []
+        for number, length in enumerate(lengths):
+            live = LiveRequest(EngineRequest(bytes([number]), [3 + number] * 9), Phase.RUNNING, number)
+            live.blocks.extend(range(3 * number, 3 * number + 3))
+            chunks.append(Chunk(live, 9 - length, 9, decodes=True))
+        step, *_ = build_step(chunks, 199, block_size=4, table_width=4)
+        staging.put(read_by_device(step))
+        staging.move_to(static)
+    seen = static.first({"tokens": 10})
+    assert seen["token_ids"].tolist() == [3] + [4] * 2 + [5] * 5 + [0] * 2
+    assert seen["slots"].tolist() == [8, 19, 20, 28, 29, 30, 31, 32, -1, -1]
+    assert seen["contexts"].tolist() == [9, 8, 9, 5, 6, 7, 8, 9] + [0] * 8
+    assert seen["sampled_rows"].tolist() == [0, 2, 7] + [0] * 13
+    assert seen["block_tables"][:8, 0].tolist() == [0, 3, 3, 6, 6, 6, 6, 6]
+    assert seen["state_slots"].tolist() == seen["scans"].tolist() == []
 
 
 class LayersSeen:

@@ -28,7 +28,7 @@ from baton.engine.execution.host_ranks import HostRanks
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Fp8Experts, parts
 from baton.engine.loader import check_model
-from baton.engine.step import Draws, Scored, Step, Variant, arrange
+from baton.engine.step import NOT_SCORED, Draws, Scored, Step, Variant, arrange
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -229,8 +229,8 @@ def test_a_store_outlives_its_file() -> None:
     descriptor may be that of a socket."""
     script = (
         "import os, socket\n"
-        "from engine.execution.join import open_store\n"
-        "from engine.execution.rank_files import RankFiles\n"
+        "from baton.engine.execution.join import open_store\n"
+        "from baton.engine.execution.rank_files import RankFiles\n"
         "files = RankFiles.create(2)\n"
         "fd, store = files.exchange, open_store(files.exchange, 2)\n"
         "store.set('key', 'value')\n"
@@ -280,13 +280,14 @@ def step(seed: int) -> Step:
     rows = int(rng.integers(0, 4))
     draws = [rng.random(rows), rng.integers(-9, 9, rows), rng.integers(1, 9, rows), *rng.random((2, rows))]
     types = [np.float32, np.int32, np.int32, np.float32, np.float32]
+    scored = Scored(rng.integers(0, 7, 1 + seed), rng.integers(0, 9, 1 + seed), seed)
     return arrange(
         rng.integers(0, 9, 7).tolist(), [4, 9, 3], [5, 10, 8],
         [array("i", rng.integers(0, 99, 3).tolist()) for _ in range(3)],
         list(range(rows)), Variant(seed % 3),
         Draws(*(values.astype(type_) for values, type_ in zip(draws, types, strict=True))),
-        hands_over=bool(seed % 2), block_size=4, table_width=6,
-        scored=Scored(rng.integers(0, 7, 1 + seed), rng.integers(0, 9, 1 + seed), seed) if seed % 2 else None,
+        num_decodes=2, hands_over=bool(seed % 2), block_size=4, table_width=6,
+        scored=scored if seed % 2 else NOT_SCORED,
         state_slots=rng.integers(0, 9, 3).tolist() if seed % 3 else None,
         restores=[(int(rng.integers(9)), i) for i in range(seed % 3)], saves=[(seed, 1)] * (seed % 2),
         copies=[(6, seed)] * (seed % 3),
