@@ -314,5 +314,5 @@ class Engine:
 
     def stats(self) -> EngineStats:
         experts = None if self._expert_meter is None else self._expert_meter.read()
-        under_way = sum(flight.plan.prompt_tokens for flight in self._steps.flights)
+        under_way = sum(plan.prompt_tokens for plan, _ in self._steps.flights)
         return self._meters.stats(self._scheduler, self._chunk_limit, experts, under_way)

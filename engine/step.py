@@ -291,15 +291,6 @@ class Adjustments:
     """[k, n] int64: in place of the n most likely tokens, -1 for those. None: no row names any."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Log probabilities of the model's own logits, for the rows in `Adjustments.logprob_rows`."""
-
-    chosen: list[float]  # [k]: of the sampled token
-    ids: list[list[int]]  # [k, most]: the tokens that the row names, or the most likely ones, in order
-    values: list[list[float]]  # [k, most]
-
-
 class ScoredLogprobs(NamedTuple):
     """Log probabilities of the tokens of `Scored`, from the model's own logits."""
 
@@ -307,12 +298,3 @@ class ScoredLogprobs(NamedTuple):
     ranks: np.ndarray  # [scored] int32: 1 if no token was more likely
     top_ids: np.ndarray  # [scored, top] int32: the most likely tokens, most likely first
     top_logprobs: np.ndarray  # [scored, top] float32
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The result of a step that is over."""
-
-    tokens: list[int]  # [sampled]; negative: why there is none
-    logprobs: RowLogprobs | None = None
-    scored: ScoredLogprobs | None = None

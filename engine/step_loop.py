@@ -11,21 +11,29 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from baton.engine.api.request import KVSink, Logprobs, Output, PrefillChunk, StepResult
+from baton.engine.api.request import (
+    PROMPT_PIECE,
+    KVSink,
+    Logprobs,
+    Output,
+    PrefillChunk,
+    PromptLogprobs,
+    StepResult,
+)
 from baton.engine.core.chunk_limit import ChunkLimit
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
 from baton.engine.core.pace import Pace
-from baton.engine.core.schedule import Schedule
+from baton.engine.core.schedule import Chunk, Schedule
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.step_builder import build_adjustments, build_step, is_plain
 from baton.engine.execution.moments import Landings
-from baton.engine.execution.runner import ModelRunner
-from baton.engine.flight import Flight
+from baton.engine.execution.prompt_logprobs import joined
+from baton.engine.execution.runner import Launched, ModelRunner
+from baton.engine.execution.sampler import TopLogprobs
 from baton.engine.grammar import Grammars
-from baton.engine.logprobs import of_outputs, of_prompts
 from baton.engine.model_config import ModelConfig
-from baton.engine.step import NO_CHOICE, NOT_FINITE
+from baton.engine.step import NO_CHOICE, NOT_FINITE, ScoredLogprobs
 
 GRAMMAR_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for a grammar."""
@@ -56,7 +64,7 @@ class StepLoop:
     ) -> None:
         """`graph_rows`: most tokens of a step with prompts that a graph computes; infinite without graphs.
         `tick` and `computing` as in `build_engine`."""
-        self.flights: list[Flight] = []
+        self.flights: list[tuple[Schedule, Launched]] = []
         self.joined = False
         self._runner = runner
         self._scheduler = scheduler
@@ -76,10 +84,11 @@ class StepLoop:
         """Implements `Engine.step`. `joins_at` as in `Engine`."""
         result = StepResult()
         launched = self._may_launch and self._launch(result, joins_at)
-        if self.flights and (not launched or not self._overlap or self.flights[0].launched.over):
-            self._land(self.flights.pop(0), result)
-            if self.flights and not self.flights[0].is_sampled:
-                self._sample(self.flights[0])
+        if self.flights and (not launched or not self._overlap or self._is_over):
+            self._land(*self.flights.pop(0), result)
+            for plan, later in self.flights:
+                if not later.is_sampled:
+                    self._sample(plan, later)
         return result
 
     @property
@@ -90,7 +99,12 @@ class StepLoop:
             return False
         if self._scheduler.next_prompt <= self._graph_rows:
             return True
-        return not self.flights[0].launched.over and self._pace.fits_slow_launch(time.monotonic())
+        return not self._is_over and self._pace.fits_slow_launch(time.monotonic())
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the oldest step is over."""
+        return self.flights[0][1].over
 
     def _launch(self, result: StepResult, joins_at: float) -> bool:
         """False: there was nothing to compute."""
@@ -105,10 +119,10 @@ class StepLoop:
             if not self.flights:
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
-        ids = frozenset([chunk.live.id for chunk in plan.chunks])
-        self._computing(ids.union(*(flight.ids for flight in self.flights)))
+        plan.ids = frozenset([chunk.live.id for chunk in plan.chunks])
+        self._computing(plan.ids.union(*(earlier.ids for earlier, _ in self.flights)))
         memory = self._scheduler.memory
-        step, sampled, scored = build_step(
+        step, plan.sampled, plan.scored = build_step(
             plan.chunks,
             self._model_config.vocab_size,
             block_size=self._runner.block_size,
@@ -125,11 +139,10 @@ class StepLoop:
                 self._kv_sink.layer_done(layer, moved)
 
         launched = self._runner.run(step, layer_done)
-        flight = Flight(plan, ids, sampled, scored, launched)
         self._scheduler.launched(plan.chunks)
-        self.flights.append(flight)
-        if not flight.waits:
-            self._sample(flight)
+        self.flights.append((plan, launched))
+        if not plan.waits:
+            self._sample(plan, launched)
         size = launched.size
         self._pace.launched(
             size if size is not None and not size.chunks else None,
@@ -154,16 +167,15 @@ class StepLoop:
         begins = max(now, self._pace.ends) if self.flights else now
         return self._chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
 
-    def _sample(self, flight: Flight) -> None:
+    def _sample(self, plan: Schedule, launched: Launched) -> None:
         adjustments = None
-        if not all(is_plain(live) for live in flight.sampled):
-            mask, flight.refused = self._grammars.allowed(
-                [(None if r.phase is Phase.GONE else r.grammar, r.token_ids) for r in flight.sampled]
+        if not all(is_plain(live) for live in plan.sampled):
+            mask, plan.refused = self._grammars.allowed(
+                [(None if r.phase is Phase.GONE else r.grammar, r.token_ids) for r in plan.sampled]
             )
-            adjustments = build_adjustments(flight.sampled, self._model_config.eos_ids, mask)
-        self._landings.expect(self._runner.sample(flight.launched, adjustments))
-        flight.is_sampled = True
-        for row, live in enumerate(flight.sampled):
+            adjustments = build_adjustments(plan.sampled, self._model_config.eos_ids, mask)
+        self._landings.expect(self._runner.sample(launched, adjustments))
+        for row, live in enumerate(plan.sampled):
             live.promise(row)
 
     def _announce(self, started: Sequence[LiveRequest]) -> None:
@@ -173,29 +185,28 @@ class StepLoop:
                     live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
                 )
 
-    def _land(self, flight: Flight, result: StepResult) -> None:
+    def _land(self, plan: Schedule, launched: Launched, result: StepResult) -> None:
         """Waits until the step is over, and takes each request on: to its next token, its handover, its
         end."""
-        assert flight.is_sampled, "a step is sampled before it lands"
-        done = flight.launched.wait()
+        tokens = launched.wait()
         self._tick()
-        plan = flight.plan
-        seconds = result.seconds = flight.launched.seconds
+        seconds = result.seconds = launched.seconds
         result.prompts = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if not c.decodes]
         result.decodes = len(plan.chunks) - len(result.prompts)
         self._pace.landed(seconds, time.monotonic())
         self._meters.record(plan.decodes, plan.prompt_tokens, seconds)
         self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
-        self._computing(frozenset().union(*(later.ids for later in self.flights)))
+        self._computing(frozenset().union(*(later.ids for later, _ in self.flights)))
         self._scheduler.landed(plan.chunks)
-        if done.scored is not None:
-            result.prompt_logprobs = of_prompts(flight.scored, done.scored)
-        logprobs = of_outputs(flight.sampled, done.logprobs)
-        for row, (live, token) in enumerate(zip(flight.sampled, done.tokens, strict=True)):
+        scored = joined(launched.scored)
+        if scored is not None:
+            result.prompt_logprobs = _of_prompts(plan.scored, scored)
+        logprobs = _of_outputs(plan.sampled, launched.logprobs)
+        for row, (live, token) in enumerate(zip(plan.sampled, tokens, strict=True)):
             if live.phase is Phase.GONE:
                 continue  # the request ended while this step was under way
-            if row in flight.refused:
-                result.refused.append((live.id, flight.refused[row]))
+            if row in plan.refused:
+                result.refused.append((live.id, plan.refused[row]))
                 self._leave_batch(live)
             elif token == NOT_FINITE:
                 result.failed.append((live.id, "the model's logits are not finite numbers"))
@@ -233,7 +244,7 @@ class StepLoop:
     @property
     def rest(self) -> float:
         """As in `Engine`."""
-        if not self.flights or self.flights[0].launched.over:
+        if not self.flights or self._is_over:
             return 0.0
         if not self._may_launch or not self._scheduler.has_next:
             return math.inf
@@ -243,3 +254,41 @@ class StepLoop:
     def landings_fd(self) -> int:
         """As in `Engine`."""
         return self._landings.fd
+
+
+def _of_prompts(scored: Sequence[Chunk], of_step: ScoredLogprobs) -> list[PromptLogprobs]:
+    """Log probabilities of the prompts of the requests that have not ended meanwhile. Notes in each request
+    how much of its prompt is scored."""
+    result = []
+    row = 0
+    for live, start, stop, _ in scored:
+        wanted = live.request.sampling.prompt_logprobs or 0
+        for first in range(start, stop, PROMPT_PIECE) if live.phase is not Phase.GONE else ():
+            end = min(first + PROMPT_PIECE, stop)
+            logprobs, ranks, ids, values = (x[row + first - start : row + end - start] for x in of_step)
+            result.append(
+                PromptLogprobs(
+                    live.id,
+                    first + 1,
+                    logprobs.tobytes(),
+                    ranks.tobytes(),
+                    ids[:, :wanted].tobytes(),
+                    values[:, :wanted].tobytes(),
+                )
+            )
+        live.num_scored = stop
+        row += stop - start
+    return result
+
+
+def _of_outputs(sampled: Sequence[LiveRequest], rows: TopLogprobs | None) -> dict[int, Logprobs]:
+    """Log probabilities of the sampled tokens, by row, of the requests that ask for them."""
+    if rows is None:
+        return {}
+    asked = [row for row, live in enumerate(sampled) if live.request.sampling.logprobs is not None]
+    result = {}
+    fields = rows.chosen.tolist(), rows.ids.tolist(), rows.values.tolist()
+    for row, chosen, ids, values in zip(asked, *fields, strict=True):
+        wanted = sampled[row].request.sampling.num_alternatives
+        result[row] = Logprobs(chosen, tuple(ids[:wanted]), tuple(values[:wanted]))
+    return result

@@ -1,4 +1,10 @@
-"""The plan of one step. Pure; knows no tensor."""
+"""The plan of one step. Pure; knows no tensor.
+
+    launched ──▶ sampled ──▶ over (the device has computed all of it) ──▶ landed: its tokens are known
+
+A step is sampled right after its launch. A grammar that must know the token before delays this until the step
+before has landed; the device computes the forward pass meanwhile.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,7 +40,22 @@ class Schedule:
     """Preempted requests that went back to the queue, to be prefilled again."""
     decodes: bool = False
     """Whether some request gets a token after its first one."""
+    ids: frozenset[bytes] = frozenset()
+    """The requests that it computes. This and the rest is known from the launch on."""
+    sampled: list[LiveRequest] = field(default_factory=list)
+    """The requests that get a token, by row."""
+    scored: list[Chunk] = field(default_factory=list)
+    """The positions that predict a token of a prompt with log probabilities."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """By row, what is wrong with a request's grammar."""
 
     @property
     def prompt_tokens(self) -> int:
         return sum(chunk.tokens for chunk in self.chunks if not chunk.decodes)
+
+    @property
+    def waits(self) -> bool:
+        """A grammar must know a token of the step before."""
+        return any(
+            live.grammar is not None and live.grammar.needs_tokens and live.pending for live in self.sampled
+        )

@@ -226,7 +226,7 @@ def rehearse(runner: ModelRunner, rehearsal: Rehearsal, progress: Callable[[floa
         launched = runner.run(step, lambda _: None)
         heaviest = step.variant is Variant.FILTERED and launched.rows
         runner.sample(launched, _adjustments(launched.rows) if heaviest else None)
-        if NOT_FINITE in launched.wait().tokens:
+        if NOT_FINITE in launched.wait():
             raise ValueError(
                 "the model's logits are not finite numbers in a rehearsed step, before any request"
             )

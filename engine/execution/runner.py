@@ -21,7 +21,7 @@ from baton.engine.execution.expert_meter import ExpertMeter
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
 from baton.engine.execution.moments import Moment, moment
-from baton.engine.execution.prompt_logprobs import Piece, joined, prompt_logprobs
+from baton.engine.execution.prompt_logprobs import Piece, prompt_logprobs
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
 from baton.engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
 from baton.engine.kernels.attention import AttentionMetadata
@@ -30,7 +30,7 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches
 from baton.engine.models.cache_spec import CacheSpec
-from baton.engine.step import Adjustments, Draws, Sampled, Step, Variant
+from baton.engine.step import Adjustments, Draws, Step, Variant
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class Launched:
     began: Moment
     ended: Moment | None = None
     """None: not sampled yet."""
-    tokens: Tensor | None = None  # [rows] int64, on the host once the step is over
+    tokens: Tensor | None = None  # [rows] int64; this and the rest is on the host once the step is over
     logprobs: TopLogprobs | None = None
     scored: Sequence[Piece] = ()
 
@@ -61,13 +61,15 @@ class Launched:
         assert self.ended is not None
         return self.began.elapsed_time(self.ended) / 1e3
 
-    def wait(self) -> Sampled:
-        """Waits until the step is over. Returns its tokens."""
+    @property
+    def is_sampled(self) -> bool:
+        return self.ended is not None
+
+    def wait(self) -> list[int]:
+        """Waits until the step is over. Returns its tokens; a negative one says why there is none."""
         assert self.ended is not None, "a step is sampled before it is waited for"
         self.ended.synchronize()
-        tokens = [] if self.tokens is None else self.tokens.tolist()
-        logprobs = None if self.logprobs is None else self.logprobs.result()
-        return Sampled(tokens, logprobs, joined(self.scored))
+        return [] if self.tokens is None else self.tokens.tolist()
 
 
 class ModelRunner:

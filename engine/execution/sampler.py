@@ -22,7 +22,6 @@ from baton.engine.step import (
     Bias,
     Draws,
     Penalties,
-    RowLogprobs,
     TokenMask,
     Variant,
 )
@@ -116,14 +115,12 @@ def _moved(values: np.ndarray, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Log probabilities on the host; valid once the step is over."""
+    """Log probabilities of the model's own logits, for the rows in `Adjustments.logprob_rows`. On the host;
+    valid once the step is over."""
 
-    chosen: Tensor  # [rows]
-    ids: Tensor  # [rows, most]
+    chosen: Tensor  # [rows]: of the sampled token
+    ids: Tensor  # [rows, most]: the tokens that the row names, or the most likely ones, in order
     values: Tensor  # [rows, most]
-
-    def result(self) -> RowLogprobs:
-        return RowLogprobs(self.chosen.tolist(), self.ids.tolist(), self.values.tolist())
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, adjustments: Adjustments) -> TopLogprobs | None:

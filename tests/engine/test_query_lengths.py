@@ -56,7 +56,7 @@ def tokens_of(engine: Engine, *, by_graph: bool = False) -> list[int]:
         launched = runner.run(made, lambda _: None)
         assert (launched.size is not None) == by_graph
         runner.sample(launched, None)
-        tokens = launched.wait().tokens
+        tokens = launched.wait()
     engine.close()
     return tokens
 

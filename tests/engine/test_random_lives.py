@@ -94,7 +94,7 @@ class Lives:
     def step(self, engine: Engine) -> None:
         result = engine.step()
         self.ahead += len(engine._steps.flights) == 2
-        self.unsampled += any(not flight.is_sampled for flight in engine._steps.flights)
+        self.unsampled += any(not launched.is_sampled for _, launched in engine._steps.flights)
         assert not result.failed
         assert not result.refused
         for output in result.outputs:
@@ -192,7 +192,7 @@ class Lives:
 
     def under_way(self, engine: Engine) -> set[int]:
         """Blocks that launched steps may be writing to."""
-        return set[int]().union(*(self.written[id(flight.launched)] for flight in engine._steps.flights))
+        return set[int]().union(*(self.written[id(launched)] for _, launched in engine._steps.flights))
 
     def garble(self, engine: Engine) -> None:
         """Overwrites all free blocks: no request may depend on their content."""

@@ -233,11 +233,10 @@ def test_logprobs_come_from_the_logits_before_adjustments() -> None:
     assert adjustments.logprob_rows.tolist() == [0, 1]
     logprobs = top_logprobs(values, torch.tensor(chosen), adjustments)
     assert logprobs is not None
-    result = logprobs.result()
     expected = values.log_softmax(-1)
-    assert result.chosen == pytest.approx([float(expected[0, 5]), float(expected[1].max())])
-    assert result.ids == expected[:2].topk(3).indices.tolist()
-    assert result.values[0] == pytest.approx(expected[0].topk(3).values.tolist())
+    assert logprobs.chosen.tolist() == pytest.approx([float(expected[0, 5]), float(expected[1].max())])
+    assert logprobs.ids.tolist() == expected[:2].topk(3).indices.tolist()
+    assert logprobs.values[0].tolist() == pytest.approx(expected[0].topk(3).values.tolist())
 
 
 def test_a_row_may_name_the_tokens_of_its_logprobs() -> None:
@@ -247,11 +246,10 @@ def test_a_row_may_name_the_tokens_of_its_logprobs() -> None:
     adjustments = build_adjustments(requests, EOS, None)
     logprobs = top_logprobs(values, torch.tensor([1, 2, 3]), adjustments)
     assert logprobs is not None
-    result = logprobs.result()
     expected = values.log_softmax(-1)
-    assert result.ids == [[*named], expected[1].topk(3).indices.tolist()]
-    assert result.values[0] == pytest.approx([float(expected[0, i]) for i in named])
-    assert result.values[1] == pytest.approx(expected[1].topk(3).values.tolist())
+    assert logprobs.ids.tolist() == [[*named], expected[1].topk(3).indices.tolist()]
+    assert logprobs.values[0].tolist() == pytest.approx([float(expected[0, i]) for i in named])
+    assert logprobs.values[1].tolist() == pytest.approx(expected[1].topk(3).values.tolist())
 
 
 @pytest.mark.parametrize(
