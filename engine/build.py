@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import CacheObserver, KVSink
 from baton.engine.engine import Engine
-from baton.engine.execution.join import join
-from baton.engine.execution.rank import commands
+from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.start import start_rank
 from baton.engine.grammar import Grammars

@@ -27,7 +27,7 @@ from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.state_pool import StatePool
-from baton.engine.execution.memory import COPY_TOKENS
+from baton.engine.execution.memory_plan import COPY_TOKENS
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.grammar import Grammars
 from baton.engine.model_config import ModelConfig

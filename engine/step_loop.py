@@ -27,7 +27,7 @@ from baton.engine.core.pace import Pace
 from baton.engine.core.schedule import Chunk, Schedule
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.step_builder import build_adjustments, build_step, is_plain
-from baton.engine.execution.moments import Landings
+from baton.engine.execution.events import Landings
 from baton.engine.execution.prompt_logprobs import joined
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.execution.sampler import TopLogprobs

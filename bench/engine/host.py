@@ -23,7 +23,7 @@ CONTEXT = 1000
 MODEL = "one-small-layer"
 
 
-class _Moment:
+class _Event:
     """A fake CUDA event. It has happened once the engine has waited for it."""
 
     def __init__(self) -> None:
@@ -63,15 +63,15 @@ def _engine(model: Path, batch: int) -> Any:
     runner, tokens = engine._runner, torch.full((batch,), 7)
 
     def run(step: Any, layer_done: Any) -> Launched:
-        return Launched(len(step.sampled_rows), step.variant, None, None, None, _Moment())
+        return Launched(len(step.sampled_rows), step.variant, None, None, None, _Event())
 
-    def sample(launched: Launched, adjustments: Any) -> _Moment:
-        launched.tokens, ended = tokens[: launched.rows], _Moment()
+    def sample(launched: Launched, adjustments: Any) -> _Event:
+        launched.tokens, ended = tokens[: launched.rows], _Event()
         launched.ended = ended
         return ended
 
     runner.run, runner.sample, runner.table_width = run, sample, 16
-    engine._steps._landings.expect = lambda moment: None
+    engine._steps._landings.expect = lambda event: None
     return engine
 
 

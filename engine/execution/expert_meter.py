@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.api.expert_stats import ExpertStats
-from baton.engine.execution.moments import Moment
+from baton.engine.execution.events import Event
 from baton.engine.execution.sampler import to_host
 from baton.engine.layers.expert_load import ExpertLoad
 
@@ -22,13 +22,13 @@ PERIOD = 1.0
 class ExpertMeter:
     """Called by the thread that runs the steps."""
 
-    def __init__(self, load: ExpertLoad, moment: Callable[[], Moment]) -> None:
-        """`moment()`: when the device has done all that is enqueued now."""
+    def __init__(self, load: ExpertLoad, record: Callable[[], Event]) -> None:
+        """`record()`: the event that the device has done all that is enqueued now."""
         self._load = load
-        self._moment = moment
+        self._record = record
         self._before = torch.zeros(load.totals.shape, dtype=torch.int64), 0
         self._copied_at = 0.0
-        self._copy: tuple[Tensor, Tensor, Moment] | None = None
+        self._copy: tuple[Tensor, Tensor, Event] | None = None
         self._stats = ExpertStats([0] * load.totals.shape[2], 0.0, 0.0)
 
     def read(self) -> ExpertStats:
@@ -39,7 +39,7 @@ class ExpertMeter:
         if self._copy is None and time.monotonic() - self._copied_at >= PERIOD:
             self._copied_at = time.monotonic()
             totals, steps = (to_host(counts.clone()) for counts in (self._load.totals, self._load.steps))
-            self._copy = totals, steps, self._moment()
+            self._copy = totals, steps, self._record()
         return self._stats
 
     def _update(self, totals: Tensor, steps: int) -> None:

@@ -26,7 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,22 +49,12 @@ CHUNKS = 16
 LayerDone = Callable[[int], None]
 
 
-class Network(Protocol):
-    """The parts of a step that graphs capture."""
-
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, layer_done: LayerDone
-    ) -> Tensor:
-        """Hidden states [rows, hidden_size]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary], in the model's dtype."""
-        ...
-
-    def choose(self, logits: Tensor, variant: Variant, draws: Draws[Tensor]) -> Tensor:
-        """Tokens [rows]."""
-        ...
+Forward = Callable[[Tensor, Tensor, AttentionMetadata, LayerDone], Tensor]
+"""From token ids, positions and attention to hidden states [rows, hidden_size]."""
+Logits = Callable[[Tensor], Tensor]
+"""From hidden states to [rows, vocabulary], in the model's dtype."""
+Choose = Callable[[Tensor, Variant, Draws[Tensor]], Tensor]
+"""From logits to tokens [rows]."""
 
 
 class Widths(NamedTuple):
@@ -143,7 +133,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        network: Network,
+        parts: tuple[Forward, Logits, Choose],
         tokens: Tensor,
         widths: Widths,
         *,
@@ -153,12 +143,12 @@ class StepGraphs:
         ranks: Ranks,
         progress: Callable[[float], None],
     ) -> None:
-        """Captures steps of up to len(tokens) requests.
+        """Captures the parts of steps of up to len(tokens) requests.
 
         `tokens` [requests] int64, on the device, is the runner's: each step writes its sampled tokens there,
         and the next step reads them."""
         device, requests = tokens.device, len(tokens)
-        self._network = network
+        self._forward_of, self._logits_of, self._choose_of = parts
         self._ranks = ranks
         self._tokens = tokens
         self._widths = widths
@@ -307,16 +297,16 @@ class StepGraphs:
         decodes = min(rows, len(self._tokens)) if size.decodes else 0
         attention = attention_metadata(tensors, block_size=self._block_size, num_decodes=decodes, prefills=[])
         cut = layer_done if size.chunks else lambda _: None
-        hidden = self._network.forward(tensors["token_ids"], tensors["positions"], attention, cut)
+        hidden = self._forward_of(tensors["token_ids"], tensors["positions"], attention, cut)
         self._hidden[:rows].copy_(hidden)
 
     def _run_logits(self, rows: int, _: LayerDone) -> None:
-        logits = self._network.logits(self._hidden[self._static.tensors["sampled_rows"][:rows]])
+        logits = self._logits_of(self._hidden[self._static.tensors["sampled_rows"][:rows]])
         if self._ranks.rank == 0:
             self._logits[:rows].copy_(logits)
 
     def _run_choose(self, rows: int, variant: Variant, _: LayerDone) -> None:
-        self._tokens[:rows].copy_(self._network.choose(self._logits[:rows], variant, self.draws(rows)))
+        self._tokens[:rows].copy_(self._choose_of(self._logits[:rows], variant, self.draws(rows)))
 
 
 class _Capture:

@@ -1,17 +1,23 @@
-"""The other ranks of a model that spans several devices.
+"""The ranks of a model that spans several devices: how they join, and what those from 1 on do.
 
 start, together with rank 0 ──▶ run or sample, as rank 0 does ──▶ … ──▶ stop
 """
 
+import os
 from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.commands import Commands, Sample
+from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
-from baton.engine.execution.join import join
+from baton.engine.execution.host_ranks import HostRanks
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.execution.runner import Launched
 from baton.engine.execution.start import Started, start_rank
+from baton.engine.layers.ranks import Ranks
 from baton.engine.step import Step
 
 
@@ -57,3 +63,37 @@ def commands(config: EngineConfig, started: Started, files: RankFiles) -> Comman
         requests=config.max_num_seqs,
         table_width=runner.table_width or longest,
     )
+
+
+def join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torch.device, Ranks]:
+    """This rank's device and its group. `files` None: the model has one rank. Raises `ValueError` if there
+    are too few devices."""
+    device, ranks = _join(config, rank, files)
+    ranks.expert_parallel = config.enable_expert_parallel
+    return device, ranks
+
+
+def _join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torch.device, Ranks]:
+    assert (files is None) == (config.tensor_parallel_size == 1), "several ranks, and only these, share files"
+    device = torch.device(config.device)
+    if files is None:
+        return device, Ranks()
+    if device.type == "cpu":
+        return device, HostRanks(rank, config.tensor_parallel_size, files.exchange)
+    first, present = device.index or 0, torch.cuda.device_count()
+    if first + config.tensor_parallel_size > present:
+        raise ValueError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}: --device {config.device} has "
+            f"{max(0, present - first)} GPUs from the first one on"
+        )
+    device = torch.device("cuda", first + rank)
+    store = open_store(files.exchange, config.tensor_parallel_size)
+    return device, CudaRanks(rank, config.tensor_parallel_size, store, device)
+
+
+def open_store(fd: int, ranks: int) -> dist.Store:
+    """A store in the file `fd`, for the ranks to find each other.
+
+    torch opens it by name, and again when the process ends. So it has a descriptor of its own, which stays
+    open."""
+    return dist.FileStore(f"/proc/self/fd/{os.dup(fd)}", ranks)

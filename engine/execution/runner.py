@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from baton.engine.execution.commands import Followers
+from baton.engine.execution.events import Event, record
 from baton.engine.execution.expert_meter import ExpertMeter
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
-from baton.engine.execution.moments import Moment, moment
 from baton.engine.execution.prompt_logprobs import Piece, prompt_logprobs
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
 from baton.engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
@@ -44,8 +44,8 @@ class Launched:
     """Size of the graphs that replay the step and keep its logits and draws. None: no graph replays it."""
     logits: Tensor | None  # [rows, vocabulary] float32
     draws: Draws[Tensor] | None
-    began: Moment
-    ended: Moment | None = None
+    began: Event
+    ended: Event | None = None
     """None: not sampled yet."""
     tokens: Tensor | None = None  # [rows] int64; this and the rest is on the host once the step is over
     logprobs: TopLogprobs | None = None
@@ -110,7 +110,7 @@ class ModelRunner:
         self.chunk_tokens = kernels.chunk_tokens(dtype) if self._state else 0
         """As `Kernels.chunk_tokens`; 0: no layer has states."""
         self._graphs: StepGraphs | None = None
-        self._moment: Callable[[], Moment] = partial(moment, device)
+        self._record: Callable[[], Event] = partial(record, device)
         self.ranks = ranks
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """What the newest step samples, by row. The step after it reads its unknown tokens here."""
@@ -150,7 +150,7 @@ class ModelRunner:
             self.table_width, config.hidden_size, config.vocab_size, tile, programs, self.chunk_tokens
         )
         self._graphs = StepGraphs(
-            self,
+            (self.forward, self.logits, self.choose),
             self._tokens,
             widths,
             dtype=self._dtype,
@@ -169,7 +169,7 @@ class ModelRunner:
     def expert_meter(self) -> ExpertMeter | None:
         """None: a dense model."""
         load = self.model.expert_load
-        return None if load is None else ExpertMeter(load, lambda: self._moment())
+        return None if load is None else ExpertMeter(load, lambda: self._record())
 
     @torch.inference_mode()
     def run(self, step: Step, layer_done: LayerDone) -> Launched:
@@ -177,13 +177,13 @@ class ModelRunner:
         when its writing is enqueued). A graph of a step that only decodes does not call it. `sample` must be
         called before the next `run`."""
         self.followers.run(step)
-        began = self._moment()
+        began = self._record()
         self._copy_states(step.restores)
         launched = self._launch(step, layer_done, began)
         self._copy_states(step.saves)
         return launched
 
-    def _launch(self, step: Step, layer_done: LayerDone, began: Moment) -> Launched:
+    def _launch(self, step: Step, layer_done: LayerDone, began: Event) -> Launched:
         rows, graphs = len(step.sampled_rows), self._graphs
         size = graphs.size(step) if graphs is not None else None
         if graphs is not None and size is not None:
@@ -215,9 +215,9 @@ class ModelRunner:
         return prompt_logprobs(hidden, step.scored, self.logits, self.ranks.rank)
 
     @torch.inference_mode()
-    def sample(self, launched: Launched, adjustments: Adjustments | None) -> Moment:
+    def sample(self, launched: Launched, adjustments: Adjustments | None) -> Event:
         """Enqueues the sampling of a step. `adjustments` None: its rows ask for nothing beyond `Draws`.
-        Returns the moment when the step is over. Rank 0 samples, and the others get its tokens."""
+        Returns the event that the step is over. Rank 0 samples, and the others get its tokens."""
         self.followers.sample()
         rows = launched.rows
         if rows and self.ranks.rank:
@@ -241,7 +241,7 @@ class ModelRunner:
             launched.tokens = to_host(tokens)
             if adjustments is not None:
                 launched.logprobs = top_logprobs(logits, tokens, adjustments)
-        launched.ended = self._moment()
+        launched.ended = self._record()
         if rows and self._graphs is not None:
             self._graphs.share_tokens()
         elif rows:

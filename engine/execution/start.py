@@ -15,9 +15,9 @@ import torch
 from baton.content import content_root
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.graphs import LARGEST
-from baton.engine.execution.memory import CacheLimits, MemoryUse, choose_limits, memory_for, size_pool
-from baton.engine.execution.rehearsal import Rehearsal, measure_steps, warm_up
+from baton.engine.execution.memory_plan import CacheLimits, MemoryUse, choose_limits, memory_for, size_pool
 from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.warmup import Rehearsal, measure_steps, warm_up
 from baton.engine.kernels import kernels_for
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader import choose_format, load_model, open_checkpoint

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, build_engine
-from baton.engine.execution.moments import moment
+from baton.engine.execution.events import record
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Kernels
@@ -308,22 +308,22 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
     return make
 
 
-class LateMoment:
-    """A moment of a device that is late: it has passed only after a call of `synchronize`."""
+class LateEvent:
+    """An event of a device that is late: it has passed only after a call of `synchronize`."""
 
     def __init__(self) -> None:
-        self._moment = moment(torch.device(DEVICE))
+        self._event = record(torch.device(DEVICE))
         self._passed = False
 
     def query(self) -> bool:
         return self._passed
 
     def synchronize(self) -> None:
-        self._moment.synchronize()
+        self._event.synchronize()
         self._passed = True
 
-    def elapsed_time(self, later: "LateMoment", /) -> float:
-        return self._moment.elapsed_time(later._moment)
+    def elapsed_time(self, later: "LateEvent", /) -> float:
+        return self._event.elapsed_time(later._event)
 
 
 @pytest.fixture
@@ -332,9 +332,9 @@ def late_engine(tiny_engine: Callable[..., Engine]) -> Callable[..., Engine]:
 
     def make(**config: Any) -> Engine:
         engine = tiny_engine(**{"overlap": True, "cuda_graphs": True, **config})
-        engine._runner._moment = LateMoment
-        # The real method would start a thread that waits for the moment.
-        engine._steps._landings.expect = lambda moment: None
+        engine._runner._record = LateEvent
+        # The real method would start a thread that waits for the event.
+        engine._steps._landings.expect = lambda event: None
         return engine
 
     return make

@@ -51,7 +51,7 @@ def main() -> int:
         setattr(owner, name.format("empty"), getattr(owner, name.format("zeros")))
 
     from baton.engine import EngineConfig, build, build_engine
-    from baton.engine.execution.rehearsal import Rehearsal, warm_up
+    from baton.engine.execution.warmup import Rehearsal, warm_up
     from baton.engine.kernels import sampling
     from baton.engine.kernels.triton_kernels import TritonKernels
     from baton.engine.layers import weights

@@ -48,7 +48,7 @@ def test_each_computed_token_counts_for_each_of_its_experts(
     assert 1 <= stats.imbalance <= 8 / 3
 
 
-class LateMoment:
+class LateEvent:
     passed = False
 
     def query(self) -> bool:
@@ -58,7 +58,7 @@ class LateMoment:
 def test_statistics_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_meter, "PERIOD", 0.0)
     load = ExpertLoad(ExpertsConfig(4, 1, 8, Scoring.SOFTMAX, (0, 1)), torch.device("cpu"))
-    late: Any = LateMoment()
+    late: Any = LateEvent()
     meter = ExpertMeter(load, lambda: late)
     first, second = load.next_layer(), load.next_layer()
     for counts in ([4, 0, 0, 0], [2, 2, 0, 0]):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.execution.memory import (
+from baton.engine.execution.memory_plan import (
     GIB,
     CacheLimits,
     MemoryUse,
@@ -20,7 +20,7 @@ from baton.engine.execution.memory import (
     memory_for,
     size_pool,
 )
-from baton.engine.execution.rehearsal import Rehearsal, warm_up
+from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Ranks
 from baton.engine.loader.hf import read_config
@@ -172,9 +172,9 @@ def test_weights_that_cannot_fit_the_machine_are_refused(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = EngineConfig(str(tiny_path), dtype="float32", num_blocks=64)
-    monkeypatch.setattr("baton.engine.execution.memory.available_memory", lambda: 500_000)
+    monkeypatch.setattr("baton.engine.execution.memory_plan.available_memory", lambda: 500_000)
     build_engine(config)
-    monkeypatch.setattr("baton.engine.execution.memory.available_memory", lambda: 400_000)
+    monkeypatch.setattr("baton.engine.execution.memory_plan.available_memory", lambda: 400_000)
     with pytest.raises(
         ValueError, match=r"its weights take 0\.00 GiB in torch\.float32, and 0\.00 GiB of mem"
     ):

@@ -167,8 +167,8 @@ def test_a_slow_launch_does_not_delay_the_tokens_of_the_step_before(
     assert land_one(engine).outputs[0].id == requests[2].id
 
 
-class ToldMoment:
-    """A moment that passes when the test calls `happens`."""
+class ToldEvent:
+    """An event that passes when the test calls `happens`."""
 
     def __init__(self) -> None:
         self._told = threading.Event()
@@ -178,7 +178,7 @@ class ToldMoment:
     def synchronize(self) -> None:
         self._told.wait()
 
-    def elapsed_time(self, later: "ToldMoment", /) -> float:
+    def elapsed_time(self, later: "ToldEvent", /) -> float:
         return 1.0
 
 
@@ -200,13 +200,13 @@ def test_a_landing_makes_its_file_descriptor_readable(
     tiny_engine: Callable[..., Engine], request_of: Any
 ) -> None:
     engine = tiny_engine(overlap=True)
-    moments: list[ToldMoment] = []
+    events: list[ToldEvent] = []
 
-    def moment() -> ToldMoment:
-        moments.append(ToldMoment())
-        return moments[-1]
+    def record() -> ToldEvent:
+        events.append(ToldEvent())
+        return events[-1]
 
-    engine._runner._moment = moment
+    engine._runner._record = record
     poll = select.poll()
     poll.register(engine.landings_fd, select.POLLIN)
     for number in range(3):
@@ -219,7 +219,7 @@ def test_a_landing_makes_its_file_descriptor_readable(
                 steps += 1
         if engine.has_work:
             assert not poll.poll(0), "nothing to do, and no wakeup"
-            began, ended = moments.pop(0), moments.pop(0)
+            began, ended = events.pop(0), events.pop(0)
             began.happens()
             ended.happens()
             assert poll.poll(60_000)

@@ -17,7 +17,7 @@ from baton.engine import Engine, EngineRequest, Output, Reservation, StructuredO
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import parts
 from baton.engine.step import Step
-from tests.engine.conftest import LateMoment
+from tests.engine.conftest import LateEvent
 from tests.engine.test_disaggregation import copy_kv
 
 KINDS: list[dict[str, Any]] = [
@@ -228,14 +228,14 @@ def test_random_lives(
 ) -> None:
     rng = random.Random(1)
 
-    class SometimesLate(LateMoment):
+    class SometimesLate(LateEvent):
         def query(self) -> bool:
             self._passed = self._passed or rng.random() < 0.2
             return self._passed
 
     def engine() -> Engine:
         late = late_engine(model=str(spelled_path), cuda_graphs=False, block_size=BLOCK, **config)
-        late._runner._moment = SometimesLate
+        late._runner._record = SometimesLate
         return late
 
     waits = tiny_engine(model=str(spelled_path), num_blocks=2048, max_num_batched_tokens=4096)

@@ -229,7 +229,7 @@ def test_a_store_outlives_its_file() -> None:
     descriptor may be that of a socket."""
     script = (
         "import os, socket\n"
-        "from baton.engine.execution.join import open_store\n"
+        "from baton.engine.execution.rank import open_store\n"
         "from baton.engine.execution.rank_files import RankFiles\n"
         "files = RankFiles.create(2)\n"
         "fd, store = files.exchange, open_store(files.exchange, 2)\n"

@@ -1,6 +1,6 @@
 """Plans memory: dtype, block size, number of KV blocks and states, and the context length that these allow.
 
-choose_limits ─▶ load the weights ─▶ measure a step (`engine.execution.rehearsal`) ─▶ size_pool
+choose_limits ─▶ load the weights ─▶ measure a step (`engine.execution.warmup`) ─▶ size_pool
 """
 
 import logging
