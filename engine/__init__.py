@@ -27,18 +27,13 @@ nothing that pickles.
 from typing import TYPE_CHECKING, Any
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.api.expert_stats import ExpertStats
-from baton.engine.api.offload_stats import OffloadStats
-from baton.engine.api.reasoning import Reasoning
 from baton.engine.api.request import (
     CachedBlock,
     CachedPrefix,
     CacheObserver,
     EngineRequest,
-    EngineStats,
     KVSink,
     Logprobs,
-    MixedStep,
     Output,
     PrefillChunk,
     PromptLogprobs,
@@ -46,8 +41,8 @@ from baton.engine.api.request import (
     StepResult,
     check_request,
 )
-from baton.engine.api.sampling_params import SamplingParams
-from baton.engine.api.structured_output import StructuredOutput
+from baton.engine.api.sampling_params import Reasoning, SamplingParams, StructuredOutput
+from baton.engine.api.stats import EngineStats, ExpertStats, MixedStep, OffloadStats
 
 if TYPE_CHECKING:
     from baton.engine.build import build_engine

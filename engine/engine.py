@@ -10,13 +10,13 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import (
     CacheObserver,
     EngineRequest,
-    EngineStats,
     KVSink,
     Logprobs,
     Output,
     Reservation,
     StepResult,
 )
+from baton.engine.api.stats import EngineStats
 from baton.engine.core import making_room
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit

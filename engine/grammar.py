@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from baton.engine.api.reasoning import Reasoning
 from baton.engine.api.request import EngineRequest
-from baton.engine.api.structured_output import StructuredOutput
+from baton.engine.api.sampling_params import Reasoning, StructuredOutput
 from baton.engine.core.live_request import Grammar
 from baton.engine.loader.tokenizer_json import tokenizer_json
 

@@ -1,4 +1,4 @@
-"""Requests, outputs and statistics of an engine, and the interfaces through which it reports its KV."""
+"""Requests and outputs of an engine, and the interfaces through which it reports its KV."""
 
 import math
 import time
@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from baton.content import Tier
-from baton.engine.api.expert_stats import ExpertStats
-from baton.engine.api.offload_stats import OffloadStats
 from baton.engine.api.sampling_params import SamplingParams
 
 PROMPT_PIECE = 64
@@ -164,59 +162,6 @@ class Reservation(NamedTuple):
     write them. It is a multiple of the block size."""
     state_slot: int = 0
     """Where its states belong, if the model has state layers."""
-
-
-class MixedStep(NamedTuple):
-    """A step that both decodes and computes prompt tokens, as expected from recent ones."""
-
-    tokens: int
-    """Prompt tokens. 0: none fit, or not known yet."""
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The state of an engine at one moment, and averages over its recent steps."""
-
-    running: int
-    decoding: int
-    """The part of `running` whose prompts are computed."""
-    waiting: int
-    tokens_waiting: int
-    """Prompt tokens of waiting and running requests that no step has computed yet, and that the prefix cache
-    does not have now."""
-    blocks_free: int
-    """Blocks that a request can get now: free ones, and cached ones that no request holds."""
-    blocks_total: int
-    blocks_cached: int
-    """Blocks in the prefix cache, held by a request or not."""
-    held: int
-    """Requests that are prefilled for a handover and keep their blocks."""
-    reservations: int
-    """Requests that wait here for KV from a prefill worker."""
-    preemptions: int
-    """Since the start. Counts requests that were recomputed here and those that were handed back."""
-    prefix_cache_queries: int
-    """Tokens looked up in the prefix cache since the start."""
-    prefix_cache_hits: int
-    """How many of these the cache had."""
-    prefill_tokens_per_s: float
-    """Running average over steps with prefills, which may decode, too. 0 before the first."""
-    step_seconds: float
-    """Running average of a step. 0 before the first."""
-    decode_seconds: float
-    """Running average of a step that only decodes. 0 before the first."""
-    fastest_seconds: float
-    """The fastest step that only decoded. 0 before the first."""
-    short: MixedStep
-    """A step with decodes, and with so few prompt tokens that the decoding requests hardly feel them."""
-    long: MixedStep
-    """A step with decodes, and with as many prompt tokens as the gap target allows. Decoding requests get it
-    only if a prompt would otherwise be late."""
-    experts: ExpertStats | None
-    """None: a dense model."""
-    offload: Sequence[OffloadStats]
-    """One entry for each tier below the device."""
 
 
 class CachedBlock(NamedTuple):

@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from baton.engine.api.reasoning import Reasoning
-from baton.engine.api.structured_output import StructuredOutput
+from typing import Literal
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the limit of OpenAI's API)."""
@@ -12,6 +10,49 @@ MAX_NAMED = 128
 """Most tokens that a request may name for its log probabilities."""
 LARGEST = 1e6
 """Limit of numbers that scale or shift a logit, so that float32 holds the result."""
+MAX_LENGTH = 1 << 17
+"""Most characters of a schema, regex or grammar. This length compiles in 0.1 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The tokens that one request generates before its answer. Raises `ValueError` naming the bound."""
+
+    end_id: int
+    """The token that ends the reasoning."""
+    start_id: int | None = None
+    """The output reasons only if this is its first token. None: it reasons from its first token on."""
+    budget: int | None = None
+    """After this many tokens of reasoning, `end_id` is the only token allowed. None: no limit."""
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 0:
+            raise ValueError(f"reasoning.budget must be at least 0, not {self.budget}")
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens that it names."""
+        return (self.end_id,) if self.start_id is None else (self.start_id, self.end_id)
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The structure of one request's output. Raises `ValueError` naming kind and bound."""
+
+    kind: Literal["json_schema", "regex", "grammar"]
+    text: str
+    """A JSON schema; a regular expression (https://docs.rs/regex) that the whole output must match; or a
+    grammar in llguidance's variant of Lark."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_schema", "regex", "grammar"):
+            raise ValueError(
+                f"structured_output.kind must be json_schema, regex or grammar, not {self.kind!r}"
+            )
+        if not 0 < len(self.text) <= MAX_LENGTH:
+            raise ValueError(
+                f"structured_output.{self.kind} must have 1 to {MAX_LENGTH} characters, not {len(self.text)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

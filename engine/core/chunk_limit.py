@@ -26,7 +26,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.api.request import MixedStep
+from baton.engine.api.stats import MixedStep
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""

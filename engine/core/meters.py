@@ -1,7 +1,6 @@
 """Statistics of an engine: its counts, and running averages of what its steps cost."""
 
-from baton.engine.api.expert_stats import ExpertStats
-from baton.engine.api.request import EngineStats
+from baton.engine.api.stats import EngineStats, ExpertStats
 from baton.engine.core.chunk_limit import ChunkLimit
 from baton.engine.core.schedule import Schedule
 from baton.engine.core.scheduler import Scheduler

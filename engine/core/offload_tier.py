@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.content import Tier
-from baton.engine.api.offload_stats import OffloadStats
+from baton.engine.api.stats import OffloadStats
 from baton.engine.core.block_pool import BlockPool
 
 CLEAN_SHARE = 4

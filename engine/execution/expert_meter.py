@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from baton.engine.api.expert_stats import ExpertStats
+from baton.engine.api.stats import ExpertStats
 from baton.engine.execution.events import Event
 from baton.engine.execution.sampler import to_host
 from baton.engine.layers.expert_load import ExpertLoad

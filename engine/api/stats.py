@@ -1,0 +1,95 @@
+"""Statistics of an engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.content import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStats:
+    """The load of the experts of a mixture. The device counts, and the counts may be seconds old."""
+
+    tokens: list[int]
+    """Of each expert since the start, in all layers together."""
+    imbalance: float
+    """Tokens of a layer's busiest expert, as a multiple of the mean of its experts: recent steps, mean of all
+    layers. 0 before the first."""
+    used: float
+    """Experts with tokens in one layer of one step, which reads only these: recent steps, mean. 0 before the
+    first."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """Blocks of the prefix cache in one tier. Counts are since the start."""
+
+    tier: Tier
+    blocks_total: int
+    blocks_used: int
+    tokens_per_s: float
+    """Speed of recent loads. 0: not known."""
+    saved: int
+    """Blocks copied to the tier."""
+    loaded_tokens: int
+    """Prompt tokens with KV copied back."""
+    dropped: int
+    """Copies to the tier that came to nothing, since their blocks were needed before their end."""
+    failed: int
+    """Copies to the tier that came to nothing, since the disk was full or did not work."""
+    damaged: int
+    """Blocks that came back with other bytes than they were saved with. No request used them."""
+
+
+class MixedStep(NamedTuple):
+    """A step that both decodes and computes prompt tokens, as expected from recent ones."""
+
+    tokens: int
+    """Prompt tokens. 0: none fit, or not known yet."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The state of an engine at one moment, and averages over its recent steps."""
+
+    running: int
+    decoding: int
+    """The part of `running` whose prompts are computed."""
+    waiting: int
+    tokens_waiting: int
+    """Prompt tokens of waiting and running requests that no step has computed yet, and that the prefix cache
+    does not have now."""
+    blocks_free: int
+    """Blocks that a request can get now: free ones, and cached ones that no request holds."""
+    blocks_total: int
+    blocks_cached: int
+    """Blocks in the prefix cache, held by a request or not."""
+    held: int
+    """Requests that are prefilled for a handover and keep their blocks."""
+    reservations: int
+    """Requests that wait here for KV from a prefill worker."""
+    preemptions: int
+    """Since the start. Counts requests that were recomputed here and those that were handed back."""
+    prefix_cache_queries: int
+    """Tokens looked up in the prefix cache since the start."""
+    prefix_cache_hits: int
+    """How many of these the cache had."""
+    prefill_tokens_per_s: float
+    """Running average over steps with prefills, which may decode, too. 0 before the first."""
+    step_seconds: float
+    """Running average of a step. 0 before the first."""
+    decode_seconds: float
+    """Running average of a step that only decodes. 0 before the first."""
+    fastest_seconds: float
+    """The fastest step that only decoded. 0 before the first."""
+    short: MixedStep
+    """A step with decodes, and with so few prompt tokens that the decoding requests hardly feel them."""
+    long: MixedStep
+    """A step with decodes, and with as many prompt tokens as the gap target allows. Decoding requests get it
+    only if a prompt would otherwise be late."""
+    experts: ExpertStats | None
+    """None: a dense model."""
+    offload: Sequence[OffloadStats]
+    """One entry for each tier below the device."""
