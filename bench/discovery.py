@@ -25,8 +25,8 @@ from baton.bench.contract import Report, Row, percentile
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.supervision.runner import write_atomically
 from baton.router.policy import PREFILL_POLICIES
+from baton.router.workers.checks import RouterModel
 from baton.router.workers.discovery import FileDiscovery
-from baton.router.workers.fit import RouterModel
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import worker_pb2 as pb
 

@@ -16,7 +16,7 @@ import typer
 
 from baton.bench.load import cli as bench
 from baton.cluster.cli import app as baton_app
-from baton.router.api import unsupported
+from baton.router.api import validation
 from baton.router.api.openapi import OPERATIONS, Operation, description
 
 HERE = Path(__file__).parent
@@ -278,10 +278,10 @@ def compatibility() -> str:
 
 
 def refused(operation: Operation) -> Iterator[tuple[str, ...]]:
-    for name, harmless in unsupported.REFUSED.get(operation.path, {}).items():
+    for name, harmless in validation.REFUSED.get(operation.path, {}).items():
         accepted = ", ".join(f"`{json.dumps(value)}`" for value in harmless)
         notes = [f"{accepted} is accepted"] if accepted else []
-        notes += [prose(unsupported.REMEDIES[name])] if name in unsupported.REMEDIES else []
+        notes += [prose(validation.REMEDIES[name])] if name in validation.REMEDIES else []
         yield f"`{name}`", "refused by name", "; ".join(notes)
 
 

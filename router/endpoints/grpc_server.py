@@ -14,7 +14,7 @@ from baton.router.admission.queue import Entry
 from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.errors import ApiError, TooSlow
-from baton.router.generation.choice import Delta
+from baton.router.generation.output import Delta
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
 from baton.rpc import inference_pb2 as pb

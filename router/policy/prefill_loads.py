@@ -17,8 +17,7 @@ import numpy as np
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
-from baton.router.policy.ring import Ring
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, Ring
 
 UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""

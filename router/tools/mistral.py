@@ -6,7 +6,7 @@ Newer models write the second one.
 import json
 from collections.abc import Callable, Iterator, Sequence
 
-from baton.router.api.tools import Tool
+from baton.router.api.messages import Tool
 from baton.router.tools.parser import SPACE, CallReader, Marker, Piece, ToolParser, arguments_grammar
 
 CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from baton.router.api.tools import Tool
+from baton.router.api.messages import Tool
 
 SPACE = " \t\r\n"
 

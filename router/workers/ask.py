@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from baton import rpc
+from baton.router.workers.checks import explain
 from baton.router.workers.discovery import Discovery
-from baton.router.workers.refusal import explain
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.worker_pb2_grpc import WorkerStub
 

@@ -24,11 +24,16 @@ import grpc.aio
 from baton import rpc
 from baton.router import prompt_logprobs
 from baton.router.policy import DecodeLoad, PrefillWork
-from baton.router.workers.attempts import Attempt, AttemptOwner, AttemptTable
-from baton.router.workers.breaker import CircuitBreaker
-from baton.router.workers.cache_sequence import CacheAction, CacheSequence
-from baton.router.workers.refusal import SEE_WORKER_LOG, RefusedWorker, explain
-from baton.router.workers.reports import clear_invalid_rates, token_defect
+from baton.router.workers.attempts import Attempt, AttemptOwner, AttemptTable, CircuitBreaker
+from baton.router.workers.checks import (
+    SEE_WORKER_LOG,
+    CacheAction,
+    CacheSequence,
+    RefusedWorker,
+    clear_invalid_rates,
+    explain,
+    token_defect,
+)
 from baton.router.workers.send_queue import SendQueue
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.logs import of_request

@@ -26,9 +26,9 @@ from baton.router.policy import (
     two_choices,
 )
 from baton.router.workers.candidates import Candidates, PrefillTarget, PrefixSource
+from baton.router.workers.checks import RouterModel, check_fit
 from baton.router.workers.connection import POOL_NAMES, WorkerConnection, WorkerState
 from baton.router.workers.discovery import Discovery
-from baton.router.workers.fit import RouterModel, check_fit
 from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
 

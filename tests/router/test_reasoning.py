@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton.router.api import responses
-from baton.router.endpoints.builders.chat import ChatBuilder
-from baton.router.endpoints.builders.output_parser import OutputParser, Part
+from baton.router.endpoints.builders.base import OutputParser, Part
+from baton.router.endpoints.builders.completions import ChatBuilder
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.tools import REASONING, Beginning, continues_reasoning, reasoning_of
 from baton.rpc import worker_pb2 as pb

@@ -13,7 +13,7 @@ from aiohttp import web
 from baton import rpc
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.router.config import RouterConfig
-from baton.router.workers import refusal
+from baton.router.workers import checks
 from baton.router.workers.ask import first_description
 from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
@@ -97,25 +97,25 @@ async def told(address: str, tls: TlsFiles | None = None, secret: bytes = SECRET
     with pytest.raises(grpc.aio.AioRpcError) as error:
         async with rpc.connect(address, secret, tls) as channel:
             await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=5)
-    return refusal.explain(error.value, tls=tls is not None)
+    return checks.explain(error.value, tls=tls is not None)
 
 
 async def test_a_different_secret_is_named() -> None:
     async with worker() as address:
         reason, remedy = await told(address, secret=b"another cluster secret")
     assert "another cluster secret" in reason
-    assert remedy == refusal.SECRET
+    assert remedy == checks.SECRET
 
 
 @pytest.mark.parametrize(
     ("place", "reason", "remedy"),
     [
-        (older_worker, "the worker is of an older version", refusal.UPGRADE),
-        (free_port, "nothing listens at this address", refusal.START),
-        (no_name, "the host name is unknown", refusal.START),
-        (metrics_port, "another service answers", refusal.PORT),
-        (kv_port, "another service answers", refusal.PORT),
-        (router_port, "another service answers", refusal.PORT),
+        (older_worker, "the worker is of an older version", checks.UPGRADE),
+        (free_port, "nothing listens at this address", checks.START),
+        (no_name, "the host name is unknown", checks.START),
+        (metrics_port, "another service answers", checks.PORT),
+        (kv_port, "another service answers", checks.PORT),
+        (router_port, "another service answers", checks.PORT),
     ],
 )
 async def test_a_wrong_address_is_named(
@@ -134,16 +134,16 @@ async def test_a_tls_mismatch_is_named(
     tls = files(ours.worker, ours.ca)
     wrong_name = files(ours.server, ours.ca)
     for there, here, reason, remedy in (
-        (None, tls, "the router uses TLS, this port does not", refusal.TLS),
-        (tls, None, "the worker closed the connection: it may require TLS", refusal.TLS),
-        (files(theirs.worker, ours.ca), tls, "the worker's certificate is not trusted", refusal.CERTIFICATE),
+        (None, tls, "the router uses TLS, this port does not", checks.TLS),
+        (tls, None, "the worker closed the connection: it may require TLS", checks.TLS),
+        (files(theirs.worker, ours.ca), tls, "the worker's certificate is not trusted", checks.CERTIFICATE),
         (
             tls,
             files(theirs.worker, ours.ca),
             "the worker closed the connection: it may not trust",
-            refusal.TLS,
+            checks.TLS,
         ),
-        (wrong_name, tls, "the worker's certificate is for another name", refusal.CERTIFICATE),
+        (wrong_name, tls, "the worker's certificate is for another name", checks.CERTIFICATE),
     ):
         async with worker(there) as address:
             found = await told(address, here)

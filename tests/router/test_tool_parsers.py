@@ -7,7 +7,7 @@ import random
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.router.api.tools import Tool
+from baton.router.api.messages import Tool
 from baton.router.tools import FORMATS, Piece, format_of
 
 WEATHER = {"city": 'Paris "} </tool_call> [TOOL_CALLS] é\\', "days": [1, {"x": "]"}], "deep": {"a": {}}}

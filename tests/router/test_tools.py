@@ -316,7 +316,7 @@ async def test_any_failure_of_a_template_is_the_clients_error(
                 status, result = await made.post(path, messages=messages, tools=tools)
                 assert (status, result["error"]["param"]) == (400, "messages")
                 assert reason in result["error"]["message"]
-        lines = [record.message for record in caplog.records if record.name.startswith("router")]
+        lines = [record.message for record in caplog.records if record.name.startswith("baton.router")]
         failed = "the model's chat template failed on a request: "
         kinds = ["RecursionError", "RecursionError", "ZeroDivisionError", "ZeroDivisionError"]
         assert lines == [failed + kind for kind in kinds]

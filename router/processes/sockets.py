@@ -1,4 +1,6 @@
-"""Commands from the supervisor to the processes of one router, over a socket pair for each process.
+"""The sockets of the processes of one router: one port for clients, and commands from the supervisor.
+
+Each process has a socket pair with the supervisor for its commands.
 
 A command is a line: `metrics`, `status`, `ping`, `reload`, `drain` or `stop`. The reply is a length of four
 bytes and the payload. The supervisor sends one command at a time. The last three are commands, not signals,
@@ -9,6 +11,8 @@ and the processes end.
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+
+from baton.rpc.ports import cannot_listen, family
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung."""
@@ -71,3 +75,41 @@ class ControlClient:
 
     def close(self) -> None:
         self._writer.close()
+
+
+SEND_BUFFER_BYTES = 256 << 10
+"""Bytes that the kernel buffers for one client that does not read. Its default is megabytes."""
+BACKLOG = 1024
+
+
+def listen(flag: str, host: str, port: int, *, share: bool = False) -> socket.socket:
+    """Returns a listening TCP socket. `share`: other processes of this router listen at the same address.
+
+    Raises ValueError naming the flag.
+    """
+    try:
+        made = socket.create_server((host, port), family=family(host), backlog=BACKLOG, reuse_port=share)
+    except OSError as error:
+        raise ValueError(cannot_listen(flag, host, port, error)) from error
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted sockets inherit it
+    return made
+
+
+def reserve(flag: str, host: str, port: int) -> socket.socket:
+    """Returns a socket that reserves a port for sockets that share it.
+
+    It does not listen, so it gets no connections. Raises ValueError naming the flag when another program has
+    the port, even with SO_REUSEPORT.
+    """
+    made = socket.socket(family(host), socket.SOCK_STREAM)
+    try:
+        with socket.socket(family(host), socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allows TIME_WAIT
+            probe.bind((host, port))
+            address = probe.getsockname()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise ValueError(cannot_listen(flag, host, port, error)) from error
+    return made
