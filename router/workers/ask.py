@@ -65,7 +65,7 @@ class _Asker:
             async with rpc.connect(address, self._secret, self._tls) as channel:
                 return await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
-            reason, remedy = explain(error, tls=self._tls is not None)
+            reason, remedy = explain(error, files=self._tls is not None)
             if self._logged.get(address) != reason:
                 self._logged[address] = reason
                 log.warning("worker at %s: %s. %s", address, reason, remedy)

@@ -296,7 +296,7 @@ class WorkerConnection:
                     await self._serve_stream()
                     self.reason, self.remedy = "the worker ended the stream", SEE_WORKER_LOG
                 except grpc.aio.AioRpcError as error:
-                    self.reason, self.remedy = explain(error, tls=self._tls is not None)
+                    self.reason, self.remedy = explain(error, files=self._tls is not None)
                     drains = self.state is WorkerState.DRAINING
                     if (drained or drains) and error.code() is grpc.StatusCode.UNAVAILABLE:
                         self.reason, self.remedy = "the worker drained and ended", DRAINED
