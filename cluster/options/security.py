@@ -43,7 +43,7 @@ class SecretOptions:
     ] = None
 
     def tls(self) -> TlsFiles | None:
-        """The TLS files of this process; None: the secret makes them. Raises ValueError for unusable files."""
+        """The TLS files of this process; None: the secret makes one. Raises ValueError for unusable files."""
         return tls_files(
             "cluster", self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs, mutual=True
         )
