@@ -74,8 +74,8 @@ def _reason(error: rpc.RpcError) -> str:
     code, details = error.code(), error.details() or ""
     if code is StatusCode.UNAUTHENTICATED or "CERTIFICATE_VERIFY_FAILED" in details:
         return (
-            f"it does not prove this secret ({details}); set BATON_CLUSTER_SECRET or --cluster-secret-file to "
-            f"the secret of the cluster. {OWN_SECRET}"
+            f"it does not prove this secret ({details}); set BATON_CLUSTER_SECRET or --cluster-secret-file "
+            f"to the secret of the cluster. {OWN_SECRET}"
         )
     if code is StatusCode.UNIMPLEMENTED:
         return "its version of Baton cannot change the pool; upgrade it"
