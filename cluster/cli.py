@@ -111,7 +111,8 @@ def serve(given: options.ServedModel, plan: Plan) -> int:
 
     By default it serves the embedded model SmolLM2-135M-Instruct at http://127.0.0.1:8000, with one worker of
     each role. Ctrl-C stops every process and removes all temporary files; a second Ctrl-C kills them at once.
-    SIGTERM lets running requests finish first.
+    SIGTERM lets running requests finish first. SIGUSR1 restarts the workers one after the other, and fails no
+    request.
     """
     from baton.cluster.serve import run
 
@@ -212,7 +213,8 @@ def flip(flip: options.FlipOptions, endpoint: options.EndpointOptions, secret: o
     Every worker can do both, so nothing is loaded or interrupted: what runs on the worker goes on to its end.
     The worker keeps its name. When it restarts, it is in the pool of its name again.
 
-    Needs the secret of the cluster. `baton serve` makes its own unless BATON_CLUSTER_SECRET is set.
+    Needs the secret of the cluster. `baton serve` makes its own, which this command cannot have, unless
+    BATON_CLUSTER_SECRET is set for both.
     """
     from baton.cluster.tools.flip import run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -116,6 +117,8 @@ def _path(path: Path | None) -> str | None:
 
 def run_router(given: options.RouterRole) -> int:
     def start() -> int:
+        import uvloop
+
         from baton import router
         from baton.rpc.auth import load_secret
 
@@ -132,14 +135,17 @@ def run_router(given: options.RouterRole) -> int:
         if found is not None:
             model.reach_hub(found.location)
         config = router_config(given, found, load_secret(given.secret.cluster_secret_file))
-        if config.model is None:
-            from baton.router.workers.ask import ask_workers
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            if config.model is None:
+                from baton.router.workers.ask import ask_workers
 
-            described = ask_workers(config.discovered(), config.secret, config.cluster_tls, config.logging())
-            if described is None:
-                return 0
-            config = _with_model(config, described)
-        return router.main(config)
+                described = ask_workers(
+                    config.discovered(), config.secret, config.cluster_tls, config.logging(), runner
+                )
+                if described is None:
+                    return 0
+                config = _with_model(config, described)
+            return router.main(config, runner)
 
     return _supervised(given.process.ready_fd, start)
 

@@ -87,7 +87,8 @@ async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
     )
     add_ExternalProcessorServicer_to_server(Picker(routers), server)
     try:
-        port = add_port(server, config.host, config.port, config.tls)
+        pems = None if config.tls is None else config.tls.pems()
+        port = add_port(server, config.host, config.port, pems)
     except OSError as error:
         raise ValueError(cannot_listen("--port", config.host, config.port, error)) from error
     await server.start()

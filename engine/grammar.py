@@ -15,13 +15,15 @@ The first grammar reads the model's tokenizer, which holds Python's lock for a f
 compile without that lock, and a request that waits for its grammar delays no other request.
 """
 
+import os
+import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from baton.engine.api.reasoning import Reasoning
 from baton.engine.api.request import EngineRequest
@@ -35,7 +37,13 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-"""Lower than llguidance's own limits, so that a mask takes at most 0.03 s, and a request's states 40 MB."""
+"""Lower than llguidance's own limits, so that the states of a request take at most 40 MB."""
+TOKEN_SECONDS = 0.002
+"""CPU time of a grammar for each token, on average. JSON takes 0.1 ms, with 300 optional properties 0.2 ms.
+The limits above do not bound it: the work on an ambiguous grammar grows with each token."""
+SPARE_SECONDS = 0.25
+"""CPU time that a grammar may take beyond this at once. The first tokens take more, for states that are not
+known yet."""
 
 WHITESPACE = r"[ \n\r\t]{1,32}"
 """White space between the parts of JSON. It is bounded, since some models would emit newlines forever."""
@@ -52,10 +60,48 @@ def _source(wanted: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(wanted.text)
 
 
+class Matcher:
+    """Walks the grammar of one request. It fails if it takes more CPU time than allowed, since all requests
+    of a step wait for it.
+
+    CPU time depends on the grammar, and not on what else the machine does."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._seconds_left = SPARE_SECONDS
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Goes on with these tokens. llguidance holds Python's lock meanwhile."""
+        for token in token_ids:
+            began = time.thread_time()
+            self._matcher.consume_token(token)
+            self._used(time.thread_time() - began - TOKEN_SECONDS)
+            self.check()
+
+    def fill(self, words: np.ndarray) -> None:
+        """Writes a bit for each token of the vocabulary. `check` says whether they are right."""
+        began = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._used(time.thread_time() - began)
+
+    def _used(self, seconds: float) -> None:
+        self._seconds_left = min(SPARE_SECONDS, self._seconds_left - seconds)
+
+    def check(self) -> None:
+        """Raises `ValueError` if the grammar is wrong, exceeds a limit or takes too long."""
+        if self._matcher.is_error():
+            reason = " ".join(self._matcher.get_error().removesuffix("<non-verbose/>").split())
+            raise ValueError(f"structured output: {reason}")
+        if self._seconds_left < 0:
+            most = f"{TOKEN_SECONDS * 1000:g} ms for each token"
+            remedy = "avoid rules that match a text in many ways"
+            raise ValueError(f"structured output: the grammar takes more than {most}; {remedy}")
+
+
 class Allowed(NamedTuple):
     """The tokens that may come next."""
 
-    matcher: LLMatcher | None = None
+    matcher: Matcher | None = None
     """Allows its tokens. None: all tokens are allowed."""
     also: int | None = None
     """A token that is allowed, too."""
@@ -80,7 +126,7 @@ class CompiledGrammar:
 
     def __init__(
         self,
-        compiling: "Future[LLMatcher] | None",
+        compiling: "Future[Matcher] | None",
         request: EngineRequest,
         consumed: int,
         within: np.ndarray | None,
@@ -148,13 +194,13 @@ class CompiledGrammar:
             return Allowed(only=reasoning.end_id)
         return Allowed(eos=self._compiling is None)
 
-    def _matcher(self, token_ids: "array[int]", answer: int) -> LLMatcher | None:
+    def _matcher(self, token_ids: "array[int]", answer: int) -> Matcher | None:
         if self._compiling is None:
             return None
         matcher = self._compiling.result()
-        matcher.consume_tokens(token_ids[answer + self._consumed :].tolist())
+        matcher.consume(token_ids[answer + self._consumed :])
         self._consumed = len(token_ids) - answer
-        check(matcher)
+        matcher.check()
         return matcher
 
 
@@ -170,7 +216,7 @@ def answer_start(reasoning: Reasoning, token_ids: Sequence[int], prompt: int, re
 
 
 class Grammars:
-    """Compiles grammars for one model, and returns the tokens that they allow. Owns a thread."""
+    """Compiles grammars for one model, and returns the tokens that they allow. Owns threads."""
 
     def __init__(self, source: str, vocab_size: int, eos_ids: Collection[int]) -> None:
         """`source`: the directory or file with the tokenizer."""
@@ -178,9 +224,10 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
         self._tokenizer: LLTokenizer | None = None
-        self._executor: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._compiling: set[Future[LLMatcher]] = set()
+        self._compiling: set[Future[Matcher]] = set()
+        self._helpers = min(32, len(os.sched_getaffinity(0)) * 4 // 5)
+        self._masks = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="masks")
 
     def compile(self, request: EngineRequest) -> CompiledGrammar:
         """Starts to compile the grammar of a request. `CompiledGrammar.after` raises its errors."""
@@ -236,16 +283,12 @@ class Grammars:
     def _bits(self, limits: Sequence[Allowed], rows: Sequence[int], failed: dict[int, str]) -> np.ndarray:
         """Returns `engine.step.TokenMask.bits`. Adds to `failed` the rows where a matcher failed."""
         bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
-        matchers = [(limit.matcher, i) for i, limit in enumerate(limits) if limit.matcher is not None]
-        if matchers:
-            if self._executor is None:
-                self._executor = LLExecutor()
-            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(rows))
         words = bits.view(np.uint32)
+        self._fill([(one.matcher, word) for one, word in zip(limits, words, strict=True) if one.matcher])
         for limit, row, word in zip(limits, rows, words, strict=True):
             if limit.matcher is not None:
                 try:
-                    check(limit.matcher)
+                    limit.matcher.check()
                 except ValueError as error:
                     failed[row] = str(error)
             elif limit.only is None:
@@ -261,11 +304,25 @@ class Grammars:
                 failed[row] = "allowed_token_ids, bad_words and structured output allow no token together"
         return bits
 
-    def _compile(self, wanted: StructuredOutput, output_ids: Sequence[int]) -> LLMatcher:
+    def _fill(self, matchers: Sequence[tuple[Matcher, np.ndarray]]) -> None:
+        """Writes the bits of these matchers, in several threads."""
+        left = iter(matchers)  # the threads share it
+
+        def fill() -> None:
+            for matcher, words in left:
+                matcher.fill(words)
+
+        helpers = [self._masks.submit(fill) for _ in range(min(self._helpers, len(matchers) - 1))]
+        fill()
+        for helper in helpers:
+            helper.result()
+
+    def _compile(self, wanted: StructuredOutput, output_ids: Sequence[int]) -> Matcher:
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
-        matcher = LLMatcher(self._tokenizer, _source(wanted), log_level=0, limits=LLParserLimits(**LIMITS))
-        matcher.consume_tokens(list(output_ids))
+        limits = LLParserLimits(**LIMITS)
+        matcher = Matcher(LLMatcher(self._tokenizer, _source(wanted), log_level=0, limits=limits))
+        matcher.consume(output_ids)
         return matcher
 
     def _load_tokenizer(self) -> LLTokenizer:
@@ -277,10 +334,3 @@ class Grammars:
             counts = f"{tokenizer.vocab_size} tokens, the model {self._vocab_size}"
             raise ValueError(f"{self._source}: the tokenizer has {counts}")
         return tokenizer
-
-
-def check(matcher: LLMatcher) -> None:
-    """Raises `ValueError` if the matcher's grammar is wrong or exceeds a limit."""
-    if matcher.is_error():
-        reason = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
-        raise ValueError(f"structured output: {reason}")

@@ -221,7 +221,7 @@ class StepLoop:
         index, token = position - len(request.prompt_ids), live.token_ids[position]
         queued = prefilled = 0.0
         if live.started is not None and index == len(request.output_ids):
-            queued, prefilled = live.started - live.arrived, time.monotonic() - live.started
+            queued, prefilled = live.started - request.arrived, time.monotonic() - live.started
         return Output(live.id, index, token, logprobs, finish_reason, live.num_cached, queued, prefilled)
 
     def _leave_batch(self, live: LiveRequest) -> None:

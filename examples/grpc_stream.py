@@ -16,8 +16,9 @@ from baton.rpc.inference_pb2_grpc import InferenceStub
 
 async def main(address: str = "127.0.0.1:8001") -> None:
     request = pb.GenerateRequest(
-        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="What is the capital of France?")]),
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="What is the capital of Japan?")]),
         temperature=0,
+        max_tokens=32,
     )
     async with grpc.aio.insecure_channel(address) as channel:
         async for response in InferenceStub(channel).Generate(request):

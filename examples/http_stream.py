@@ -9,7 +9,7 @@ import urllib.request
 
 
 def main(url: str = "http://127.0.0.1:8000") -> None:
-    body = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "stream": True}
+    body = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 8, "temperature": 0, "stream": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

@@ -13,8 +13,9 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     answer = client.chat.completions.create(
         model=client.models.list().data[0].id,
-        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        messages=[{"role": "user", "content": "What is the capital of Japan?"}],
         temperature=0,
+        max_tokens=32,
         logprobs=True,
         top_logprobs=3,
     )

@@ -26,6 +26,7 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
         model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": "Describe Paris in JSON."}],
         temperature=0,
+        max_tokens=100,
         response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}},
     )
     print(json.loads(answer.choices[0].message.content or ""))

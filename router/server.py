@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import setproctitle
-import uvloop
 from aiohttp import web
 
 from baton.router.active_request import Services
@@ -55,7 +54,7 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 _OWN_MAPPING_BYTES = 1 << 20
 
 
-def main(config: RouterConfig) -> int:
+def main(config: RouterConfig, runner: asyncio.Runner) -> int:
     """Runs the router until SIGTERM or SIGINT. Raises ValueError for invalid configuration."""
     number = f".{config.process_number}" if config.supervised else ""
     setproctitle.setproctitle(f"{config.title}: router {config.index}{number}")
@@ -80,8 +79,7 @@ def main(config: RouterConfig) -> int:
     log.info("--generation-config %s: %s", config.generation_config, shown(defaults) or "no defaults")
     gc.collect()
     gc.freeze()  # each full collection would take some 15 ms longer
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config, tokenizer, defaults))
+    return runner.run(serve(config, tokenizer, defaults))
 
 
 def _return_large_buffers() -> None:

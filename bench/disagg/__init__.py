@@ -7,4 +7,6 @@ Life of a run:
 2. `loads` lists the loads. Each is measured at several rates, while the side stays up.
 3. `baton bench` measures each of them in a child process. `results` makes rows of what it found.
 4. `page` draws all results.
+
+`pairs` compares two commands, which it starts in turns with several seeds.
 """

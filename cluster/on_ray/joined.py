@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -218,8 +217,9 @@ class DetachedStart:
         with self._display:
             failure = await _unless(signals.stop, self._follow(supervisor))
         if failure is None and not signals.stop.is_set():
-            logs = self._cluster.logs or Path("on each node, in its run directory")
-            self._display.ready(self._plan, self._plan.admin_url(self._states), logs)
+            logs = self._cluster.logs or "on each node, in its run directory"
+            stop = f"baton stop --ray-address {self._plan.ray.ray_address}"
+            self._display.ready(self._plan, self._plan.admin_url(self._states), logs, stop)
             if self._plan.start.timings:
                 self._display.timings()
             return 0

@@ -121,7 +121,10 @@ class ChatOptions:
     ] = None
     system: Annotated[str | None, opt("System message.", "TEXT")] = None
     model: Annotated[str | None, opt("Model to ask.", "NAME", shown="the first one served")] = None
-    max_tokens: Annotated[int | None, opt("Most tokens of an answer.", "N", check=between(1))] = None
+    max_tokens: Annotated[
+        int | None,
+        opt("Most tokens of an answer.", "N", shown="2048, or the model's context", check=between(1)),
+    ] = None
     temperature: Annotated[float | None, opt("Sampling temperature; 0 is greedy.", "T", check=between(0))] = (
         None
     )

@@ -180,7 +180,12 @@ class EngineOptions:
     ] = None
     block_size: Annotated[
         int | None,
-        opt("Tokens in one KV block.", "TOKENS", shown="128 on GPUs, 16 on CPUs", check=between(1)),
+        opt(
+            "Tokens in one KV block: a divisor or a multiple of 64.",
+            "TOKENS",
+            shown="128 on GPUs, 16 on CPUs",
+            check=between(1),
+        ),
     ] = None
     num_blocks: Annotated[
         int | None,

@@ -32,6 +32,8 @@ class PoolSize(NamedTuple):
             least, most = int(words[0]), int(words[-1])
         except ValueError:
             least = most = -1
+        if 0 <= most < least and len(words) == 2:
+            raise typer.BadParameter(f"{value} begins above its end; write {most}:{least}.")
         # A range begins at 1: a pool with no worker reports no load, so it would never grow.
         if not (1 if least < most else fewest) <= least <= most or len(words) > 2:
             raise typer.BadParameter(f"{value} is neither a number of workers (2) nor a range (1:4).")

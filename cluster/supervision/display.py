@@ -88,12 +88,14 @@ class Display:
         with contextlib.suppress(OSError):
             self._console.print(f"Error: {text}", style="red", markup=False)
 
-    def ready(self, plan: Plan, admin_url: str, logs: Path) -> None:
-        """Prints the endpoint and example commands. `admin_url` is the URL for `baton status`."""
+    def ready(self, plan: Plan, admin_url: str, logs: Path | str, stop: str = "Ctrl-C") -> None:
+        """Prints the endpoint and example commands. `admin_url` is the URL for `baton status`.
+
+        `stop`: how to end the cluster."""
         model = plan.served_names()[0]
         body = {
             "model": model,
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "messages": [{"role": "user", "content": "What is the capital of Japan?"}],
             "max_tokens": 32,
             "temperature": 0,
         }
@@ -104,4 +106,4 @@ class Display:
         self.line(f"\nReady in {time.monotonic() - self._started:.1f} s: {model} at {plan.url}/v1\n")
         self.line(f"  curl {plan.url}/v1/chat/completions {json_type}{key} -d '{quoted}'\n")
         chat, status = ("" if url == DEFAULT_URL else f" --url {url}" for url in (plan.url, admin_url))
-        self.line(f"Chat: baton chat{chat}   Workers: baton status{status}\nLogs: {logs}\nStop: Ctrl-C")
+        self.line(f"Chat: baton chat{chat}   Workers: baton status{status}\nLogs: {logs}\nStop: {stop}")

@@ -16,13 +16,14 @@ from baton.cluster.options import ChatOptions, EndpointOptions
 from baton.cluster.tools.http import checked, session
 
 _DIM = "\x1b[2m{}\x1b[0m" if sys.stdout.isatty() else "{}"
+MAX_TOKENS = 2048  # some models go on until their context is full
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 
 
 def run(endpoint: EndpointOptions, options: ChatOptions) -> int:
     card: dict[str, Any] = {"id": options.model} if options.model else asyncio.run(first_model(endpoint))
     model = card["id"]
-    chat = Chat(endpoint, options, model)
+    chat = Chat(endpoint, options, card)
     if options.message is not None:
         chat.turn(options.message)
         return 0
@@ -44,10 +45,12 @@ def run(endpoint: EndpointOptions, options: ChatOptions) -> int:
 class Chat:
     """One conversation. Owns its messages."""
 
-    def __init__(self, endpoint: EndpointOptions, options: ChatOptions, model: str) -> None:
+    def __init__(self, endpoint: EndpointOptions, options: ChatOptions, card: dict[str, Any]) -> None:
         self._endpoint = endpoint
         self._options = options
-        self._model = model
+        self._model = card["id"]
+        longest = card.get("max_model_len") or MAX_TOKENS
+        self._max_tokens = options.max_tokens or min(MAX_TOKENS, longest)
         self._messages: list[dict[str, str]] = []
         if options.system is not None:
             self._messages.append({"role": "system", "content": options.system})
@@ -66,12 +69,12 @@ class Chat:
         request: dict[str, Any] = {
             "model": self._model,
             "messages": messages,
+            "max_tokens": self._max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        for name in ("max_tokens", "temperature"):
-            if (value := getattr(self._options, name)) is not None:
-                request[name] = value
+        if self._options.temperature is not None:
+            request["temperature"] = self._options.temperature
         return request
 
 
@@ -84,6 +87,7 @@ class Answer:
         self._first: float | None = None
         self._last = self._asked
         self._tokens: int | None = None  # the server's count, from the usage of the last event
+        self._cut = False  # at max_tokens
 
     async def stream(self, endpoint: EndpointOptions, request: dict[str, Any]) -> None:
         """Prints the answer as it arrives. Raises ValueError if the server reports an error."""
@@ -100,6 +104,7 @@ class Answer:
         if usage := event.get("usage"):
             self._tokens = usage["completion_tokens"]
         for choice in event.get("choices", ()):
+            self._cut |= choice.get("finish_reason") == "length"
             content, reasoning = (choice["delta"].get(name) or "" for name in ("content", "reasoning"))
             if not content and not reasoning:
                 continue
@@ -116,7 +121,7 @@ class Answer:
         if self._tokens is not None and self._tokens > 1 and self._last > self._first:
             rate = (self._tokens - 1) / (self._last - self._first)
             shown += f", {self._tokens} tokens, then {rate:.1f} tokens/s"
-        return shown + ")"
+        return shown + (", cut for length: --max-tokens)" if self._cut else ")")
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

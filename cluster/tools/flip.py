@@ -12,6 +12,10 @@ from baton.cluster.supervision.workers import set_pool
 from baton.cluster.tools.status import fetch, name_of, pool_of, ready
 
 PATIENCE = 10.0  # seconds for the worker to answer
+OWN_SECRET = (
+    "A `baton serve` without that variable has a secret that only its own processes know: stop it, set the "
+    "variable in both terminals, and start it again."
+)
 
 
 def run(flip: FlipOptions, endpoint: EndpointOptions, secret: SecretOptions) -> int:
@@ -20,7 +24,10 @@ def run(flip: FlipOptions, endpoint: EndpointOptions, secret: SecretOptions) -> 
     Raises ValueError for an unknown worker, a refused secret, a worker that cannot be reached, and the last
     worker of a pool without `--force`.
     """
-    key, tls = rpc.load_secret(secret.cluster_secret_file), secret.tls()
+    try:
+        key, tls = rpc.load_secret(secret.cluster_secret_file), secret.tls()
+    except ValueError as error:
+        raise ValueError(f"{error} {OWN_SECRET}") from error
     print(asyncio.run(_flip(flip, endpoint, key, tls)))
     return 0
 
@@ -64,11 +71,11 @@ def _reason(error: rpc.RpcError) -> str:
     from grpc.aio import AioRpcError
 
     assert isinstance(error, AioRpcError)
-    code, details = error.code(), error.details()
-    if code is StatusCode.UNAUTHENTICATED:
+    code, details = error.code(), error.details() or ""
+    if code is StatusCode.UNAUTHENTICATED or "CERTIFICATE_VERIFY_FAILED" in details:
         return (
-            f"it refuses the secret ({details}); set BATON_CLUSTER_SECRET or --cluster-secret-file to the "
-            "secret of the cluster"
+            f"it does not prove this secret ({details}); set BATON_CLUSTER_SECRET or --cluster-secret-file "
+            f"to the secret of the cluster. {OWN_SECRET}"
         )
     if code is StatusCode.UNIMPLEMENTED:
         return "its version of Baton cannot change the pool; upgrade it"

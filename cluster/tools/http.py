@@ -66,5 +66,5 @@ async def checked(response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
     """Returns `response`. Raises ValueError with the server's message for an error status."""
     if response.status < 400:
         return response
-    hint = "; give a key with --api-key" if response.status == 401 else ""
+    hint = "; set BATON_API_KEY to a key of this server" if response.status == 401 else ""
     raise ValueError(f"{response.url}: {response.status} {await error_message(response)}{hint}")

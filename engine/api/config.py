@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baton.content import Tier
+from baton.content import CHUNK_TOKENS, Tier
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -31,7 +31,7 @@ class EngineConfig:
     """Format of the matrices: a name in `engine.loader.formats`. `auto`: the checkpoint's own; a GGUF file
     stays packed where that is fast. `none`: plain, if the file allows it."""
     block_size: int | None = None
-    """Positions per KV block. None: 128 on CUDA, 16 on a CPU."""
+    """Positions per KV block: a divisor or a multiple of 64. None: 128 on CUDA, 16 on a CPU."""
     num_blocks: int | None = None
     """KV blocks in the pool. None: as many as fit beside the largest step; on a CPU, 1 GiB."""
     gpu_memory_utilization: float = 0.9
@@ -112,6 +112,13 @@ class EngineConfig:
             ("tensor-parallel-size", self.tensor_parallel_size),
         ):
             require(flag, value, value is None or value >= 1, "must be at least 1")
+        size = self.block_size or CHUNK_TOKENS
+        require(
+            "block-size",
+            size,
+            not CHUNK_TOKENS % size or not size % CHUNK_TOKENS,  # so that fetched chunks fill whole blocks
+            f"choose a divisor or a multiple of {CHUNK_TOKENS}, for example 16 or 128",
+        )
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "--enable-expert-parallel: needs --tensor-parallel-size above 1, or leave it out"

@@ -1,6 +1,7 @@
 """Requests, outputs and statistics of an engine, and the interfaces through which it reports its KV."""
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -38,6 +39,9 @@ class EngineRequest:
     """Seconds from its arrival in which its prompt should be computed. Steps that also decode take more
     prompt tokens if the prompt would otherwise be late. Infinite: the prompt is in no hurry. Below 0: it is
     late already."""
+    arrived: float = field(default_factory=time.monotonic)
+    """When it came to the worker (time.monotonic()). It may wait for a prefix before it comes to the
+    engine."""
 
 
 def check_request(request: EngineRequest, vocabulary: int, longest: int) -> None:
@@ -93,7 +97,7 @@ class Output(NamedTuple):
     cached_tokens: int = 0
     """Prompt positions that came from the prefix cache."""
     queue_seconds: float = 0.0
-    """Time from `Engine.add` to the step that admitted the request. Like `prefill_seconds`, it is set with
+    """Time from the request's arrival to the step that admitted it. Like `prefill_seconds`, it is set with
     the first token after a prefill here."""
     prefill_seconds: float = 0.0
     """Time from that step to this token."""

@@ -1,7 +1,6 @@
 """The engine's state of a request, from `add`, `reserve` or `start` until its end."""
 
 import math
-import time
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -115,7 +114,6 @@ class LiveRequest:
     """KV of positions [0, num_verified) is known to be right: a token was sampled from it."""
     num_published: int = 0
     """Number of leading blocks that were offered to the prefix cache."""
-    arrived: float = field(default_factory=time.monotonic)
     due: float = field(init=False)
     """When its prompt should be computed; infinite if it is in no hurry."""
     started: float | None = None
@@ -128,7 +126,7 @@ class LiveRequest:
     def __post_init__(self) -> None:
         self.id = self.request.id
         self.alone = self.request.alone
-        self.due = self.arrived + self.request.first_token_within
+        self.due = self.request.arrived + self.request.first_token_within
         self.token_ids = packed([*self.request.prompt_ids, *self.request.output_ids])
         p, prompt = self.request.sampling, len(self.request.prompt_ids)
         self.longest = prompt + p.max_tokens

@@ -1,8 +1,9 @@
 """Chooses which requests must go so that another one can start. `engine.core.scheduler` shows why."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
-from baton.engine.core.live_request import LiveRequest, Phase
+from baton.engine.core.live_request import Phase
 from baton.engine.core.scheduler import Scheduler
 
 
@@ -12,35 +13,46 @@ def to_drop(
     """The `spare` requests, in their order, that must be dropped so that a waiting request can start.
 
     This is the first waiting request that is `wanted`; the requests before it in the queue start before
-    it. Spare requests are held or reserved. Reserved ones stay while a request is running, since that
+    it. If there is not enough room for all of these, as many start as can, and no request is dropped for the
+    others. Spare requests are held or reserved. Reserved ones stay while a request is running, since that
     one leaves its seat and its blocks. The caller drops the `closing` requests in any case."""
     if not any(wanted(live.id) for live in scheduler.waiting):
         return []
+    pool, memory, states = scheduler.pool, scheduler.memory, scheduler.states
     ending = [scheduler.requests[request_id] for request_id in closing]
     droppable = [scheduler.requests[request_id] for request_id in spare]
     if scheduler.running or scheduler.loading:
         droppable = [live for live in droppable if live.phase is Phase.HELD]
     seats = scheduler.seats + sum(live.phase is Phase.RESERVED for live in ending)
-    dropped: list[LiveRequest] = []
+    least = 0
     if seats <= 0:
-        dropped = [live for live in droppable if live.phase is Phase.RESERVED][:1]
-        seats = len(dropped)
-    if not seats:
-        return []
-    need, hits, count = 0, set[int](), 0
+        reserved = next((live for live in droppable if live.phase is Phase.RESERVED), None)
+        if reserved is None:
+            return []
+        droppable.remove(reserved)
+        droppable.insert(0, reserved)
+        seats = least = 1
+    tables = [live.blocks for live in (*scheduler.leaving, *ending, *droppable)]
+    certain = len(tables) - len(droppable)
+    need, hits, count, dropped = 0, set[int](), 0, 0
+
+    def is_enough(drops: int) -> bool:
+        going = tables[: certain + drops]
+        if states is not None and count > states.free + len(going):
+            return False
+        spare_blocks = pool.free_after(going, hits) - need
+        if 0 <= spare_blocks < memory.watermark and count == 1:
+            return pool.free_after(going, ()) == pool.num_blocks  # as `RequestMemory.headroom`
+        return spare_blocks >= memory.watermark
+
     for live in scheduler.waiting[:seats]:  # later ones need a seat, not blocks
         count += 1
-        cached = scheduler.memory.hits(live)
+        cached = memory.hits(live)
         hits.update(cached)
-        need += scheduler.memory.blocks_for(len(live.token_ids)) - len(cached)
+        need += memory.blocks_for(len(live.token_ids)) - len(cached)
+        if not is_enough(len(droppable)):
+            break
+        dropped = bisect_left(range(len(droppable)), True, lo=max(least, dropped), key=is_enough)
         if wanted(live.id):
             break
-    going = [live.blocks for live in (*scheduler.leaving, *ending, *dropped)]
-    for live in droppable:
-        has_slots = scheduler.states is None or count <= scheduler.states.free + len(going)
-        if has_slots and need + scheduler.memory.headroom <= scheduler.pool.free_after(going, hits):
-            break
-        if live not in dropped:
-            going.append(live.blocks)
-            dropped.append(live)
-    return [live.id for live in dropped]
+    return [live.id for live in droppable[:dropped]]

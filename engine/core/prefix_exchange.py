@@ -140,7 +140,8 @@ class PrefixExchange:
         """Reserves blocks for what is missing. The caller writes KV into them. Returns a block table up to
         the end of the last chunk. Its entries before the first chunk mean nothing. None: there is no room."""
         start, stop = missing.first_chunk, missing.first_chunk + len(missing.chunks)
-        # A chunk may begin in a cached block, which nothing may write: such a block is fetched again.
+        # A chunk may begin with cached blocks, which nothing may write: such blocks are fetched again, as a
+        # whole, since a chunk begins where a block does, or in a block that the cache lacks.
         first = start * CHUNK_TOKENS // self._block_size
         last = -(-stop * CHUNK_TOKENS // self._block_size)
         if last - first + self._pool.unreferenced(missing.hits) > self._spare_blocks():

@@ -182,7 +182,7 @@ class Scheduler:
         """Moves a held request back to the batch, under a new id. It keeps its blocks and tokens. If it is
         preempted it is handed back. False: no seat is free, and nothing changes."""
         assert live.phase is Phase.HELD
-        assert live.has_token, "a request that failed has no token to go on from"
+        assert not live.pending, "a request that failed has no token to go on from"
         if self.seats <= 0:
             return False
         self.held.remove(live)

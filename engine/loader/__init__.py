@@ -87,16 +87,15 @@ def load_model(
     weight_format: WeightFormat,
     ranks: Ranks,
 ) -> tuple[Llama, str]:
-    """Returns this rank's part of the model, and the model's fingerprint. Fingerprints are equal if
-    configuration, weights and their format in memory are equal, in any format of files and with any number of
-    ranks. They do not cover dtype and limits: these may differ between the two ends of a transfer, or are
-    checked elsewhere."""
+    """Returns this rank's part of the model, and the model's fingerprint: `model=…; weights=…; format=…`.
+    Fingerprints are equal if configuration, weights and their format in memory are equal, in any format of
+    files and with any number of ranks. They do not cover dtype and limits: these may differ between the two
+    ends of a transfer, or are checked elsewhere."""
     weights = Weights(checkpoint, dtype, device, progress, weight_format, ranks)
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
-    # A dense model has the fingerprint that it has in the version before, which knew only dense models.
-    beside: tuple[object, ...] = ()
+    beside: tuple[object, ...] = ()  # what is not in the repr
     if identity.experts:
         beside = (identity.experts, identity.spans, identity.nope)
     if identity.mamba:
@@ -107,8 +106,9 @@ def load_model(
         beside += (identity.spans, identity.multipliers, identity.local_rope)
     if isinstance(identity.rope_scaling, LongRopeScaling):
         beside += (identity.rope_scaling.factors(max_model_len),)
-    parts = [identity, *beside, weights.finish(), *filter(None, [weight_format.identity])]
-    return model, hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(" ".join(map(str, [identity, *beside])).encode()).hexdigest()[:32]
+    form = weight_format.identity or "plain"
+    return model, f"model={digest}; weights={weights.finish()[:32]}; format={form}"
 
 
 def tokenizer_source(config: EngineConfig, checkpoint: str) -> str:

@@ -116,6 +116,8 @@ OPERATIONS = (
     Operation("get", "/version", "The version of Baton.", responses.VersionResponse, open=True),
     Operation("get", "/openapi.json", "This description.", "application/json", open=True),
     Operation("get", "/docs", "This description as a page.", "text/html", open=True),
+    Operation("get", "/chat", "A page that chats with the model.", "text/html", open=True),
+    Operation("get", "/", "A page with links to these two.", "text/html", open=True),
     Operation(
         "get", "/status", "The router and its workers.", responses.StatusResponse, errors=(401,), admin=True
     ),

@@ -80,7 +80,8 @@ class GrpcEndpoint:
     async def start(self, host: str, port: int) -> str:
         """Listens, and returns the address. Raises ValueError when the port cannot be had."""
         try:
-            bound = add_port(self._server, host, port, self._tls)
+            pems = None if self._tls is None else self._tls.pems()
+            bound = add_port(self._server, host, port, pems)
         except OSError as error:
             raise ValueError(cannot_listen("--grpc-port", host, port, error)) from error
         await self._server.start()

@@ -69,7 +69,13 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_DOCS = Path(__file__).with_name("docs.html").read_bytes()
+_HOME = b"""<!doctype html>
+<title>Baton</title>
+<p>A router of Baton. <a href="chat">Chat with its model</a>, or read about <a href="docs">its HTTP API</a>.
+"""
+_PAGES = {"/": _HOME} | {
+    f"/{name}": Path(__file__).with_name(f"{name}.html").read_bytes() for name in ("chat", "docs")
+}
 _ADMIN = ("/metrics", "/metrics/targets", "/status")
 _OPEN = {operation.path for operation in OPERATIONS if operation.open}
 
@@ -111,7 +117,7 @@ class HttpEndpoints:
                 web.get("/tokenizer_info", self._tokenizer_info),
                 web.get("/version", self._version),
                 web.get("/openapi.json", self._openapi),
-                web.get("/docs", self._docs),
+                *(web.get(path, partial(self._page, page)) for path, page in _PAGES.items()),
             ]
         )
         if not config.supervised:  # otherwise the admin port serves them for all processes
@@ -234,8 +240,8 @@ class HttpEndpoints:
         headers = {"x-request-id": REQUEST_ID.get()}
         return web.Response(body=body, content_type="application/json", headers=headers)
 
-    async def _docs(self, request: web.Request) -> web.Response:
-        return web.Response(body=_DOCS, content_type="text/html", charset="utf-8")
+    async def _page(self, page: bytes, request: web.Request) -> web.Response:
+        return web.Response(body=page, content_type="text/html", charset="utf-8")
 
     async def _status(self, request: web.Request) -> web.Response:
         return _json(await router_status(self._config, self._services, self._frontend.draining))

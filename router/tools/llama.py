@@ -13,7 +13,7 @@ class LlamaParser(ToolParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self._between = ""  # characters since the last call, which may be content
+        self._between: list[str] = []  # characters since the last call, which may be content
         self._call: CallReader | None = None
         self._only_content = False
 
@@ -30,24 +30,28 @@ class LlamaParser(ToolParser):
             if character == "{":
                 self._call = CallReader()
             else:
-                self._between += character
+                self._between.append(character)
                 if character not in SPACE + (";," if self.num_calls else ""):
                     yield from self._give_up("")
                 return
-        yield from self._read(self._call, character)
-        if self._call.over:
-            if self._call.begun:
-                self._call, self._between = None, ""
-            else:
-                yield from self._give_up(self._call.raw)
+        call = self._call
+        yield from self._read(call, character)
+        if not call.over:
+            return
+        if not call.begun:
+            yield from self._give_up(call.raw)
+            return
+        self._call, self._between = None, []
+        if call.broken:
+            yield from self._take(character)
 
     def _end(self) -> Iterator[Piece]:
         if self._call is not None and not self._call.begun:
             yield from self._give_up(self._call.raw)
         elif self._between and not self.num_calls and not self._only_content:
-            yield Piece(self._between)
+            yield Piece("".join(self._between))
 
     def _give_up(self, raw: str) -> Iterator[Piece]:
         """Reads this and all further text as content."""
         self._only_content, self._call = True, None
-        yield Piece(self._between + raw)
+        yield Piece("".join(self._between) + raw)

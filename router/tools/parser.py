@@ -4,13 +4,16 @@ They read one character at a time, so the result does not depend on the pieces i
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from baton.router.api.messages import Tool
+from baton.router.api.messages import FUNCTION_NAME, Tool
 
 SPACE = " \t\r\n"
+_OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789eEtruefalsn' + SPACE)
+"""The characters of JSON outside of strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +77,13 @@ class ToolParser:
 
 def _joined(pieces: Iterator[Piece]) -> list[Piece]:
     """Joins adjacent pieces of the same content or call."""
-    joined: list[Piece] = []
+    joined: list[tuple[list[str], int | None, str | None]] = []
     for piece in pieces:
-        last = joined[-1] if joined else None
-        if last is not None and last.call == piece.call and piece.name is None:
-            joined[-1] = Piece(last.text + piece.text, last.call, last.name)
+        if joined and joined[-1][1] == piece.call and piece.name is None:
+            joined[-1][0].append(piece.text)
         else:
-            joined.append(piece)
-    return joined
+            joined.append(([piece.text], piece.call, piece.name))
+    return [Piece("".join(texts), call, name) for texts, call, name in joined]
 
 
 class Marker:
@@ -116,23 +118,27 @@ class CallReader:
     Returns the arguments as they arrive, once the name is known.
 
     Attributes:
-        raw: all characters so far.
         done: the object is complete.
-        broken: it is not such an object. The reader ignores further characters.
+        broken: it is not such an object. If it has begun, the last character is not a part of it.
         begun: the call has a name and arguments.
         reading_arguments: the object of the arguments is not closed yet.
     """
 
     def __init__(self) -> None:
-        self.raw = ""
+        self._raw: list[str] = []
         self.done = self.broken = self.begun = self.reading_arguments = False
         self.name: str | None = None
         self._depth = 0  # open brackets
-        self._string = ""  # the open string so far, with its quote, or ""
+        self._in_string = False
+        self._string: list[str] = []  # the last string at depth 1 so far, with its quotes
         self._escaped = False
         self._key: str | None = None  # of the member whose value follows or is read
-        self._last = ""  # the last complete string at depth 1
         self._arguments: str | None = None  # read, but not returned yet; None: before them
+
+    @property
+    def raw(self) -> str:
+        """All characters so far, if the call has not begun."""
+        return "".join(self._raw)
 
     @property
     def over(self) -> bool:
@@ -141,7 +147,8 @@ class CallReader:
 
     def take(self, character: str) -> str:
         """Takes a character. Returns the new part of the arguments."""
-        self.raw += character
+        if not self.begun:
+            self._raw.append(character)
         self._scan(character)
         if self.name is None or self._arguments is None:
             return ""
@@ -150,32 +157,36 @@ class CallReader:
         return new
 
     def _scan(self, character: str) -> None:
-        if not self._string and (character == "<" or (self._depth == 0 and character not in "{" + SPACE)):
-            self.broken = True  # JSON has "<" only in strings; the closing tag of the call may begin here
-            return
+        if not self._in_string:
+            allowed = _OUTSIDE_STRINGS if self._depth else "{" + SPACE
+            # "<" may begin the closing tag. Other errors inside of arguments are a part of them.
+            if character == "<" or (character not in allowed and not self.reading_arguments):
+                self.broken = True
+                return
         if self._arguments is not None and self.reading_arguments:
             self._arguments += character
-        if self._string:
-            self._in_string(character)
+        if self._in_string:
+            self._take_in_string(character)
         elif character == '"':
-            self._string = character
+            self._in_string, self._string = True, [character]
         elif character in "{[":
             self._open(character)
         elif character in "}]":
             self._close()
         elif self._depth == 1 and character == ":":
-            self._key, self._last = _parsed(self._last), ""
+            self._key, self._string = _parsed(self._string), []
         elif self._depth == 1 and character == ",":
             self._end_member()
 
-    def _in_string(self, character: str) -> None:
-        self._string += character if self._depth == 1 else ""
+    def _take_in_string(self, character: str) -> None:
+        if self._depth == 1:
+            self._string.append(character)
         if self._escaped:
             self._escaped = False
         elif character == "\\":
             self._escaped = True
         elif character == '"':
-            self._last, self._string = (self._string if self._depth == 1 else ""), ""
+            self._in_string = False
 
     def _open(self, character: str) -> None:
         if self._depth == 1 and self._key in ("arguments", "parameters") and self._arguments is None:
@@ -196,14 +207,15 @@ class CallReader:
 
     def _end_member(self) -> None:
         if self._key == "name" and self.name is None:
-            self.name = _parsed(self._last)
+            name = _parsed(self._string)
+            self.name = name if name and re.fullmatch(FUNCTION_NAME, name) else None
             self.broken = self.broken or self.name is None
-        self._key, self._last = None, ""
+        self._key, self._string = None, []
 
 
-def _parsed(text: str) -> str | None:
+def _parsed(string: Sequence[str]) -> str | None:
     try:
-        value = json.loads(text)
+        value = json.loads("".join(string))
     except ValueError:
         return None
     return value if isinstance(value, str) and value else None

@@ -65,7 +65,7 @@ class _Asker:
             async with rpc.connect(address, self._secret, self._tls) as channel:
                 return await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
-            reason, remedy = explain(error, tls=self._tls is not None)
+            reason, remedy = explain(error, files=self._tls is not None)
             if self._logged.get(address) != reason:
                 self._logged[address] = reason
                 log.warning("worker at %s: %s. %s", address, reason, remedy)
@@ -80,9 +80,14 @@ async def first_description(
 
 
 def ask_workers(
-    discovery: Discovery, secret: bytes, tls: rpc.TlsFiles | None, logging_config: dict[str, Any]
+    discovery: Discovery,
+    secret: bytes,
+    tls: rpc.TlsFiles | None,
+    logging_config: dict[str, Any],
+    runner: asyncio.Runner,
 ) -> pb.WorkerDescription | None:
-    """Runs `first_description` in a process that does nothing else. None: SIGTERM came first."""
+    """Runs `first_description`. None: SIGTERM came first. `runner`: the router's, since gRPC has one queue of
+    events for all loops of a process. It would bring late events of these calls to a loop that is closed."""
 
     async def ask() -> pb.WorkerDescription | None:
         asking = asyncio.create_task(first_description(discovery, secret, tls))
@@ -92,4 +97,4 @@ def ask_workers(
         return None
 
     logging.config.dictConfig(logging_config)
-    return asyncio.run(ask())
+    return runner.run(ask())

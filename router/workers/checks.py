@@ -8,7 +8,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -16,7 +16,9 @@ import grpc
 
 from baton.rpc import worker_pb2 as pb
 
+MODEL_FLAGS = "--model", "--revision"
 SAME_MODEL = "Give the router and all workers the same --model and --revision."
+FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,38 +62,56 @@ def check_fit(
             SAME_MODEL,
         )
     for other, theirs in others.items():
-        if described.model_fingerprint != theirs.model_fingerprint:
+        if differing := list(_differing(described, theirs)):
+            found = ", ".join(f"{name} ({ours}, there {its})" for name, ours, its, _ in differing)
+            flags = " and ".join(dict.fromkeys(flag for *_, flags in differing for flag in flags))
             raise RefusedWorker(
-                f"its model ({described.model}) is not that of {other} ({theirs.model})", SAME_MODEL
+                f"it differs from {other} in: {found}",
+                f"Give all workers the same {flags}. The one accepted first may be the wrong one.",
             )
-        if described.layout_fingerprint != theirs.layout_fingerprint:
-            raise RefusedWorker(
-                f"its KV layout ({described.layout_fingerprint}) is not that of {other} "
-                f"({theirs.layout_fingerprint})",
-                SAME_MODEL,
-            )
+
+
+def _differing(
+    ours: pb.WorkerDescription, theirs: pb.WorkerDescription
+) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """What differs of that which must agree: its name, the value of each, and the flags that change it."""
+    mine, its = (_parts(each.model_fingerprint) for each in (ours, theirs))
+    for part in dict.fromkeys([*mine, *its]):
+        if mine.get(part) == its.get(part):
+            continue
+        if part == "format":
+            flags = "--dtype", "--quantization"
+            yield "format of its weights", mine.get(part, ""), its.get(part, ""), flags
+        else:
+            yield part, ours.model, theirs.model, MODEL_FLAGS
+    if ours.layout_fingerprint != theirs.layout_fingerprint:
+        yield "KV layout", ours.layout_fingerprint, theirs.layout_fingerprint, MODEL_FLAGS
+    if ours.dtype != theirs.dtype and FP8 not in (ours.dtype, theirs.dtype):  # FP8 is converted
+        yield "KV dtype", ours.dtype, theirs.dtype, ("--dtype",)
+
+
+def _parts(fingerprint: str) -> dict[str, str]:
+    """The parts of a model's fingerprint, as `engine.loader` makes it."""
+    return {name: value for name, _, value in (part.partition("=") for part in fingerprint.split("; "))}
 
 
 SEE_WORKER_LOG = "Look at the worker's log."
 SECRET = "Give the router and all workers the same --cluster-secret-file or BATON_CLUSTER_SECRET."
 PORT = "Give the router the worker's gRPC port, --port; --kv-port and --metrics-port are others."
-TLS = "Give --cluster-certfile, --cluster-keyfile and --cluster-ca-certs to the router and all workers."
+TLS = "Give all of them or none --cluster-certfile, --cluster-keyfile and --cluster-ca-certs."
 CERTIFICATE = (
     "Issue the worker's certificate for the DNS name baton-worker, by an authority of --cluster-ca-certs."
 )
-UPGRADE = "Run the same version of Baton on the router and all workers."
+WAIT = "Wait until the worker is ready: its log says how far it is. If it is ready, correct the port."
+DRAINED = "Start it again, or take its address off the router's list."
 START = "Start the worker, or correct its address: host and --port."
 
 _CAUSES = (
     # Text in gRPC's error, in lower case; its meaning; the remedy.
-    ("clock is", "the clocks differ", "Set the clocks of both machines, for example by NTP."),
-    ("call is not signed", "the worker is of an older version, which this router cannot call", UPGRADE),
-    ("unimplemented", "another service answers at this address", PORT),
-    ("wrong_version_number", "the router uses TLS, this port does not", f"{TLS} {PORT}"),
-    ("certificate_verify_failed", "the worker's certificate is not trusted", CERTIFICATE),
+    ("wrong_version_number", "another service answers at this address, without TLS", PORT),
     ("hostname verification", "the worker's certificate is for another name", CERTIFICATE),
-    ("unauthenticated", "the worker refuses the router's calls", SECRET),
-    ("http/2", "another service answers at this address", PORT),
+    ("unauthenticated", "the worker has another cluster secret", SECRET),
+    ("before receiving settings", "the worker is still starting, or another service listens there", WAIT),
     ("connection refused", "nothing listens at this address", START),
     ("errors resolving", "the host name is unknown", START),
 )
@@ -106,18 +126,20 @@ class RefusedWorker(Exception):
         self.remedy = remedy
 
 
-def explain(error: grpc.aio.AioRpcError, *, tls: bool) -> tuple[str, str]:
-    """Returns the reason and the remedy for a failed call to a worker. `tls`: the router uses TLS."""
+def explain(error: grpc.aio.AioRpcError, *, files: bool) -> tuple[str, str]:
+    """Returns the reason and the remedy for a failed call to a worker. `files`: the router has
+    --cluster-certfile."""
     details = error.details() or ""
     text = f"{error.code().name}: {details}".lower()
     for words, reason, remedy in _CAUSES:
         if words in text:
             return f"{reason} ({details})", remedy
-    if all(words in text for words in _CLOSED_AT_ONCE):
-        if tls:
-            reason = "the worker closed the connection: it may not trust the router's certificate"
-        else:
-            reason = "the worker closed the connection: it may require TLS"
+    if "certificate_verify_failed" in text:
+        if files:
+            return f"the worker's certificate is not trusted ({details})", f"{CERTIFICATE} {TLS}"
+        return f"the worker does not prove the cluster secret ({details})", f"{SECRET} {TLS}"
+    if files and all(words in text for words in _CLOSED_AT_ONCE):
+        reason = "the worker closed the connection: it may not trust the router's certificate"
         return f"{reason} ({details})", TLS
     remedy = "Look at the worker's log, at its address, and at firewalls between the router and the worker."
     return f"{error.code().name.lower()}: {details}", remedy

@@ -26,6 +26,7 @@ from baton.router import prompt_logprobs
 from baton.router.policy import DecodeLoad, PrefillWork
 from baton.router.workers.attempts import Attempt, AttemptOwner, AttemptTable, CircuitBreaker
 from baton.router.workers.checks import (
+    DRAINED,
     SEE_WORKER_LOG,
     CacheAction,
     CacheSequence,
@@ -292,8 +293,8 @@ class WorkerConnection:
     # ------------------------------------------------------------ the stream
 
     async def _run(self) -> None:
-        backoff = FIRST_BACKOFF
-        logged = ""
+        backoff, logged = FIRST_BACKOFF, ""
+        drained = False  # the worker was draining when its last stream ended
         while not self.retired:
             was_ready, began = False, time.monotonic()
             try:
@@ -301,7 +302,10 @@ class WorkerConnection:
                     await self._serve_stream()
                     self.reason, self.remedy = "the worker ended the stream", SEE_WORKER_LOG
                 except grpc.aio.AioRpcError as error:
-                    self.reason, self.remedy = explain(error, tls=self._tls is not None)
+                    self.reason, self.remedy = explain(error, files=self._tls is not None)
+                    drains = self.state is WorkerState.DRAINING
+                    if (drained or drains) and error.code() is grpc.StatusCode.UNAVAILABLE:
+                        self.reason, self.remedy = "the worker drained and ended", DRAINED
                     if self.state is WorkerState.REFUSED:  # another worker may start at this address
                         self.state, self.description = WorkerState.CONNECTING, pb.WorkerDescription()
                         self.pool = pb.POOL_UNSPECIFIED
@@ -310,6 +314,7 @@ class WorkerConnection:
                     backoff = LAST_BACKOFF
                 finally:
                     was_ready = self.attached
+                    drained = self.state is WorkerState.DRAINING or (drained and not was_ready)
                     self._detach()
             except Exception as error:
                 # A task that ends here would never connect to this worker again.

@@ -137,7 +137,7 @@ def test_tokenizer_and_download_dir_reach_every_role(
     monkeypatch.setattr(
         "baton.worker.service_process.service.run", lambda config: started.append(config.engine) or 0
     )
-    monkeypatch.setattr("baton.router.main", lambda config: started.append(config) or 0)
+    monkeypatch.setattr("baton.router.main", lambda config, runner: started.append(config) or 0)
     for role in served[0].roles():
         more = ("--worker", "127.0.0.1:1") if role.role == "router" else ()
         result = run_baton(role.role, *role.args, *more)
@@ -232,7 +232,7 @@ def test_lists_come_from_the_environment_and_the_file(tmp_path: Path, served: li
         (["--optimize", "speed"], {}, ["--optimize", "speed", "latency", "balanced", "throughput"]),
         (["--prefil", "2"], {}, ["--prefil", "--prefill"]),
         (["--tensor-parallel-size", "0"], {}, ["--tensor-parallel-size", "at least 1"]),
-        (["--prefill", "3:2"], {}, ["--prefill", "3:2", "1:4"]),
+        (["--prefill", "3:2"], {}, ["--prefill", "3:2 begins above its end; write 2:3"]),
         (["--prefill", "0:2"], {}, ["--prefill", "0:2", "1:4"]),
         (["--prefill", "-1"], {}, ["--prefill", "-1", "1:4"]),
         (["--decode", "0"], {}, ["--decode", "1:4"]),

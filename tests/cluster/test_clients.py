@@ -39,7 +39,7 @@ STATUS: dict[str, Any] = {
 }  # fmt: skip
 
 
-CARD = {"id": "tiny", "default_sampling_params": {"temperature": 0.6, "top_k": 20}}
+CARD: dict[str, Any] = {"id": "tiny", "default_sampling_params": {"temperature": 0.6, "top_k": 20}}
 
 
 class Router(BaseHTTPRequestHandler):
@@ -73,6 +73,8 @@ class Router(BaseHTTPRequestHandler):
         if question == "broken":
             self._event({"error": {"message": "the engine is gone"}})
             return
+        if question == "long":
+            self._event({"choices": [{"delta": {}, "finish_reason": "length"}]})
         self._event({"choices": [], "usage": {"completion_tokens": len(words)}})
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -121,6 +123,14 @@ def test_one_question(url: str) -> None:
     assert "temperature" not in request, "the server's default"
     assert run_baton("chat", "--url", url, "--model", "other", "hi").exit_code == 0
     assert Router.requests[-1]["model"] == "other"
+
+
+def test_an_answer_has_an_end_also_without_a_limit(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    assert "cut for length" not in run_baton("chat", "--url", url, "hi").stderr
+    monkeypatch.setitem(CARD, "max_model_len", 512)
+    result = run_baton("chat", "--url", url, "long")
+    assert [request["max_tokens"] for request in Router.requests] == [2048, 512]
+    assert "cut for length: --max-tokens" in result.stderr
 
 
 def test_a_chat_remembers_its_turns(url: str) -> None:
@@ -288,4 +298,4 @@ def test_a_missing_server_and_a_wrong_key_are_clear_errors(url: str) -> None:
     refused = run_baton("status", "--url", url, "--api-key", "wrong")
     assert refused.exit_code == 2
     assert "unknown key" in refused.stderr
-    assert "--api-key" in refused.stderr
+    assert "set BATON_API_KEY to a key" in refused.stderr

@@ -50,6 +50,9 @@ def test_a_role_has_its_check_mark_only_when_it_is_ready() -> None:
 
 def test_the_curl_survives_the_shell() -> None:
     display, out = shown()
+    display.ready(plan(), "http://127.0.0.1:9000", Path("/logs"), "baton stop --ray-address auto")
+    assert "Stop: baton stop --ray-address auto\n" in out.getvalue()
+    out.truncate(0)
     display.ready(plan(host="0.0.0.0", port=8123, api_key=["k"]), "http://127.0.0.1:9000", Path("/logs"))
     [line] = [line for line in out.getvalue().splitlines() if line.strip().startswith("curl")]
     words = shlex.split(line)

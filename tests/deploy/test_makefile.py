@@ -34,5 +34,47 @@ def test_the_first_start_says_that_it_installs_and_shows_what(tmp_path: Path) ->
     steps = steps_of("make serve", tmp_path)
     assert steps[0].startswith('echo "Installing Baton'), "before the first download"
     installs = [step for step in steps if " pip install " in step]
-    assert len(installs) == 4
+    assert len(installs) == 5, "that of torch has an index or none"
     assert not [step for step in installs if "quiet" in step or "-q" in step.split()]
+
+
+@pytest.mark.parametrize(
+    ("configured", "flags", "expected"),
+    [
+        ("", [], ["cpu"]),
+        ("global.index-url='https://packages.example'", [], [None]),
+        (":env:.find-links='/wheels'", [], [None]),
+        ("", ["TORCH_INDEX="], [None]),
+        ("", ["TORCH_INDEX=https://down.example"], ["down.example", None]),
+    ],
+    ids=["without a GPU", "an index of its own", "wheels of its own", "as pip", "another index that is down"],
+)
+def test_torch_for_cpus_unless_pip_is_told_where_to_look(
+    tmp_path: Path, configured: str, flags: list[str], expected: list[str | None]
+) -> None:
+    """Each expected install of torch names an index with this end, or none."""
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    python, log = tmp_path / "venv/bin/python", tmp_path / "log"
+    python.write_text(
+        f"""#!/bin/sh
+[ "$3" != config ] || echo "{configured}"
+echo "$@" >> {log}
+case "$*" in *down.example*) exit 1;; esac
+"""
+    )
+    python.chmod(0o755)
+    (python.parent / "pip").symlink_to("python")
+    no_gpu = "HAS_GPU=false"  # this machine may have one
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    subprocess.run(
+        ["make", "install", f"VENV={tmp_path / 'venv'}", no_gpu, *flags],
+        cwd=ROOT,
+        env=alone,
+        check=True,
+        timeout=60,
+    )
+    installs = [line.split() for line in log.read_text().splitlines() if line.endswith(" torch")]
+    indices = [line[line.index("--index-url") + 1] if "--index-url" in line else None for line in installs]
+    assert [
+        index and index[-len(end or "") :] for index, end in zip(indices, expected, strict=True)
+    ] == expected

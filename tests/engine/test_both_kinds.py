@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -214,3 +215,13 @@ def test_resuming_waits_for_a_seat(tiny_engine: Callable[..., Engine], request_o
     for request_id in (b"decode", request_of(3, []).id):
         engine.cancel(request_id)
     engine.assert_whole()
+
+
+def test_time_before_the_engine_counts(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+    """A request may have waited for a prefix from another worker."""
+    engine = tiny_engine()
+    arrived = time.monotonic() - 30
+    engine.add(replace(request_of(1, [3, 4, 5], max_tokens=1), arrived=arrived, first_token_within=31.0))
+    assert [due for _, due in engine._scheduler.prompts()] == [arrived + 31]
+    (output,) = engine.step().outputs
+    assert output.queue_seconds > 30

@@ -178,7 +178,34 @@ def test_a_failed_grammar_fails_only_its_request(
     assert tokens == 9
     assert {int.from_bytes(i) for i in refused} == {1, 3}
     assert all(reason in message for message in refused.values())
+    with pytest.raises(AssertionError, match="no token to go on from"):
+        engine.resume((3).to_bytes(16), b"resumed")
     engine.release((3).to_bytes(16))
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize("given", [0, 150])
+def test_a_grammar_that_takes_too_long_fails_its_request_only(
+    spelled_engine: Any, spelled_path: Path, request_of: Any, given: int
+) -> None:
+    """This grammar matches a text in many ways, so each token takes longer than the one before. An earlier
+    worker may have generated the beginning."""
+    letter = Tokenizer.from_file(str(spelled_path / "tokenizer.json")).token_to_id("a")
+    engine = spelled_engine(num_blocks=1024)
+    wanted = StructuredOutput("grammar", 'start: s\ns: s s | s s s | "a" | ""')
+    slow = {"max_tokens": 2000, "logit_bias": {EOS: -100.0}, "structured_output": wanted}
+    for number in range(1, 4):
+        engine.add(request_of(number, [1, 5], [letter] * given, **slow))
+    engine.add(request_of(9, [1, 5], max_tokens=20, ignore_eos=True))
+    refused: dict[bytes, str] = {}
+    tokens = 0
+    while engine.has_work:
+        step = engine.step()
+        refused |= dict(step.refused)
+        tokens += sum(output.id == (9).to_bytes(16) for output in step.outputs)
+    assert tokens == 20
+    assert {int.from_bytes(request_id) for request_id in refused} == {1, 2, 3}
+    assert all("takes more than 2 ms for each token" in message for message in refused.values())
     engine.assert_whole()
 
 

@@ -307,6 +307,8 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
         ("device", "cuda:", "--device 'cuda:': choose"),
         ("load_format", "pt", "--load-format 'pt': choose one of auto, dummy"),
         ("block_size", 0, "--block-size 0: must be at least 1"),
+        ("block_size", 24, "--block-size 24: choose a divisor or a multiple of 64"),
+        ("block_size", 96, "--block-size 96: choose a divisor or a multiple of 64"),
         ("num_blocks", -1, "--num-blocks -1: must be at least 1"),
         ("max_num_seqs", 4096, "--max-num-batched-tokens 2048: a step decodes .* at least --max-num-seqs"),
         ("gpu_memory_utilization", 1.2, "--gpu-memory-utilization 1.2: must be above 0"),

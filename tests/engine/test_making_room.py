@@ -53,6 +53,18 @@ def test_the_oldest_make_room_for_a_wanted_one(full: Scheduler) -> None:
     assert dropped(full, wanted) == [1]
 
 
+def test_no_request_is_dropped_if_that_would_not_make_the_room(full: Scheduler) -> None:
+    large = add(full, 9, 4 * BLOCK, handover=True)
+    assert dropped(full, large, fetched=b"\1") == []
+    assert dropped(full, large) == [1, 2, 3], "alone it may take the headroom, too"
+    full.drop(large)
+    first = add(full, 7, 2 * BLOCK, handover=True)
+    second = add(full, 8, 3 * BLOCK, handover=True)
+    assert dropped(full, second) == [1, 2], "as many as let the first one start"
+    full.drop(first)
+    assert dropped(full, second, fetched=b"\3") == []
+
+
 def test_no_request_is_dropped_for_one_that_no_decode_worker_waits_for(full: Scheduler) -> None:
     add(full, 9, BLOCK, handover=True)
     assert dropped(full) == []
@@ -118,7 +130,10 @@ def test_a_reservation_is_dropped_last_and_only_if_no_request_is_running() -> No
     assert dropped_now() == [b"\1", b"\6"]
     scheduler.join(scheduler.requests[b"\5"])
     spare.remove(b"\5")
-    assert dropped_now() == [b"\1"], "the running request ends and leaves its blocks"
+    assert dropped_now() == [], "not enough without the blocks that the running request leaves at its end"
+    scheduler.drop(wanted)
+    wanted = add(scheduler, 8, 3 * BLOCK, handover=True)
+    assert dropped_now() == [b"\1"], "enough: no reservation goes"
 
 
 def test_a_reservation_is_dropped_if_reservations_have_all_seats() -> None:

@@ -377,6 +377,24 @@ def test_what_the_host_has_is_served_to_other_workers() -> None:
     holder.scheduler.assert_whole()
 
 
+def test_a_damaged_block_is_not_served_to_other_workers() -> None:
+    holder = Worker(num_blocks=48, num_places=200, seqs=1)
+    prompt = text(200, 1)
+    fill(holder, prompt)
+    exchange = holder.scheduler.prefix_exchange
+    assert exchange is not None
+    missing = Worker(48, 99).scheduler.prefix_exchange.missing(EngineRequest(b"r", prompt), 99)  # type: ignore[union-attr]
+    assert missing is not None
+    holder.places = {place: [None] * BLOCK for place in holder.places}
+    pinned: list[tuple[int, list[int]]] = []
+    assert exchange.bring(missing.chunks, 0, lambda: pinned.append(exchange.pin(b"p", missing.chunks, 0)))
+    holder.copy_all()
+    assert pinned == [(0, [])]
+    assert holder.tier.stats.damaged == 12
+    assert not exchange.bring(missing.chunks, 0, pinned.clear), "the tier has forgotten them"
+    holder.scheduler.assert_whole()
+
+
 def test_only_what_neither_the_pool_nor_the_host_has_is_fetched() -> None:
     worker = Worker(num_blocks=48, num_places=200, seqs=1)
     prompt = text(400, 1)

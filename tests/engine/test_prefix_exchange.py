@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.content import CHUNK_TOKENS
+from baton.content import CHUNK_TOKENS, Tier
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.prefix_exchange import MissingPrefix
@@ -34,6 +34,7 @@ class Worker:
             max_num_seqs=4,
             max_num_batched_tokens=4096,
             content_root=ROOT,
+            offload_places={Tier.HOST: num_blocks},
         )
         self.kv: dict[int, object] = {}
         assert self.scheduler.prefix_exchange is not None
@@ -57,6 +58,16 @@ class Worker:
         self.scheduler.verified(live, len(prompt))
         self.scheduler.drop(live)
         return live.num_cached
+
+    def move_to_host(self) -> None:
+        """Moves all cached blocks from the pool to the host tier."""
+        pool, [tier] = self.scheduler.pool, self.scheduler.offload
+        taken = pool.allocate(pool.free - pool.cached)  # so that the pool would evict next
+        while saves := tier.next_saves(99):
+            for copy in saves:
+                tier.ended(copy, True)
+        pool.release([*taken, *pool.allocate(pool.free)])
+        self.kv.clear()
 
     def start_import(self, prompt: list[int], salt: bytes = b"", most: int = 99) -> Import | None:
         missing = self.exchange.missing(EngineRequest(b"r", prompt, cache_salt=salt), most)
@@ -88,7 +99,7 @@ def text(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1000), k=length)
 
 
-SIZES = [16, 48, 64, 96, 128]
+SIZES = [16, 32, 64, 128, 192]
 
 
 @pytest.mark.parametrize("there", SIZES)
@@ -118,6 +129,29 @@ def test_only_what_is_missing_is_asked_for(here: int) -> None:
     move(holder, asker, wanted)
     assert asker.compute(prompt) >= 512 // here * here
     assert asker.start_import(prompt) is None or here == 16, "a part of a chunk may be left"
+
+
+@pytest.mark.parametrize("here", SIZES)
+def test_a_prefix_is_fetched_behind_blocks_that_only_the_host_has(here: int) -> None:
+    """A fetched chunk fills whole blocks, or the block would be cached without the KV of its beginning."""
+    holder, asker = Worker(16), Worker(here)
+    prompt = text(600)
+    holder.compute([*prompt, 1])
+    known = 200 // here * here
+    asker.compute(prompt[:200])
+    asker.move_to_host()
+    wanted = asker.start_import([*prompt, 2])
+    assert wanted is not None
+    assert wanted.missing.first_chunk == known // CHUNK_TOKENS
+    move(holder, asker, wanted)
+    pool = asker.scheduler.pool
+    names = wanted.missing.names.blocks
+    for index, name in enumerate(names):
+        for block in pool.lookup([name]):
+            for position in range(index * here, (index + 1) * here):
+                assert asker.kv[block * here + position % here] == content(prompt, position, b"")
+    assert all(pool.lookup([name]) for name in names[known // here : 576 // here])
+    asker.scheduler.assert_whole()
 
 
 def test_at_most_so_many_chunks_are_missing_and_take_blocks() -> None:

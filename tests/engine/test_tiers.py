@@ -11,6 +11,7 @@ from baton.engine import Engine
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
+from baton.kv_transfer.stores.block_store import BlockStore, CpuStore
 from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.worker.engine_process.offload import offload_pumps
 from tests.engine.test_offload import text
@@ -20,18 +21,17 @@ def answers(
     engine: Engine,
     prompts: list[list[int]],
     directory: Path | None = None,
-    break_disk: Callable[[DiskStore], None] = lambda store: None,
+    break_store: Callable[[BlockStore], None] = lambda store: None,
 ) -> list[list[int]]:
-    """The tokens of each prompt. Copies are made as in the loop of a worker. `break_disk` is called before
-    each prompt."""
+    """The tokens of each prompt. Copies are made as in the loop of a worker. `break_store` is called with
+    the store of each tier before each prompt."""
     pumps = offload_pumps(engine, lambda: None, str(directory))
-    disks = [pump._store for pump in pumps if isinstance(pump._store, DiskStore)]
     tokens: dict[bytes, list[int]] = {}
     for number, prompt in enumerate(prompts):
         request_id = number.to_bytes(2)
         tokens[request_id] = []
-        for disk in disks:
-            break_disk(disk)
+        for pump in pumps:
+            break_store(pump._store)
         engine.add(EngineRequest(request_id, prompt, sampling=SamplingParams(max_tokens=20, ignore_eos=True)))
         while not engine.idle if number % 3 == 2 or number == len(prompts) - 1 else engine.stats().waiting:
             if engine.has_work:
@@ -51,14 +51,22 @@ TURNS = [[*text(20 + 7 * turn, chat), chat] for turn in range(4) for chat in ran
 """For a pool that is too small, so that requests are preempted and prefixes evicted."""
 
 
-def corrupt(store: DiskStore) -> None:
-    """Overwrites every second place."""
-    size = store._size
-    for place in range(0, os.fstat(store._file.fileno()).st_size // size, 2):
-        os.pwrite(store._file.fileno(), bytes(size), place * size)
+def corrupt(store: BlockStore) -> None:
+    """Overwrites every second place of a disk, and changes a bit of every second place in memory."""
+    if isinstance(store, DiskStore):
+        size = store._size
+        for place in range(0, os.fstat(store._file.fileno()).st_size // size, 2):
+            os.pwrite(store._file.fileno(), bytes(size), place * size)
+        return
+    assert isinstance(store, CpuStore)
+    for place in range(0, len(store.sums), 2):
+        if store.sums[place] is not None:
+            memory = store.memory(place)
+            memory[place % len(memory)] ^= 1 << place % 8
 
 
-def fill_up(store: DiskStore) -> None:
+def fill_up(store: BlockStore) -> None:
+    assert isinstance(store, DiskStore)
     store._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
 
 
@@ -108,12 +116,15 @@ def test_tokens_are_the_same_with_and_without_tiers(
         assert tier.damaged == tier.failed == 0
 
 
-def test_a_disk_that_changes_blocks_costs_no_token(
-    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path
+@pytest.mark.parametrize("sizes", [{"host": 1 << 20}, {"disk": 1 << 20}, {"host": 1 << 17, "disk": 1 << 20}])
+def test_a_tier_that_changes_blocks_costs_no_token(
+    tiny_engine: Callable[..., Engine], right: list[list[int]], tmp_path: Path, sizes: dict[str, int]
 ) -> None:
-    engine = small(tiny_engine, tmp_path, disk_cache_size=1 << 20)
+    engine = small(tiny_engine, tmp_path, **{f"{tier}_cache_size": size for tier, size in sizes.items()})
     assert answers(engine, TURNS, tmp_path, corrupt) == right
-    assert engine.stats().offload[0].damaged
+    for tier in engine.stats().offload:
+        assert tier.damaged
+        assert tier.loaded_tokens, "other blocks are whole"
 
 
 def test_a_full_disk_costs_no_token(

@@ -359,7 +359,7 @@ def test_kv_in_fp8(
         kv_cache_dtype=prefill_dtype,
         **both,
     )
-    decode = Side(path, 12, decode_ranks, block_size=24, kv_cache_dtype=decode_dtype, **both)
+    decode = Side(path, 12, decode_ranks, block_size=16, kv_cache_dtype=decode_dtype, **both)
     with closing(prefill), closing(decode):
         tokens = [tokens for wave in waves() for tokens in Pair(prefill, decode).run(wave)]
     if prefill_dtype == decode_dtype:

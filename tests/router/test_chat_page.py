@@ -1,4 +1,4 @@
-"""examples/chat.html streams a chat: its client in Node, and the page in a real browser."""
+"""router/endpoints/chat.html streams a chat: its client in Node, and the page in a real browser."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 from aiohttp import web
 
 from baton.router.admission.keys import api_keys
@@ -15,27 +16,33 @@ from tests.browser import browser
 
 from .conftest import TEXT, make_cluster
 
-PAGE = Path(__file__).parents[2] / "examples/chat.html"
+PAGE = Path(__file__).parents[2] / "router/endpoints/chat.html"
 KEYS = api_keys(["k"], None)
 
 
-async def test_the_client_of_the_page_yields_deltas(tokenizer: ModelTokenizer, tmp_path: Path):
+async def test_the_client_of_the_page_yields_choices(tokenizer: ModelTokenizer, tmp_path: Path):
     found = re.search(r'<script id="client">(.*?)</script>', PAGE.read_text(), re.S)
     assert found is not None
     call = """
     const texts = [], [url] = process.argv.slice(1), messages = [{role: "user", content: "Hi"}];
-    for await (const delta of chatDeltas(url, "k", {messages})) texts.push(delta.content);
-    const error = await chatDeltas(url, "wrong", {messages}).next().catch(error => error.message);
-    console.log(JSON.stringify([texts, error]));
+    for await (const {delta} of chatChoices(url, "k", {messages})) texts.push(delta.content);
+    const error = await chatChoices(url, "wrong", {messages}).next().catch(error => error.message);
+    const cut = [];
+    for await (const {finish_reason} of chatChoices(url, "k", {messages, max_tokens: 2}))
+        cut.push(finish_reason);
+    const gone = await chatChoices("http://127.0.0.1:9", "", {messages}).next().catch(error => error.message);
+    console.log(JSON.stringify([texts, error, cut.at(-1), gone]));
     """
     async with make_cluster(tokenizer, tmp_path, api_keys=KEYS) as cluster:
         flags = ["--input-type=module", "-e", found[1] + call, cluster.url]
         node = await asyncio.create_subprocess_exec("node", *flags, stdout=asyncio.subprocess.PIPE)
         printed, _ = await asyncio.wait_for(node.communicate(), 20)
-        texts, error = json.loads(printed)
+        texts, error, cut, gone = json.loads(printed)
         assert "".join(texts) == TEXT
         assert len(texts) > 10
         assert "send a valid API key" in error
+        assert cut == "length"
+        assert gone.startswith("No answer from http://127.0.0.1:9. Check that the server runs")
 
 
 async def test_the_page_chats_in_a_browser(tokenizer: ModelTokenizer, tmp_path: Path):
@@ -58,9 +65,36 @@ async def test_the_page_chats_in_a_browser(tokenizer: ModelTokenizer, tmp_path: 
         assert "valid API key" in await page.run("chat.querySelector('.error').textContent")
 
 
+async def test_the_first_page_leads_to_a_chat_with_its_own_router(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with (
+        make_cluster(tokenizer, tmp_path, api_keys=KEYS) as cluster,
+        aiohttp.ClientSession() as http,
+        browser(f"{cluster.url}/chat", tmp_path / "profile") as page,
+    ):
+        async with http.get(cluster.url) as response:
+            assert re.findall(r'href="(.*?)"', await response.text()) == ["chat", "docs"]
+        await page.until("globalThis.form && document.readyState === 'complete'")
+        await page.run("key.value = 'k'; text.value = 'Hi'; form.requestSubmit()")
+        await page.until("!send.disabled")
+        assert await page.run("chat.lastChild.textContent") == TEXT
+
+
+async def test_a_page_that_may_not_ask_the_router_says_what_to_do(tokenizer: ModelTokenizer, tmp_path: Path):
+    async with (
+        served_page() as origin,
+        make_cluster(tokenizer, tmp_path) as cluster,
+        browser(f"{origin}/chat.html", tmp_path / "profile") as page,
+    ):
+        await page.until("globalThis.form && document.readyState === 'complete'")
+        await page.run(f"url.value = '{cluster.url}'; text.value = 'Hi'; form.requestSubmit()")
+        await page.until("!send.disabled")
+        error = await page.run("chat.querySelector('.error').textContent")
+        assert error.endswith(f"give the router --allowed-origins {origin}.")
+
+
 @contextlib.asynccontextmanager
 async def served_page() -> AsyncIterator[str]:
-    """Serves examples/. Yields the origin."""
+    """Serves the page from another origin. Yields the origin."""
     app = web.Application()
     app.router.add_static("/", PAGE.parent)
     runner = web.AppRunner(app)

@@ -14,7 +14,8 @@ def described(**changes: Any) -> pb.WorkerDescription:
     fields: dict[str, Any] = {
         "first_pool": pb.POOL_DECODE, "block_size": 16, "num_blocks": 8, "max_model_len": 64,
         "max_num_seqs": 4, "max_num_batched_tokens": 64,
-        "model": "theirs", "model_fingerprint": "m1", "layout_fingerprint": "l1", "vocab_size": 1024,
+        "model": "theirs", "model_fingerprint": "model=m1; weights=w1; format=gguf", "dtype": "bfloat16",
+        "layout_fingerprint": "l1", "vocab_size": 1024,
         "vocabulary_fingerprint": "v1",
     }  # fmt: skip
     return pb.WorkerDescription(**{**fields, **changes})
@@ -26,6 +27,7 @@ def described(**changes: Any) -> pb.WorkerDescription:
         {},
         {"vocabulary_fingerprint": "", "vocab_size": 0},  # a worker of the wire version before
         {"vocabulary_fingerprint": ""},  # a model of random weights
+        {"dtype": "float8_e4m3fn"},  # is converted
         {"vocab_size": 999},  # a token was added to the tokenizer, and not to the model
     ],
 )
@@ -48,8 +50,19 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
             "--model",
         ),
         ({"vocabulary_fingerprint": "", "vocab_size": 999}, "has 999 tokens, .* 1000", "--model"),
-        ({"model_fingerprint": "m2"}, "is not that of prefill 0 at a:1", "--model"),
-        ({"layout_fingerprint": "l2"}, r"\(l2\) is not that of prefill 0 at a:1 \(l1\)", "--model"),
+        (
+            {"model": "mine", "model_fingerprint": "model=m2; weights=w2; format=gguf"},
+            r"^it differs from prefill 0 at a:1 in: model \(mine, there theirs\), weights \(mine, there thei",
+            "the same --model and --revision. The one",
+        ),
+        (
+            {"model_fingerprint": "model=m1; weights=w1; format=plain", "dtype": "float32"},
+            r"in: format of its weights \(plain, there gguf\), KV dtype \(float32, there bfloat16\)$",
+            "the same --dtype and --quantization. The one",
+        ),
+        ({"dtype": "float32"}, r"in: KV dtype \(float32, there bfloat16\)$", "the same --dtype. The one"),
+        ({"model_fingerprint": "of another form"}, "in: of another form ", "--model"),
+        ({"layout_fingerprint": "l2"}, r"in: KV layout \(l2, there l1\)$", "--model"),
     ],
 )
 def test_workers_that_do_not_fit(changes: dict[str, Any], reason: str, remedy: str) -> None:

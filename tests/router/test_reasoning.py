@@ -1,10 +1,13 @@
 """Reasoning beside content: the parsers, responses and streams, and what workers get to enforce."""
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.router.api import responses
 from baton.router.endpoints.builders.base import OutputParser, Part
@@ -47,6 +50,50 @@ def test_every_split_of_a_text_gives_the_same_result(
         parser = REASONING[name](beginning)
         got = [*(parser.push(piece) for piece in pieces), parser.finish()]
         assert ("".join(p.reasoning for p in got), "".join(p.content for p in got)) == (reasoning, content)
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from(
+        [("qwen3", "either"), ("qwen3", "reasoning"), ("qwen3", "answer"), ("deepseek_r1", "reasoning")]
+    ),
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "<", "</thi", "nk>", " ", "\n", "text", "é"]), max_size=12
+    ),
+    st.data(),
+)
+def test_hostile_output_loses_and_doubles_no_text(
+    form: tuple[str, Beginning], parts: list[str], data: st.DataObject
+):
+    name, beginning = form
+    text = "".join(parts)
+    cut = data.draw(st.integers(0, len(text)))
+    found: list[tuple[str, str]] = []
+    for pieces in ([text], list(text), [text[:cut], text[cut:]]):
+        parser = REASONING[name](beginning)
+        got = [*(parser.push(piece) for piece in pieces), parser.finish()]
+        found.append(("".join(p.reasoning for p in got), "".join(p.content for p in got)))
+    assert found[0] == found[1] == found[2]
+    [(reasoning, content), *_] = found
+    begun = text.lstrip().removeprefix("<think>")
+    assert text == content or any(
+        said in (reasoning, f"{reasoning}</think>{content}") for said in (text, begun)
+    ), "all but the marks, and space before the first one"
+    assert beginning != "answer" or text == content
+    assert "</think>" not in reasoning
+
+
+@pytest.mark.parametrize("filler", [" ", "<", "x", "</think>"])
+def test_long_output_takes_time_in_proportion_to_its_length(filler: str):
+    def seconds(count: int) -> float:
+        parser = REASONING["qwen3"]("either")
+        began = time.process_time()
+        for _ in range(count):
+            parser.push(filler)
+        parser.finish()
+        return time.process_time() - began
+
+    assert seconds(100_000) < 25 * min(seconds(10_000) for _ in range(3))
 
 
 def test_the_end_of_the_prompt_says_what_the_output_begins_with():

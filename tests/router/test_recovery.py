@@ -389,6 +389,23 @@ async def test_a_worker_with_draining_status_gets_no_requests(pair: Cluster):
     assert not draining.submitted
 
 
+async def test_a_worker_that_drained_and_ended_is_no_wrong_address(pair: Cluster):
+    leaving = pair.decodes[0]
+    [connection] = [c for c in pair.router.services.pool.connections if c.address == leaving.address]
+    leaving.status.health = pb.WorkerStatus.HEALTH_DRAINING
+    leaving.report()
+    await pair.until(lambda: connection.state == "draining")
+    port = int(leaving.address.rpartition(":")[2])
+    await leaving.kill()
+    await pair.until(lambda: connection.reason == "the worker drained and ended")
+    assert "take its address off" in connection.remedy
+    leaving.status.health = pb.WorkerStatus.HEALTH_SERVING
+    await leaving.start(port)
+    await pair.until(lambda: connection.ready)
+    await leaving.kill()
+    await pair.until(lambda: "nothing listens" in connection.reason)
+
+
 async def test_a_worker_that_refuses_because_it_drains_gets_no_requests(pair: Cluster):
     for worker in pair.decodes:
         worker.fail = (1, pb.FAILURE_CODE_DRAINING)

@@ -2,6 +2,10 @@
 
 import asyncio
 import contextlib
+import os
+import signal
+import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from aiohttp import web
 
 from baton import rpc
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
+from baton.cluster.supervision.python_path import PACKAGES
 from baton.router.config import RouterConfig
 from baton.router.workers import checks
 from baton.router.workers.ask import first_description
@@ -54,27 +59,15 @@ async def kv_port() -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def router_port() -> AsyncIterator[str]:
-    server = rpc.create_public_server(1 << 20, rpc.HealthServicer(), [], message_timeout=5.0, share=False)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(None)
-
-
-class _RefusesUnsigned(grpc.aio.ServerInterceptor):
-    async def intercept_service(self, continuation, handler_call_details):
-        async def abort(_requests: object, context: grpc.aio.ServicerContext) -> None:
-            text = "the call is not signed with the cluster secret"
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-
-        return grpc.stream_stream_rpc_method_handler(abort)
+async def loading_worker() -> AsyncIterator[str]:
+    """It has its port, and serves it when its model is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
 @contextlib.asynccontextmanager
-async def older_worker() -> AsyncIterator[str]:
-    """A worker without server ids. It refuses the call for the id, like every unsigned call."""
-    server = grpc.aio.server(interceptors=[_RefusesUnsigned()])
+async def router_port() -> AsyncIterator[str]:
+    server = rpc.create_public_server(1 << 20, rpc.HealthServicer(), [], message_timeout=5.0, share=False)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"
@@ -97,21 +90,26 @@ async def told(address: str, tls: TlsFiles | None = None, secret: bytes = SECRET
     with pytest.raises(grpc.aio.AioRpcError) as error:
         async with rpc.connect(address, secret, tls) as channel:
             await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=5)
-    return checks.explain(error.value, tls=tls is not None)
+    return checks.explain(error.value, files=tls is not None)
 
 
-async def test_a_different_secret_is_named() -> None:
-    async with worker() as address:
-        reason, remedy = await told(address, secret=b"another cluster secret")
-    assert "another cluster secret" in reason
-    assert remedy == checks.SECRET
+async def test_a_different_secret_is_named(certificates: Certificates) -> None:
+    tls = files(certificates.worker, certificates.ca)
+    for both, named in (
+        (None, "the worker does not prove the cluster secret"),
+        (tls, "the worker has another cluster secret"),
+    ):
+        async with worker(both) as address:
+            reason, remedy = await told(address, both, secret=b"another cluster secret")
+        assert reason.startswith(named)
+        assert remedy.startswith(checks.SECRET)
 
 
 @pytest.mark.parametrize(
     ("place", "reason", "remedy"),
     [
-        (older_worker, "the worker is of an older version", checks.UPGRADE),
         (free_port, "nothing listens at this address", checks.START),
+        (loading_worker, "the worker is still starting", checks.WAIT),
         (no_name, "the host name is unknown", checks.START),
         (metrics_port, "another service answers", checks.PORT),
         (kv_port, "another service answers", checks.PORT),
@@ -134,8 +132,8 @@ async def test_a_tls_mismatch_is_named(
     tls = files(ours.worker, ours.ca)
     wrong_name = files(ours.server, ours.ca)
     for there, here, reason, remedy in (
-        (None, tls, "the router uses TLS, this port does not", checks.TLS),
-        (tls, None, "the worker closed the connection: it may require TLS", checks.TLS),
+        (None, tls, "the worker's certificate is not trusted", checks.TLS),
+        (tls, None, "the worker does not prove the cluster secret", checks.TLS),
         (files(theirs.worker, ours.ca), tls, "the worker's certificate is not trusted", checks.CERTIFICATE),
         (
             tls,
@@ -164,3 +162,37 @@ async def test_the_model_is_that_of_the_first_worker_that_answers(
         (tmp_path / "workers").write_text(f"{nothing}\n{address}\n")
         assert (await asking).model == "fake"
     assert [f"worker at {nothing}: nothing listens" in line for line in caplog.messages] == [True]
+
+
+async def test_a_router_that_asks_for_its_model_logs_no_traceback(embedded_model_path: Path) -> None:
+    """A call to the second worker is under way when the first one has answered."""
+    fake = FakeWorker(pb.POOL_PREFILL, Lanes(), [2])
+    fake.model = str(embedded_model_path)
+    async with loading_worker() as loading:
+        await fake.start()
+        command = [
+            "-m",
+            "baton.cluster.cli",
+            "router",
+            "--port",
+            "0",
+            "--worker",
+            fake.address,
+            "--worker",
+            loading,
+        ]
+        environment = os.environ | {"BATON_CLUSTER_SECRET": SECRET.decode(), "PYTHONPATH": PACKAGES}
+        router = await asyncio.create_subprocess_exec(
+            sys.executable, *command, env=environment, stderr=asyncio.subprocess.PIPE
+        )
+        assert router.stderr is not None
+        lines: list[bytes] = []
+        async with asyncio.timeout(60):
+            while not lines or b"is ready" not in lines[-1]:
+                lines.append(await router.stderr.readline())
+                assert lines[-1], b"".join(lines).decode()
+            router.send_signal(signal.SIGTERM)
+            lines.append((await router.communicate())[1])
+        await fake.kill()
+    assert router.returncode == 0
+    assert b"Traceback" not in b"".join(lines), b"".join(lines).decode()

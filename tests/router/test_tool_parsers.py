@@ -3,8 +3,12 @@
 import itertools
 import json
 import random
+import time
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.router.api.messages import Tool
@@ -59,6 +63,10 @@ CASES = [
     ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>',
      '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', []),
     ("hermes", "<tool_", "<tool_", []),
+    ("hermes", f"<tool_call>{CALL} The tag is missing.", "The tag is missing.", [ONE]),
+    ("hermes", f"<tool_call>{CALL}}}\n<tool_call>{CALL}</tool_call>", "", [ONE, ONE]),
+    ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}',
+     '<tool_call>{"name": "\\ud800", "arguments": {}}', []),
     ("llama3_json", f'{{"name": "get_weather", "parameters": {W}}}', "", [ONE]),
     ("llama3_json", f'\n{{"name": "get_weather", "parameters": {W}}}; {{"name": "now", "parameters": {{}}}} ',
      "", [ONE, OTHER]),
@@ -67,13 +75,17 @@ CASES = [
     ("llama3_json", '{"answer": 4', '{"answer": 4', []),
     ("llama3_json", '{"name": "now", "parameters": {}} Done.', " Done.", [OTHER]),
     ("llama3_json", "  ", "  ", []),
+    ("llama3_json", '{"name": "now", "parameters": {}<b>', "<b>", [OTHER]),
     ("mistral", "Only text [TOOL", "Only text [TOOL", []),
     ("mistral", f"[TOOL_CALLS] [{CALL}]", "", [ONE]),
     ("mistral", f'Look.[TOOL_CALLS][{CALL}, {{"name": "now", "arguments": {{}}}}]', "Look.", [ONE, OTHER]),
     ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{W}[TOOL_CALLS]now{{}}", "", [ONE, OTHER]),
     ("mistral", f"[TOOL_CALLS]get_weather{W[:-1]}", "", [("get_weather", W[:-1])]),
     ("mistral", "[TOOL_CALLS] what", "[TOOL_CALLS] what", []),
-    ("mistral", '[TOOL_CALLS][{"name": 1}]', '{"name": 1}', []),
+    ("mistral", "[TOOL_CALLS]now{}[TOOL_CALLS] what", "[TOOL_CALLS] what", [OTHER]),
+    ("mistral", "[TOOL_CALLS]I think [TOOL_CALLS]now{}", "[TOOL_CALLS]I think ", [OTHER]),
+    ("mistral", f"[TOOL_CALLS][{CALL}, and so on", ", and so on", [ONE]),
+    ("mistral", '[TOOL_CALLS][{"name": 1}]', '[TOOL_CALLS][{"name": 1}]', []),
 ]  # fmt: skip
 
 
@@ -91,19 +103,93 @@ def test_every_split_of_a_text_gives_the_same_result(
             assert parse(name, [text[:i], text[i:j], text[j:]]) == expected
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", FORMATS)
-def test_random_text_gives_no_error_and_does_not_depend_on_the_split(name: str, count: int):
-    rng = random.Random(name)
-    parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f"', ', "arguments": ', "{",
-             "}", "[", "]", '"', "\\", " ", "\n", "text", ";", ",", ":", "null", "<", "5"]  # fmt: skip
-    for _ in range(count):
-        text = "".join(rng.choices(parts, k=rng.randrange(14)))
-        cut = rng.randrange(len(text) + 1)
-        whole = parse(name, [text])
-        assert whole == parse(name, [text[:cut], text[cut:]]) == parse(name, list(text))
-        if not whole[1] and "[" not in text:
-            assert whole[0] == text
+CALL_OF_F = '{"name": "f", "arguments": {}}'
+PARTS = [
+    CALL_OF_F,
+    "<tool_call>" + CALL_OF_F,
+    "[TOOL_CALLS]f[ARGS]{}",
+    "[TOOL_CALLS][",
+    '{"name": "\\ud800", "arguments": {}}',
+    '{"name": "f", "arguments": ',
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    '"name": ',
+    '"f"',
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    " ",
+    "\n",
+    "text",
+    ";",
+    ",",
+    ":",
+    "<",
+    "5",
+    "é",
+    "\0",
+]
+HOSTILE = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=16).map("".join)
+
+
+def has_in_order(text: str, part: str) -> bool:
+    characters = iter(text)
+    return all(character in characters for character in part)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(FORMATS)), HOSTILE, st.data())
+def test_hostile_output_gives_no_error_and_loses_and_doubles_no_text(
+    name: str, text: str, data: st.DataObject
+):
+    text += " THE END"
+    content, calls = whole = parse(name, [text])
+    assert whole == parse(name, list(text))
+    cut = data.draw(st.integers(0, len(text)))
+    assert whole == parse(name, [text[:cut], text[cut:]])
+    assert has_in_order(text, content)
+    said = [content, *(part for call in calls for part in call)]
+    assert sum(part.count("THE END") for part in said) == 1
+    assert calls or content == text
+    msgspec.json.encode(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", ""),
+        ("hermes", "<tool_call>"),
+        ("hermes", '<tool_call>{"'),
+        ("hermes", "<tool_call>{"),
+        ("hermes", f"<tool_call>{CALL_OF_F}"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "'),
+        ("llama3_json", ""),
+        ("llama3_json", '{"'),
+        ("llama3_json", "{"),
+        ("llama3_json", CALL_OF_F),
+        ("llama3_json", CALL_OF_F[:-2] + '"a": "'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS]["),
+        ("mistral", '[TOOL_CALLS][{"'),
+        ("mistral", f"[TOOL_CALLS][{CALL_OF_F}"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{"),
+    ],
+)
+def test_long_output_takes_time_in_proportion_to_its_length(name: str, text: str):
+    def seconds(length: int, filler: str) -> float:
+        parser = FORMATS[name]()
+        began = time.process_time()
+        parser.push(text + filler * length)
+        parser.finish()
+        return time.process_time() - began
+
+    for filler in " x":
+        assert seconds(100_000, filler) < 25 * min(seconds(10_000, filler) for _ in range(3)), filler
 
 
 def tool(name: str, parameters: dict | None) -> Tool:

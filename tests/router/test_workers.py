@@ -77,13 +77,13 @@ async def test_a_retired_worker_that_refuses_its_last_attempt_is_closed(cluster:
 async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer, tmp_path: Path):
     async with make_cluster(tokenizer, tmp_path) as cluster:
         stranger = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=9)
-        stranger.model_fingerprint, stranger.max_model_len = "m2", 10
+        stranger.model_fingerprint, stranger.max_model_len = "model=m2", 10
         await stranger.start()
         rewrite(tmp_path / "workers", [*cluster.workers, stranger])
         pool = cluster.router.services.pool
         await cluster.until(lambda: any(c.state is WorkerState.REFUSED for c in pool.connections))
         [refused] = [c for c in pool.connections if c.state is WorkerState.REFUSED]
-        assert "is not that of" in refused.reason
+        assert "in: model (fake, there fake)" in refused.reason
         pool.availability_changed(pool.ready(pb.POOL_DECODE)[0])
         assert pool.max_positions == 8192, "only the workers that serve count"
         await stranger.kill()
@@ -146,7 +146,7 @@ async def test_one_of_two_models_that_connect_together_is_refused(tokenizer: Mod
     async with make_cluster(tokenizer, tmp_path, prefill=0, decode=0) as cluster:
         prefill = FakeWorker(pb.POOL_PREFILL, cluster.lanes, cluster.output_ids)
         decode = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids)
-        decode.model_fingerprint = "m2"
+        decode.model_fingerprint = "model=m2"
         for worker, other in ((prefill, decode), (decode, prefill)):
             worker.before_status = lambda other=other: other.until(lambda w: w.described)
             await worker.start()

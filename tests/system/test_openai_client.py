@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 def test_models(client: openai.OpenAI, model_id: str) -> None:
@@ -18,7 +18,7 @@ def test_models(client: openai.OpenAI, model_id: str) -> None:
 def test_chat(client: openai.OpenAI, model_id: str) -> None:
     answer = client.chat.completions.create(model=model_id, messages=QUESTION, temperature=0)
     choice = answer.choices[0]
-    assert choice.message.content == "The capital of France is Paris."
+    assert choice.message.content == "The capital of Japan is Tokyo."
     assert choice.message.role == "assistant"
     assert choice.finish_reason == "stop"
     assert answer.usage is not None
@@ -32,7 +32,7 @@ def test_chat_stream(client: openai.OpenAI, model_id: str) -> None:
     chunks = list(stream)
     assert (
         "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-        == "The capital of France is Paris."
+        == "The capital of Japan is Tokyo."
     )
     assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
         "stop"
@@ -71,8 +71,8 @@ def test_one_token(client: openai.OpenAI, model_id: str) -> None:
 def test_eos_as_first_token(client: openai.OpenAI, model_id: str) -> None:
     """An answer that is complete already: the model's first token is EOS, and decode is never needed."""
     prompt = (
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
-        "<|im_start|>assistant\nThe capital of France is Paris."
+        "<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n"
+        "<|im_start|>assistant\nThe capital of Japan is Tokyo."
     )
     answer = client.completions.create(model=model_id, prompt=prompt, temperature=0, max_tokens=8)
     assert answer.choices[0].text == ""

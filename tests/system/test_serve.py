@@ -65,7 +65,7 @@ def test_status_shows_every_worker(served: Serve) -> None:
 
 
 def test_chat_answers_and_shows_its_figures(served: Serve) -> None:
-    question = ("--temperature", "0", "--max-tokens", "12", "What is the capital of France?")
+    question = ("--temperature", "0", "--max-tokens", "12", "What is the capital of Japan?")
     done = served.machine.baton("chat", "--url", served.url, *question)
     assert done.stdout, done.stderr
     assert re.search(r"first token after \d+ ms, \d+ tokens, then [\d.]+ tokens/s", done.stderr)

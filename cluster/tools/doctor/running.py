@@ -63,10 +63,14 @@ def workers(found: list[dict[str, Any]], *, complete: bool) -> Iterator[Finding]
             if value := (worker.get("description") or {}).get(field):
                 values[value].append(f"{worker['role']} {worker['index']}")
         if len(values) > 1:
-            told = "; ".join(f"{value[:16]}: {', '.join(names)}" for value, names in values.items())
-            yield bad(field, told, "Give every worker the same --model and --revision.")
+            told = ", unlike ".join(f"{', '.join(names)} ({value})" for value, names in values.items())
+            yield bad(
+                field, told,
+                "Give every worker the same --model and --revision; where only the format differs, the same "
+                "--dtype and --quantization.",
+            )  # fmt: skip
         elif values:
-            yield good(field, f"the same at all workers: {next(iter(values))[:16]}")
+            yield good(field, f"the same at all workers: {next(iter(values))}")
     if any((worker.get("description") or {}).get("dtype") for worker in found):
         yield _kv(found)
     for worker in found:
