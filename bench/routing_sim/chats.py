@@ -7,7 +7,7 @@ import xxhash
 from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK
 from baton.bench.reuse.chats import SYSTEM_BLOCKS, asked_of, synthetic
 from baton.content import CHUNK_TOKENS
-from baton.simulator.arrivals import Arrival
+from baton.simulator.trace import Arrival
 
 _SYSTEM_CHUNKS = SYSTEM_BLOCKS * MOONCAKE_BLOCK // CHUNK_TOKENS
 

@@ -8,10 +8,10 @@ import pytest
 
 from baton.bench.routing_sim.chats import chats
 from baton.cluster.options.optimize import PROFILES
-from baton.simulator.arrivals import Arrival, Load
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.step_worker import PlacementOutcome, Quantiles
 from baton.simulator.steps import step_seconds
+from baton.simulator.trace import Arrival, Load
 
 MEASURED = {
     Load(2000, 150, 12): (179, 16.0),
