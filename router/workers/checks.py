@@ -111,7 +111,11 @@ _CAUSES = (
     ("wrong_version_number", "another service answers at this address, without TLS", PORT),
     ("hostname verification", "the worker's certificate is for another name", CERTIFICATE),
     ("unauthenticated", "the worker has another cluster secret", SECRET),
-    ("before receiving settings", "the worker is still starting, or another service listens there", WAIT),
+    (
+        "handshake read failed (endpoint closing)",
+        "the worker is still starting, or another service listens there",
+        WAIT,
+    ),
     ("connection refused", "nothing listens at this address", START),
     ("errors resolving", "the host name is unknown", START),
 )

@@ -75,7 +75,7 @@ BAMBA = replace(LIMITS, max_model_len=4096, cache=(CACHE[0],) * 3 + (STATES,) * 
 
 
 def test_states_and_kv_share_the_memory(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "engine")
+    caplog.set_level(logging.INFO, "baton.engine")
     assert BAMBA.state_bytes == 29 * (4 * 128 * 64 * 128 + 2 * 3 * 8448)
     sizes = pool(use(), BAMBA), pool(use(free=20), BAMBA)
     assert "; states of 256 requests 29.35 GiB" in caplog.messages[1]
@@ -118,7 +118,7 @@ def test_kv_in_fp8_needs_a_gpu_that_reads_it(
 
 
 def test_the_log_says_how_memory_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "engine")
+    caplog.set_level(logging.INFO, "baton.engine")
     size = pool(use())
     assert caplog.messages == [
         "memory: weights 15.00 GiB, activations of the largest step 2.00 GiB, CUDA graphs 0.50 GiB, CUDA "

@@ -26,7 +26,6 @@ from .conftest import TEXT
 
 LAUNCH = """
 import asyncio, json, sys
-import uvloop
 from baton.router import main
 from baton.router.admission.keys import api_keys
 from baton.router.config import RouterConfig
@@ -35,9 +34,8 @@ if keys := given.pop("keys", None):
     given["read_api_keys"] = lambda: api_keys([], keys)
 secret, workers = given.pop("secret").encode(), tuple(given.pop("workers"))
 names = tuple(given.pop("served_model_name"))
-config = RouterConfig(secret=secret, workers=workers, served_model_name=names, **given)
-with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-    sys.exit(main(config, runner))
+with asyncio.Runner() as runner:
+    sys.exit(main(RouterConfig(secret=secret, workers=workers, served_model_name=names, **given), runner))
 """
 ROOT = Path(__file__).parents[2]
 
