@@ -9,7 +9,7 @@
    failures. `admission.parked.Waits` bounds the waits for a worker, for retry budget, and in all.
 
 `Generation` is a state machine without tasks. `_advance` requests what it needs next; the worker connections
-call `on_…` with what happened. Nothing waits in between.
+tell it what happened to its attempts (`_on_event`). Nothing waits in between.
 
     decode   none ─ submitted ─ reserved ─ joined (its first token came) ─ finished
     prefill  none ─ planned ─ sent ─ answered (its token came) ─ over (decode has the KV, or needs none)

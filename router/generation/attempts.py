@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton.router.generation.output import EmitOnce
 from baton.router.job import Job
 from baton.router.policy import PrefillWork, patience
-from baton.router.workers.attempts import AttemptOwner
+from baton.router.workers.attempts import OnEvent
 from baton.router.workers.candidates import PrefillTarget
 from baton.router.workers.connection import WorkerConnection
 from baton.router.workers.pool import Place, WorkerPool
@@ -73,12 +73,13 @@ class AttemptPair:
         emit: what tokens of the attempts become output.
     """
 
-    def __init__(self, owner: AttemptOwner, job: Job, pool: WorkerPool) -> None:
-        """`owner` is told what happens to the attempts."""
+    def __init__(self, on_event: OnEvent, span: Span, job: Job, pool: WorkerPool) -> None:
+        """`on_event` is told what happens to the attempts. `span`: of the request."""
         self.prefill: PrefillAttempt | None = None
         self.decode: DecodeAttempt | None = None
         self.emit = EmitOnce()
-        self._owner = owner
+        self._on_event = on_event
+        self._span = span
         self._job = job
         self._pool = pool
         self._source_count = 0
@@ -109,7 +110,7 @@ class AttemptPair:
             report_start=prefill.queued,
             content=self._pool.prefix_source(prefill.worker, self._job.chunks, self.length),
         )
-        prefill.worker.submit_prefill(submit, self._owner, prefill.work)
+        prefill.worker.submit_prefill(submit, self._on_event, self._span, prefill.work)
 
     def submit_decode(
         self,
@@ -128,7 +129,8 @@ class AttemptPair:
             source=source,
             content=self._pool.prefix_source(worker, self._job.chunks, length) if source is None else None,
         )
-        worker.submit_decode(submit, self._owner, length + 1, None if place is None else place.work)
+        work = None if place is None else place.work
+        worker.submit_decode(submit, self._on_event, self._span, length + 1, work)
 
     def retarget(self) -> None:
         """Tells the decode worker to fetch the KV of the planned prefill of prompt + output."""

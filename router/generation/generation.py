@@ -22,6 +22,7 @@ from baton.router.generation.output import TokenQueue, TokenWriter, Verdict
 from baton.router.job import Job
 from baton.router.metrics import Metrics
 from baton.router.policy import Placement, PrefillWork
+from baton.router.workers.attempts import AttemptEvent, Lost
 from baton.router.workers.candidates import PrefillTarget
 from baton.router.workers.connection import WorkerConnection
 from baton.router.workers.pool import Place, WorkerPool
@@ -37,7 +38,6 @@ class Generation:
 
     Attributes:
         name: the request id that the client knows.
-        span: of the request. The spans of its attempts are children of it.
         cached_tokens: prompt tokens that the first prefill found in its prefix cache.
         done: the generation has ended.
     """
@@ -59,7 +59,6 @@ class Generation:
     ) -> None:
         self.id = os.urandom(16)
         self.name = name
-        self.span = span
         self.cached_tokens = 0
         self.done = False
         self._job = job
@@ -67,7 +66,7 @@ class Generation:
         self._pool = pool
         self._writer = TokenWriter(tokens, index, job.sampling.max_tokens, metrics, span)
         self._metrics = metrics
-        self._pair = AttemptPair(self, job, pool)
+        self._pair = AttemptPair(self._on_event, span, job, pool)
         self._failures = FailureCount()
         self._choose = Chooser(job, pool, self._pair, self._failures, span)
         self._waits = Waits(
@@ -263,10 +262,23 @@ class Generation:
 
     # ------------------------------------------------------------ reports of the connections
 
-    def on_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
-        self._scores.add(message)
+    def _on_event(self, event: AttemptEvent) -> None:
+        match event:
+            case pb.TokenEvent():
+                self._on_token(event)
+            case pb.PromptLogprobs():
+                self._scores.add(event)
+            case pb.Reserved():
+                self._on_reserved(event.decode_id)
+            case pb.PrefillStarted():
+                if self._pair.prefill is not None and self._pair.prefill.queued:
+                    self._advance()
+            case pb.AttemptFailed():
+                self._on_failed(event)
+            case Lost():
+                self._on_lost(event.attempt_id)
 
-    def on_token(self, event: pb.TokenEvent) -> None:
+    def _on_token(self, event: pb.TokenEvent) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
         from_prefill = prefill is not None and event.attempt_id == prefill.id
         if from_prefill:
@@ -326,7 +338,7 @@ class Generation:
         self._pair.end_prefill()
         self._waits.free_retry()
 
-    def on_reserved(self, decode_id: bytes) -> None:
+    def _on_reserved(self, decode_id: bytes) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
         if self.done or decode is None or decode.id != decode_id or prefill is None or prefill.sent:
             return
@@ -336,11 +348,7 @@ class Generation:
             self._pair.end_prefill()
             self._advance()
 
-    def on_prefill_started(self) -> None:
-        if self._pair.prefill is not None and self._pair.prefill.queued:
-            self._advance()
-
-    def on_failed(self, failure: pb.AttemptFailed) -> None:
+    def _on_failed(self, failure: pb.AttemptFailed) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
         code, cause = failure.code, pb.FailureCode.Name(failure.code).removeprefix("FAILURE_CODE_").lower()
         if self.done:
@@ -359,7 +367,7 @@ class Generation:
                 # The prefill worker may have released KV that is fetched a second time: no failure.
                 self._prefill_failed(cause, counts=not prefill.refetched, message=failure.message)
 
-    def on_lost(self, attempt_id: bytes) -> None:
+    def _on_lost(self, attempt_id: bytes) -> None:
         if self._pair.prefill is not None and attempt_id == self._pair.prefill.id:
             self._prefill_failed("lost", counts=False, message=f"{self._pair.prefill.worker} was lost")
         elif self._pair.decode is not None and attempt_id == self._pair.decode.id:

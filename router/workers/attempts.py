@@ -4,33 +4,31 @@ Pure: no I/O and no clock. `WorkerConnection` sends and receives the messages, a
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.router.policy import DecodeLoad, PrefillWork
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tracing import Span
 
 
-class AttemptOwner(Protocol):
-    """A generation, which is told what happens to its attempts. Called on the event loop; must not wait."""
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The stream of an attempt ended."""
 
-    span: Span
-    """Of the request. The spans of its attempts are children of it."""
-    name: str
-    """The request id that the client knows."""
+    attempt_id: bytes
 
-    def on_token(self, event: pb.TokenEvent) -> None: ...
-    def on_prompt_logprobs(self, message: pb.PromptLogprobs) -> None: ...
-    def on_reserved(self, decode_id: bytes) -> None: ...
-    def on_prefill_started(self) -> None: ...
-    def on_failed(self, failure: pb.AttemptFailed) -> None: ...
-    def on_lost(self, attempt_id: bytes) -> None: ...
+
+AttemptEvent = pb.TokenEvent | pb.PromptLogprobs | pb.Reserved | pb.PrefillStarted | pb.AttemptFailed | Lost
+OnEvent = Callable[[AttemptEvent], None]
+"""Tells a generation what happened to one of its attempts. Called on the event loop; must not wait."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    owner: AttemptOwner
+    name: str
+    """The request id that the client knows."""
+    on_event: OnEvent
     span: Span
     tokens: int = 0
     """KV positions that a decode reserves. 0 for a prefill."""
@@ -58,16 +56,12 @@ class AttemptTable:
     def get(self, attempt_id: bytes) -> Attempt | None:
         return self._attempts.get(attempt_id)
 
-    def add_prefill(self, attempt_id: bytes, owner: AttemptOwner, span: Span, work: PrefillWork) -> None:
-        self._attempts[attempt_id] = Attempt(owner, span, work=work)
-
-    def add_decode(
-        self, attempt_id: bytes, owner: AttemptOwner, span: Span, tokens: int, work: PrefillWork | None
-    ) -> None:
-        """Reserves `tokens` KV positions. The worker computes the prompt itself if there is `work`."""
-        assert self.load is not None
-        self.load.sent(tokens)
-        self._attempts[attempt_id] = Attempt(owner, span, tokens, work)
+    def add(self, attempt_id: bytes, attempt: Attempt) -> None:
+        """A decode counts as load from now on."""
+        if attempt.tokens:
+            assert self.load is not None
+            self.load.sent(attempt.tokens)
+        self._attempts[attempt_id] = attempt
 
     def prefilled(self, attempt: Attempt) -> PrefillWork | None:
         """Records that a prompt is computed. Returns the finished work, once."""
