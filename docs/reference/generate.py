@@ -176,11 +176,8 @@ def prose(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in plain.split("\n\n"))
 
 
-Row = tuple[str, str, str]
-
-
-def options(command: Any) -> Iterator[tuple[str, Row]]:
-    """Each option that `--help` shows: its panel, and its names, meaning and default."""
+def options(command: Any) -> Iterator[tuple[str, str]]:
+    """Each option that `--help` shows: its panel, and a line with its names, meaning and default."""
     context = typer.Context(command, info_name=command.name)
     for each in command.params:
         record = each.get_help_record(context)
@@ -188,24 +185,25 @@ def options(command: Any) -> Iterator[tuple[str, Row]]:
             names, text = record
             meaning, _, facts = text.partition("  [")
             facts = re.sub(r"^(?:env var: \w+; )?(?:default: )?\(?(.*?)\)?\]$", r"\1", facts)
-            yield getattr(each, "rich_help_panel", None) or "General", (f"`{names}`", prose(meaning), facts)
+            default = "" if facts in ("", "required") else f" Default: {facts}."
+            line = f"- `{names}`{' (required)' if facts == 'required' else ''}: {prose(meaning)}{default}"
+            yield getattr(each, "rich_help_panel", None) or "General", line
 
 
 def commands(app: typer.Typer, prefix: str, title: str) -> Iterator[str]:
     """A section for each command, then the options that several commands share, under this title."""
     group: Any = typer.main.get_command(app)
-    panels: dict[Row, str] = {}
-    users: dict[Row, list[str]] = {}
+    panels: dict[str, str] = {}
+    users: dict[str, list[str]] = {}
     for name, command in group.commands.items():
-        for panel, row in options(command):
-            panels.setdefault(row, panel)
-            users.setdefault(row, []).append(name)
-    tables: dict[tuple[str, tuple[str, ...]], list[Row]] = {}
-    for row, panel in panels.items():
-        tables.setdefault((panel, tuple(users[row])), []).append(row)
-    shared = sorted((panel, names) for panel, names in tables if len(names) > 1)
-    every = max((names for _, names in tables), key=len)
-    head = ("option", "meaning", "default")
+        for panel, line in options(command):
+            panels.setdefault(line, panel)
+            users.setdefault(line, []).append(name)
+    lists: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for line, panel in panels.items():
+        lists.setdefault((panel, tuple(users[line])), []).append(line)
+    shared = sorted((panel, names) for panel, names in lists if len(names) > 1)
+    every = tuple(name for name, command in group.commands.items() if command.params)
     for name, command in group.commands.items():
         yield f"## {prefix} {name}\n\n{prose(command.help)}"
         if command.epilog:
@@ -215,15 +213,15 @@ def commands(app: typer.Typer, prefix: str, title: str) -> Iterator[str]:
         if taken:
             links = (f"[{panel}](#{panel.lower().replace(' ', '-')})" for panel in taken)
             yield f"Shared options: {', '.join(links)}."
-        for panel, names in sorted(tables):
+        for panel, names in sorted(lists):
             if names == (name,):
-                yield f"**{panel}**\n\n{table(head, tables[panel, names])}"
+                yield "\n".join((f"**{panel}**\n", *lists[panel, names]))
     yield f"## {title}"
     for panel, of_panel in groupby(shared, key=lambda each: each[0]):
         yield f"### {panel}"
         for _, names in of_panel:
             of = "every command" if names == every else ", ".join(f"`{name}`" for name in names)
-            yield f"Of {of}:\n\n{table(head, tables[panel, names])}"
+            yield "\n".join((f"Of {of}:\n", *lists[panel, names]))
 
 
 def cli() -> str:
