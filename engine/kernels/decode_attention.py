@@ -43,7 +43,7 @@ from baton.engine.kernels.online_softmax import (
 from baton.engine.kernels.overlap import inputs_ready
 from baton.engine.model_config import Span
 
-# Measured on an H200 (`python -m baton.bench.kernels --sweep`).
+# Measured on an H200.
 PIECES_PER_SM = 4  # programs of `_split` for each multiprocessor, if the requests alone give fewer
 BLOCK_N = 32  # keys of a tile; pieces are cut at multiples of it
 BYTES_PER_WARP = 256  # of a key

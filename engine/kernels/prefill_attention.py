@@ -43,7 +43,7 @@ from baton.engine.kernels.online_softmax import (
 from baton.engine.kernels.tiles import SHORT, TILE_FIELDS, Shape
 from baton.engine.model_config import Span
 
-# Measured on an H200 (`python -m baton.bench.kernels --sweep`).
+# Measured on an H200.
 STAGES = 5
 MASKED_N = 32  # keys of a tile that the causal mask cuts
 FIELDS = tl.constexpr(TILE_FIELDS)

@@ -19,7 +19,7 @@ class Shape(NamedTuple):
         return self.block_m // group
 
 
-# Measured on an H200 (`python -m baton.bench.kernels --sweep`).
+# Measured on an H200.
 SHORT = Shape(64, 64, 4)
 SHORT_PER_SM = 2  # programs that share a multiprocessor
 LONG = Shape(128, 128, 8)

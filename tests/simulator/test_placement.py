@@ -1,13 +1,14 @@
 """What the simulator shows of placement, step by step."""
 
+import random
 import statistics
 from dataclasses import astuple
 from functools import cache
 
 import pytest
 
-from baton.bench.routing_sim.chats import chats
 from baton.cluster.options.optimize import PROFILES
+from baton.content import CHUNK_TOKENS
 from baton.simulator.arrivals import Arrival, Load
 from baton.simulator.placement import Kind, simulate
 from baton.simulator.step_worker import PlacementOutcome, Quantiles
@@ -70,6 +71,34 @@ def test_light_loads_are_handed_over_and_short_prompts_are_not():
     assert outcome(Load(2000, 150, 12), "policy").places["handover"] > 200
     places = outcome(Load(200, 20, 80), "policy").places
     assert places["handover"] < 0.4 * places.total()
+
+
+def chats(requests: int, seed: int) -> list[Arrival]:
+    """15 requests a second of chats with five turns in the mean, which share four system prompts."""
+    rng = random.Random(seed)
+    turns: list[tuple[float, int, int, int, int]] = []  # time, chat, number of the turn, prompt, answer
+    start = 0.0
+    for chat in range(requests):
+        start += rng.expovariate(3)
+        at, length, turn = start, 1024, 0
+        while not turn or rng.random() > 0.2:
+            length += min(4000, round(500 * rng.lognormvariate(0, 0.7)))
+            answer = min(600, max(2, round(150 * rng.lognormvariate(0, 0.7))))
+            turns.append((at, chat, turn, length, answer))
+            length, at, turn = length + answer, at + rng.expovariate(0.5), turn + 1
+    turns = sorted(turns)[:requests]
+    numbers = {(chat, turn): number for number, (_, chat, turn, *_) in enumerate(turns)}
+
+    def names(chat: int, tokens: int) -> list[int]:
+        """Of the chunks. The first 1,024 tokens are those of the chat's system prompt."""
+        texts = (f"system {chat % 4}" if i < 1024 // CHUNK_TOKENS else f"chat {chat}"
+                 for i in range(tokens // CHUNK_TOKENS))  # fmt: skip
+        return [hash((text, i)) for i, text in enumerate(texts)]
+
+    return [
+        Arrival(at, length, answer, chat, names(chat, length + answer - 1), numbers.get((chat, turn - 1)))
+        for at, chat, turn, length, answer in turns
+    ]
 
 
 def test_placement_costs_chats_no_time_to_the_first_token():
