@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import statistics
@@ -151,6 +152,12 @@ def _device(devices: Sequence[str], given: str) -> str:
     if given == "cuda" and not gpus():
         raise argparse.ArgumentTypeError("this bench needs a GPU, and nvidia-smi shows none on this machine")
     return given
+
+
+def require_plotly() -> None:
+    """Raises ValueError if the package that draws pages is missing."""
+    if importlib.util.find_spec("plotly") is None:
+        raise ValueError("--html draws with plotly. Install it: pip install 'baton-llm[bench]'.")
 
 
 def interleaved(
