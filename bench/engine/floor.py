@@ -78,12 +78,6 @@ class Floor:
         inputs = self._inputs(sequences * tokens, sequences)
         return _median_ms(lambda: self._gemms(inputs), 5) + self._attention_ms(sequences, tokens)
 
-    def mixed_ms(self, batch: int, context: int, prompt: int, chunk: int) -> float:
-        """A step with `batch` decodes and `chunk` tokens of prompts that have `prompt` tokens."""
-        inputs = self._inputs(batch + chunk, batch)
-        gemms = self._graphed(lambda: self._gemms(inputs))
-        return gemms + self._attention_ms(1, prompt) * chunk / prompt + self._kv_read_ms(batch, context)
-
     def _kv_read_ms(self, batch: int, context: int) -> float:
         return batch * self._shape.kv_bytes(context) / KV_READ_BYTES_PER_S * 1e3
 

@@ -211,21 +211,22 @@ def test_runs_engine(
 def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from baton.bench.engine import on_moe
+    from baton.bench.engine import on_gpu
     from baton.engine import EngineConfig, build_engine
 
     experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 8}
     shape = SHAPES[TINY] | experts | {"architectures": ["Qwen3MoeForCausalLM"]}
     monkeypatch.setitem(SHAPES, "tiny-moe", shape)
 
-    monkeypatch.setattr(on_moe, "COUNTED", 4)
+    monkeypatch.setattr(on_gpu, "COUNTED", 4)
     model = str(write_shape("tiny-moe", tmp_path))
     engine = build_engine(EngineConfig(model, dtype="float32", load_format="dummy", num_blocks=64))
-    assert on_moe.experts_read(engine, 1, 20) == 4
-    assert 4 < on_moe.experts_read(engine, 4, 20) <= 16
+    assert on_gpu.experts_read(engine, 1, 20) == 4
+    assert 4 < on_gpu.experts_read(engine, 4, 20) <= 16
     attention, router, expert, head = 2 * 16 * 8 * 3, 16 * 16, 3 * 16 * 8, 16 * 50_000
     kv_bytes = 20 * 2 * 8 * 4
-    assert on_moe.bytes_read(engine, 2, 20, 5.5, 2) == (
+    case = on_gpu.MOE_CASES[None]
+    assert on_gpu.bytes_moved(engine, case, 2, 20, 5.5) == pytest.approx(
         2 * (attention + router + 5.5 * expert + head) + 2 * kv_bytes
     )
 
