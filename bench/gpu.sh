@@ -70,10 +70,7 @@ int4() {
 moe() { python3 -m baton.bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }
 kv() { python3 -m baton.bench.kv --json "$out/kv.json"; }
 overlap() {
-    local growth=()
-    for tokens in 1000 2000 4000 8000 16000 32000; do growth+=(--growth "$tokens"); done
-    python3 -m baton.bench.overlap --device cuda --batch 32 --batch 64 "${growth[@]}" \
-        --json "$out/overlap.json"
+    python3 -m baton.bench.overlap --device cuda --batch 32 --batch 64 --json "$out/overlap.json"
     python3 -m baton.bench.overlap --device cuda --kv-connector auto --batch 64 --json "$out/overlap_auto.json"
 }
 overlap_8000() { python3 -m baton.bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }

@@ -1,15 +1,11 @@
 """The embedded model on a CPU, in float32 except where a row names another format (`cpu_formats`).
 
-Measures the time of a new process to its first token, and the host's time for a step (`host`). Measures
-tokens/s in turns with `generate` of transformers and the same threads.
+Measures tokens/s in turns with `generate` of transformers and the same threads.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +16,6 @@ import torch
 
 import baton.bench.contract as contract
 import baton.bench.engine.cpu_formats as cpu_formats
-import baton.bench.engine.host as host
 from baton.bench.contract import MIN_PAIRS, Report, Row
 from baton.bench.engine.drive import drain, greedy, prompt
 from baton.cluster.model import embedded_path
@@ -32,8 +27,6 @@ BATCH = 16
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     path = embedded_path()
-    _start(path, report, rounds=3 if args.short else 7)
-    host.measure(report, steps=300)
     cpu_formats.measure(path, report, rounds=MIN_PAIRS, steps=8 if args.short else 32)
     engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=512))
     reference = _transformers(path)
@@ -62,25 +55,6 @@ def measure(args: argparse.Namespace, report: Report) -> None:
                 goal=goal, better="higher" if goal else None,
             )
         )  # fmt: skip
-
-
-def _start(path: Path, report: Report, rounds: int) -> None:
-    """Starts new processes one after another. The first warms the file cache and does not count."""
-    totals: list[float] = []
-    parts: list[dict[str, float]] = []
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        command = [sys.executable, "-m", "baton.bench.engine.start", str(path)]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        totals.append(time.perf_counter() - began)
-        parts.append(json.loads(said))
-    spread = max(totals[1:]) - min(totals[1:])
-    name, middle = "engine.cpu.start", contract.percentile
-    report.add(
-        Row(f"{name}.first_token", middle(totals[1:], 0.5), "s", spread=spread, goal=5.0, better="lower")
-    )
-    for part in parts[0]:
-        report.add(Row(f"{name}.{part}", middle([times[part] for times in parts[1:]], 0.5), "s"))
 
 
 def _ours(engine: Engine, prompts: list[list[int]], *, tokens: int) -> float:

@@ -8,9 +8,6 @@
                        and pool, as for raw sockets, and as NIXL and Mooncake define a transfer (registered
                        memory to registered memory)
 `….raw`                the same bytes over plain sockets, with as many threads and connections (`raw_sockets`)
-`….vs_cubic`           the first, against raw sockets with the congestion control of the lanes, if the machine
-                       has another default; GB/s and CPU of these sockets are `….raw_cubic`
-`….unchecked`          the first without checksums
 `….encrypted`          the first with --kv-encrypt, against plain lanes; GB/s and CPU of these are `….plain`
 `….pool`               from one paged pool to the other, block size 16, shuffled blocks. On a CPU gather and
                        scatter compete with the sockets for cores; with `--device cuda` the GPU does them
@@ -19,12 +16,11 @@
 `kv.cuda_ipc.4096MiB`  from pool to pool, read from memory that the sender exports: between two GPUs, or in
                        one. On a CPU `kv.shared_memory.…`. The ratio is to plain copies, of 64 MiB each, from
                        memory of another process, which `….plain` shows
-`….unchecked`          without checksums
 `….default_slots`      with the slots that workers have by default: smaller copies, less memory
 
 `--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: in turns with these engines, each installed for that Python.
 `kv.nixl.256MiB`: --kv-connector nixl against NIXL alone, if NIXL is also installed for this Python; with
-`.tcp` over UCX's TCP, with `.unchecked` without checksums, which NIXL alone does not have either.
+`.tcp` over UCX's TCP.
 `kv.nixl_cuda.4096MiB`, with `--device cuda`: from pool to pool over memory of GPUs, as `kv.cuda_ipc`.
 `kv.vs.nixl_read.256MiB` is Baton's GB/s and the ratio to the engine (`peer_driver`; settings in PEERS).
 """
@@ -55,7 +51,6 @@ from baton.kv_transfer.staging import exported_slot_bytes
 
 PARTS = ("tcp", "encrypted", "nixl", "exported")
 SIZES = (64, 256)  # MiB
-CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # default of the machine
 # Row -> engine, goal for Baton ÷ engine, pieces of a transfer, environment: the best settings of those tried.
 PEERS: dict[str, tuple[str, float, int, dict[str, str]]] = {
     "nixl_read": ("nixl", 2.0, 4, {
@@ -142,8 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("kv", shown, args.json)
     parts = PARTS if args.only is None else (args.only,)
     if "tcp" in parts:
-        with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
-            rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
+        with closing(RawPair(args.lanes)) as raw:
+            rows(report, settings, args.device, sockets(raw), pairs)
         peers(report, settings, pythons, pairs)
     if "encrypted" in parts:
         encrypted(report, settings, pairs)
@@ -206,7 +201,7 @@ def without_sockets(report: Report, device: str, pairs: int) -> None:
                 name = f"kv.{exported.KINDS[device]}.{mib}MiB"
                 goal = None
                 if mib >= 1024 and torch.cuda.device_count() > 1 and variant != ".default_slots":
-                    goal = 0.85 if variant == ".unchecked" else 0.75
+                    goal = 0.75
                 compare(
                     report, name + variant, ours(pair), ours(plain), mib * MIB, pairs, goal,
                     "" if variant else f"{name}.plain", "plain copies",
@@ -247,16 +242,12 @@ def nixl_connector(report: Report, settings: Settings, python: str, pairs: int) 
         with (
             patch.dict(os.environ, environment),
             exported.opened(settings, "nixl") as pair,
-            exported.opened(replace(settings, checksums=False), "nixl") as unchecked,
             closing(Peer("nixl_read", python, settings.most_bytes, environment)) as peer,
         ):
             alone = in_pieces(peer, settings.slot_bytes)
             for mib in NIXL_SIZES:
                 name = f"kv.nixl{over}.{mib}MiB"
                 compare(report, name, ours(pair), alone, mib * MIB, pairs, 0.9, f"{name}.alone", "NIXL alone")
-                if mib > NIXL_SIZES[0]:
-                    name, way = f"{name}.unchecked", ours(unchecked)
-                    compare(report, name, way, alone, mib * MIB, pairs, other="NIXL alone")
 
 
 def nixl_on_gpus(report: Report, python: str, pairs: int) -> None:
@@ -282,24 +273,13 @@ def in_pieces(peer: Peer, piece: int) -> Way:
     return Way(lambda size: peer.seconds(size, -(-size // piece)), peer.cpu_seconds)
 
 
-def rows(report: Report, settings: Settings, device: str, raw: Way, cubic: Way, pairs: int) -> None:
-    paced = CONGESTION_CONTROL.read_text().strip() != "cubic"
-    variants = {
-        "": settings,
-        ".unchecked": replace(settings, checksums=False),
-        ".pool": replace(settings, device=device),
-    }
-    for variant, changed in variants.items():
-        with closing(Pair(changed)) as pair:
-            for mib in SIZES:
-                name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB{variant}"
-                if variant:
-                    compare(report, name, ours(pair), raw, mib * MIB, pairs)
-                    continue
-                compare(report, name, ours(pair), raw, mib * MIB, pairs, 0.85, f"{name}.raw")
-                if paced:
-                    shown = f"{name}.raw_cubic"
-                    compare(report, f"{name}.vs_cubic", ours(pair), cubic, mib * MIB, pairs, None, shown)
+def rows(report: Report, settings: Settings, device: str, raw: Way, pairs: int) -> None:
+    for mib in SIZES:
+        name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB"
+        with closing(Pair(settings)) as pair:
+            compare(report, name, ours(pair), raw, mib * MIB, pairs, 0.85, f"{name}.raw")
+        with closing(Pair(replace(settings, device=device))) as pair:
+            compare(report, f"{name}.pool", ours(pair), raw, mib * MIB, pairs)
 
 
 if __name__ == "__main__":
