@@ -7,11 +7,10 @@ import torch
 from baton.bench import kernels
 from baton.bench.contract import Report, parser
 from baton.bench.kernels.cases import Cases, Shape
-from baton.bench.kernels.fp8 import Fp8Cases
-from baton.bench.kernels.int4 import Int4Cases
 from baton.bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
 from baton.bench.kernels.measure import graph_seconds, limits, measure
 from baton.bench.kernels.moe import MoeCases, MoeShape
+from baton.bench.kernels.quantized import Fp8Cases, Int4Cases
 from baton.bench.shapes import BAMBA, DENSE, MOE
 from baton.engine.kernels import kernels_for
 
