@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,10 +30,12 @@ from baton.bench.engine.drive import (
     prefill_seconds,
     prompt,
 )
-from baton.bench.engine.ranks import running
 from baton.bench.shapes import MOE, write_shape
 from baton.cluster.model import embedded_path
-from baton.engine import Engine, EngineConfig
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.execution.rank_files import RankFiles
+from baton.rpc import logs
+from baton.worker.engine_process.rank_process import RankProcessConfig, spawn_rank
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}
 """What the 8B shape must reach over one rank, by ranks."""
@@ -138,6 +142,30 @@ def _experts(work: Work, size: int, report: Report) -> None:
                 )
             )  # fmt: skip
         before, base = times, "a part of every expert"
+
+
+@contextmanager
+def running(config: EngineConfig) -> Iterator[Engine]:
+    """Builds an engine. Rank 0 is this process, the others are its children, which end with the context."""
+    size = config.tensor_parallel_size
+    files = RankFiles.create(size) if size > 1 else None
+    children = []
+    try:
+        for rank in range(1, size):
+            assert files is not None
+            log = logs.log_config("text", "warning", {"process": f"rank {rank}"})
+            start = RankProcessConfig(f"rank {rank}", "baton", os.getpid(), rank, files, log, config, None)
+            children.append(spawn_rank(start))
+        engine = build_engine(config, files=files)
+        yield engine
+        engine.close()
+        assert [child.wait(30) for child in children] == [0] * len(children), "a rank failed"
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        if files is not None:
+            files.close()
 
 
 def _times(measured: dict[str, Any]) -> dict[str, float]:

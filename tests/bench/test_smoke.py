@@ -181,7 +181,7 @@ def test_runs_engine(
 ) -> None:
     from transformers import LlamaForCausalLM
 
-    from baton.bench.engine import cpu_formats, on_cpu
+    from baton.bench.engine import on_cpu
 
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr(on_cpu, "embedded_path", lambda: checkpoint)
@@ -189,7 +189,7 @@ def test_runs_engine(
     for name, smallest in (("PROMPT_TOKENS", 4), ("BATCH", 2), ("MIN_PAIRS", 1)):
         monkeypatch.setattr(on_cpu, name, smallest)
     monkeypatch.setattr(contract, "MIN_PAIRS", 1)
-    monkeypatch.setattr(cpu_formats, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(on_cpu, "FORMAT_PROMPT_TOKENS", 16)
     rows = run("engine", "--short")
     assert {"engine.cpu.default.ttft", "engine.cpu.vs_transformers.b16"} <= {*rows}
 
