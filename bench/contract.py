@@ -157,7 +157,10 @@ def _device(devices: Sequence[str], given: str) -> str:
 def require_plotly() -> None:
     """Raises ValueError if the package that draws pages is missing."""
     if importlib.util.find_spec("plotly") is None:
-        raise ValueError("--html draws with plotly. Install it: pip install 'baton-llm[bench]'.")
+        raise ValueError(
+            "--html needs plotly, which is not installed; run `pip install -e '.[bench]'` in Baton's source "
+            "directory"
+        )
 
 
 def interleaved(

@@ -132,7 +132,9 @@ async def _one(options: Options, output: OutputOptions, title: str, interrupt: _
         plan = await interrupt.guard(experiment.prepare(options))
         if plan is None:
             return INTERRUPTED
-        async with Progression(title, plan.duration, plan.requests, quiet=output.quiet) as progression:
+        async with Progression(
+            title, plan.client.duration, plan.client.sessions, quiet=output.quiet
+        ) as progression:
 
             def watch(fleet: Fleet) -> None:
                 progression.watch(fleet.harvest)

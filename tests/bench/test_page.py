@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.bench.load.experiment import Outcome, Plan
+from baton.bench.load.experiment import Outcome, Plan, client_of
 from baton.bench.load.measurement.self_check import check
 from baton.bench.load.measurement.server_stages import ServerView, Stage
 from baton.bench.load.measurement.slo import Slo
@@ -32,7 +32,7 @@ def outcome(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Outcome:
     options = Options(shape=ShapeOptions(rate=rate), slo=SloOptions(slo="ttft=500,ttit.p99=20"), seed=1)
     target = Target(("http://127.0.0.1:8000",), "completions", HOSTILE, Dialect())
     fields: dict[str, Any] = {
-        "plan": Plan(options, target, Listed((one_turn(),)), EXACT, None, ()),
+        "plan": Plan(options, client_of(options, target, Listed((one_turn(),)), EXACT), ()),
         "records": records,
         "summary": summarize(records, options.slo.objectives, warm_up=0.0),
         "self_check": check([], [0.0], 0.1, 0.01, more.pop("died", [])),
@@ -124,9 +124,9 @@ def test_lines_of_a_chart_are_at_their_values() -> None:
 
 def test_a_page_without_plotly_names_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--html .*pip install 'baton-llm\[bench\]'"):
+    with pytest.raises(ValueError, match=r"--html needs plotly.*pip install -e '\.\[bench\]'"):
         OutputOptions(html=tmp_path / "page.html")
-    with pytest.raises(ValueError, match=r"baton-llm\[bench\]"):
+    with pytest.raises(ValueError, match=r"'\.\[bench\]'"):
         page([_report()], ["one"])
     OutputOptions(json=tmp_path / "report.json")
 
