@@ -32,12 +32,11 @@ from baton.bench.engine.drive import (
     prompt,
 )
 from baton.bench.engine.floor import Floor, Fp8Floor, Shape
+from baton.bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S
 from baton.bench.shapes import DENSE, HYBRIDS, MOE, SHAPES, write_shape
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
 
-BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
-"""Of an H200: by its datasheet, and as measured with bfloat16 products of random numbers."""
 CONTEXT = 1064
 BUDGET, LONGEST = 16384, 131072
 OVER_FLOOR = 1.15

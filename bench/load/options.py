@@ -294,7 +294,9 @@ class OutputOptions:
 
     panel: ClassVar = "Objectives and output"
     json: Annotated[Path | None, flag("Write the results as JSON.", "FILE")] = None
-    html: Annotated[Path | None, flag("Write the report as one HTML page. Needs the extra `bench`.", "FILE")] = None
+    html: Annotated[
+        Path | None, flag("Write the report as one HTML page. Needs the extra `bench`.", "FILE")
+    ] = None
     jsonl: Annotated[Path | None, flag("Write every request as a line of JSON.", "FILE")] = None
     quiet: Annotated[bool, flag("Nothing on stderr but errors.")] = False
 

@@ -39,8 +39,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.overlap.streams import prompt_of
-from baton.bench.reuse import tiers, workers
-from baton.bench.roles import Driver, Roles, request
+from baton.bench.reuse import tiers
+from baton.bench.roles import Driver, Roles, request, worker_flags
 from baton.bench.shapes import DENSE
 from baton.rpc import worker_pb2 as pb
 
@@ -161,7 +161,7 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
 async def measure(args: argparse.Namespace, turns: Turns) -> Runs:
     runs = Runs()
     with tempfile.TemporaryDirectory() as directory, Roles() as roles:
-        common, environments = workers.flags(args, Path(directory), gpus=2)
+        common, environments = worker_flags(args, Path(directory), gpus=2)
         common += ["--kv-connector", args.kv_connector]
         starts = [
             asyncio.to_thread(roles.start, role, *common, environment=environment)

@@ -19,6 +19,7 @@ from baton.bench.load.target.record import Failure, Record
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.traffic.workload import Listed
 from tests.bench.support import EXACT, one_turn, record
+from tests.browser import browser
 
 HOSTILE = "<script>alert('x')</script>\x1b[31m"
 
@@ -98,6 +99,14 @@ def test_a_page_is_valid_and_loads_nothing(kind: str) -> None:
     assert {"link", "img", "iframe"}.isdisjoint(tags.seen)
     assert "alert('x')</script>" not in text, "what came over the network is text"
     assert "Time line: " in text
+
+
+async def test_a_browser_draws_the_charts(tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(page([_report()], ["one"]))
+    async with browser(file.as_uri(), tmp_path / "profile") as shown:
+        # four distributions, four time lines, the stages of the server
+        await shown.until("document.querySelectorAll('.subplot').length === 9")
 
 
 def test_a_page_shows_why_its_numbers_are_invalid() -> None:
