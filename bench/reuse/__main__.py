@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
-from baton.bench.overlap.streams import prompt_of
+from baton.bench.overlap.streams import Workers, prompt_of, time_now
 from baton.bench.reuse import tiers
 from baton.bench.roles import Driver, Roles, request, worker_flags
 from baton.bench.shapes import DENSE
@@ -65,21 +64,6 @@ GOALS = {
 }
 
 
-@dataclass
-class Worker:
-    driver: Driver
-    told: dict[str, Any]  # the report of its start
-
-    @property
-    def content(self) -> pb.ContentSource:
-        return pb.ContentSource(kv_address=self.told["kv_address"], incarnation=int(self.told["incarnation"]))
-
-    async def received(self) -> float:
-        """Bytes of KV that came and are verified, since the start."""
-        await self.driver.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        return await asyncio.to_thread(_received, f"http://{self.told['metrics_address']}/metrics")
-
-
 def _received(url: str) -> float:
     with urllib.request.urlopen(url, timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
@@ -90,35 +74,37 @@ def _received(url: str) -> float:
 
 @dataclass
 class Pair:
-    prefill: Worker
-    decode: Worker
+    workers: Workers
+    decode: dict[str, Any]  # the report of the decode worker
+
+    @property
+    def content(self) -> pb.ContentSource:
+        """The decode worker as a source of KV."""
+        kv_address, incarnation = self.decode["kv_address"], int(self.decode["incarnation"])
+        return pb.ContentSource(kv_address=kv_address, incarnation=incarnation)
+
+    async def received(self) -> float:
+        """Bytes of KV that came to the decode worker and are verified, since the start."""
+        await self.workers.decode.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
+        return await asyncio.to_thread(_received, f"http://{self.decode['metrics_address']}/metrics")
 
     async def handover(
         self, prompt: list[int], length: int, content: pb.ContentSource | None = None
     ) -> tuple[float, list[int]]:
         """Prefill on one worker, decode on the other. Returns the time to first token, and the answer."""
-        work, prefill_id, decode_id = request(prompt, length), os.urandom(16), os.urandom(16)
-        source = pb.PrefillSource(
-            prefill_id=prefill_id,
-            kv_address=self.prefill.content.kv_address,
-            incarnation=self.prefill.content.incarnation,
-        )
-        began = asyncio.get_running_loop().time()
-        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=True, content=content)
-        await self.prefill.driver.send(pb.RouterMessage(prefill=submit))
-        decode = pb.SubmitDecode(decode_id=decode_id, request=work, source=source)
-        await self.decode.driver.send(pb.RouterMessage(decode=decode))
-        [(first, _)] = await self.prefill.driver.tokens(prefill_id, 1)
-        tokens = await self.decode.driver.tokens(decode_id, length)
+        workers, work = self.workers, request(prompt, length)
+        began = time_now()
+        prefill_id = await workers.submit_prefill(work, content=content)
+        decode_id = await workers.submit_decode(work, prefill_id)
+        [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
+        tokens = await workers.decode.tokens(decode_id, length)
         return first - began, [event.token_id for _, event in tokens]
 
     async def on_decode(self, prompt: list[int], length: int) -> tuple[float, list[int]]:
         """The decode worker does both. Returns the time to first token, and the answer."""
-        decode_id = os.urandom(16)
-        submit = pb.SubmitDecode(decode_id=decode_id, request=request(prompt, length))
-        began = asyncio.get_running_loop().time()
-        await self.decode.driver.send(pb.RouterMessage(decode=submit))
-        tokens = await self.decode.driver.tokens(decode_id, length)
+        began = time_now()
+        decode_id = await self.workers.submit_decode(request(prompt, length), None)
+        tokens = await self.workers.decode.tokens(decode_id, length)
         return tokens[0][0] - began, [event.token_id for _, event in tokens]
 
 
@@ -135,16 +121,16 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
     def text(length: int, kind: int) -> list[int]:
         return prompt_of(length, 10 * number + kind)
 
-    content = pair.decode.content
-    history, start = text(turns.history, 0), await pair.decode.received()
+    content = pair.content
+    history, start = text(turns.history, 0), await pair.received()
     _, answer = await pair.handover(history, turns.answer)
     second = [*history, *answer, *text(NEW_TOKENS, 1)]
-    before = await pair.decode.received()
+    before = await pair.received()
     ttft, _ = await pair.handover(second, 2, content)
     runs.ttfts["second_turn"].append(ttft)
     known = (len(history) + len(answer) - 1) // block_size * block_size  # the last token has no KV
     sent_per_token = (before - start) / len(history)
-    sent = await pair.decode.received() - before
+    sent = await pair.received() - before
     runs.bytes_over_missing.append(sent / sent_per_token / (len(second) - known))
 
     history = text(turns.history, 2)
@@ -168,18 +154,18 @@ async def measure(args: argparse.Namespace, turns: Turns) -> Runs:
             for role, environment in zip(("prefill", "decode"), environments, strict=True)
         ]
         reports = await asyncio.gather(*starts)
-        started = [Worker(Driver(told["address"], roles.secret), told) for told in reports]
-        for worker in started:
-            await worker.driver.attach()
-        pair = Pair(*started)
-        described = await pair.decode.driver.stub.Describe(pb.DescribeRequest())
+        prefill, decode = (Driver(told["address"], roles.secret) for told in reports)
+        for driver in (prefill, decode):
+            await driver.attach()
+        pair = Pair(Workers(prefill, decode, reports[0]), reports[1])
+        described = await decode.stub.Describe(pb.DescribeRequest())
         for number in range(args.rounds + 1):  # the first one warms up: lanes, page faults
             measured = runs if number else Runs()
             await one_round(pair, turns, number, described.block_size, measured)
-        status = await pair.decode.driver.stub.GetStatus(pb.StatusRequest())
+        status = await decode.stub.GetStatus(pb.StatusRequest())
         runs.transport = next(iter(status.kv_transports.values()), "none: nothing was fetched")
-        for worker in started:
-            await worker.driver.close()
+        for driver in (prefill, decode):
+            await driver.close()
     return runs
 
 
