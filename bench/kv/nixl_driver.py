@@ -1,10 +1,10 @@
-"""Drives another transfer engine between two processes, between registered memory, for `bench.kv`.
+"""Drives NIXL between two processes, between registered memory, for `bench.kv`.
 
-    PYTHON bench/kv/peer_driver.py nixl-read|nixl-read-cuda|nixl-write|mooncake BYTES
+    PYTHON bench/kv/nixl_driver.py host|cuda BYTES
 
-Needs a Python that has the engine installed, and imports nothing of Baton. Each line on stdin has a number
+Needs a Python that has NIXL installed, and imports nothing of Baton. Each line on stdin has a number
 of bytes, at most BYTES, and a number of pieces: moves them and prints the seconds. Environment variables tune
-the engine.
+UCX.
 """
 
 import base64
@@ -22,12 +22,11 @@ MIB = 1 << 20
 
 
 class Nixl:
-    def __init__(self, name: str, size: int, operation: str = "") -> None:
+    def __init__(self, name: str, size: int, memory: str) -> None:
         wheel = next(name for name in ("nixl_cu13", "nixl_cu12") if find_spec(name))
         nixl = import_module(f"{wheel}._api")
-        self._operation, _, device = operation.partition("-")
         self._kind, self._number = "DRAM", 0
-        if device:
+        if memory == "cuda":
             import torch
 
             self._kind, self._number = "VRAM", int(name == "initiator") % torch.cuda.device_count()
@@ -35,7 +34,7 @@ class Nixl:
             torch.cuda.synchronize()
             self.address_of_memory = self._memory.data_ptr()
         else:
-            self._memory = memory(size)
+            self._memory = np.frombuffer(os.urandom(MIB) * (size // MIB), np.uint8).copy()
             self.address_of_memory = self._memory.ctypes.data
         self._agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
         area = (self.address_of_memory, size, self._number, "")
@@ -54,7 +53,7 @@ class Nixl:
             self._agent.get_xfer_descs([(base + i * part, part, number) for i in range(pieces)], self._kind)
             for base, number in ((self.address_of_memory, self._number), (theirs, 0))
         ]
-        transfer = self._agent.initialize_xfer(self._operation, *ends, self._peer)
+        transfer = self._agent.initialize_xfer("READ", *ends, self._peer)
         state = self._agent.transfer(transfer)
         while state == "PROC":
             state = self._agent.check_xfer_state(transfer)
@@ -62,47 +61,10 @@ class Nixl:
         self._agent.release_xfer_handle(transfer)
 
 
-class Mooncake:
-    def __init__(self, name: str, size: int) -> None:
-        from mooncake.engine import TransferEngine  # pyrefly: ignore
-
-        self._memory = memory(size)
-        self.address_of_memory = self._memory.ctypes.data
-        self._engine = TransferEngine()
-        assert self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-        assert self._engine.register_memory(self.address_of_memory, size) == 0
-        self._peer = ""
-
-    def address(self) -> str:
-        return f"127.0.0.1:{self._engine.get_rpc_port()}"
-
-    def connect(self, address: str) -> None:
-        self._peer = address
-
-    def move(self, theirs: int, size: int, pieces: int) -> None:
-        part = size // pieces
-        ours = self.address_of_memory
-        starts = [i * part for i in range(pieces)]
-        done = self._engine.batch_transfer_sync_write(
-            self._peer, [ours + at for at in starts], [theirs + at for at in starts], [part] * pieces
-        )
-        assert done >= 0, done
-
-
-def memory(size: int) -> np.ndarray:
-    return np.frombuffer(os.urandom(MIB) * (size // MIB), np.uint8).copy()
-
-
-def engine(what: str, name: str, size: int) -> Nixl | Mooncake:
-    return (
-        Mooncake(name, size) if what == "mooncake" else Nixl(name, size, what.removeprefix("nixl-").upper())
-    )
-
-
 def main() -> None:
-    what, size = sys.argv[1], int(sys.argv[2])
+    memory, size = sys.argv[1], int(sys.argv[2])
     if len(sys.argv) > 3:
-        target = engine(what, "target", size)
+        target = Nixl("target", size, memory)
         print(json.dumps({"address": target.address(), "memory": target.address_of_memory}), flush=True)
         sys.stdin.readline()
         return
@@ -113,7 +75,7 @@ def main() -> None:
     found = json.loads(
         next(line for line in child.stdout if line.startswith("{"))
     )  # the engines log to stdout, too
-    initiator = engine(what, "initiator", size)
+    initiator = Nixl("initiator", size, memory)
     initiator.connect(found["address"])
     for line in sys.stdin:
         size, pieces = map(int, line.split())
