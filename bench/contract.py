@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -185,8 +186,7 @@ def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[
 def percentile(values: Sequence[float], q: float) -> float:
     """The q-quantile (0…1) by nearest rank. The p99 of a short series is its maximum."""
     assert values, "no values"
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1))]
+    return float(np.quantile(values, q, method="inverted_cdf"))
 
 
 @functools.cache

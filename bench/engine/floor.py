@@ -42,14 +42,6 @@ class Shape:
             (self.feed_forward, self.hidden),
         ]
 
-    @property
-    def gemm_parameters(self) -> int:
-        return self.layer_parameters + self.hidden * self.vocab
-
-    @property
-    def layer_parameters(self) -> int:
-        return self.layers * sum(i * o for i, o in self.linears)
-
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of K and V in all layers."""
         return 2 * tokens * self.layers * self.kv_heads * self.kv_bytes_per_vector
