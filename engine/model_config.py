@@ -141,8 +141,8 @@ class NoPEConfig:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config:
-    """The state layers of a model: Mamba-2 (`engine.kernels.mamba2`), or the gated delta rule, which keeps
-    the same states (`engine.kernels.gated_delta`)."""
+    """The state layers of a model: Mamba-2 (`engine.kernels.state.mamba2`), or the gated delta rule
+    (`engine.kernels.state.gated_delta`), which keeps the same states."""
 
     layers: tuple[int, ...]
     """The others have attention."""

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from baton.bench.kernels import ssd_chain
 from baton.bench.kernels.cases import Case, Make, nbytes
-from baton.engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2, ssd
-from baton.engine.kernels.split_k import multiprocessors
-from baton.engine.kernels.tiles import scan_work
+from baton.engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2
+from baton.engine.kernels.launch import multiprocessors
+from baton.engine.kernels.state import ssd
+from baton.engine.kernels.state.mamba2 import scan_work
 
 CHAIN_TOKENS = 128
 """Of a chunk of the chain."""

@@ -23,8 +23,8 @@ from baton.engine.execution.prompt_logprobs import Piece, joined, prompt_logprob
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
 from baton.engine.execution.upload import upload
 from baton.engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
-from baton.engine.kernels.attention import AttentionMetadata
-from baton.engine.kernels.tiles import SHORT
+from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches

@@ -24,10 +24,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.attention import AttentionMetadata
-from baton.engine.kernels.gated_delta import GatedDelta
-from baton.engine.kernels.kv_cache import KV, Fp8KV, parts
-from baton.engine.kernels.mamba2 import LayerState, Mamba2
+from baton.engine.kernels.attention.paged import KV, AttentionMetadata, Fp8KV, parts
+from baton.engine.kernels.state.gated_delta import GatedDelta
+from baton.engine.kernels.state.mamba2 import LayerState, Mamba2
 from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
 
 __all__ = [
@@ -204,15 +203,15 @@ class Kernels(Protocol):
         ...
 
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: Any) -> Tensor:
-        """Convolution and scan of a state layer (`engine.kernels.mamba2`): takes the state of each request in
-        the plan past the tokens of this step, in place.
+        """Convolution and scan of a state layer (`state.mamba2`): takes the state of each request in the plan
+        past the tokens of this step, in place.
 
         projected [tokens, channels + heads], dense rows at any stride: x, B, C, and Δ of each head. Returns
         y [tokens, heads · head_dim]."""
         ...
 
     def gated_delta(self, projected: Tensor, layer: GatedDelta, state: LayerState, plan: Any) -> Tensor:
-        """As `mamba2`, for `engine.kernels.gated_delta`: Δ and β of each head come after the channels."""
+        """As `mamba2`, for the gated delta rule: Δ and β of each head come after the channels."""
         ...
 
     def norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -18,13 +18,12 @@ from baton.engine.kernels import (
     LayerState,
     Mamba2,
     Quantized,
-    gated_delta,
-    mamba2,
     parts,
 )
-from baton.engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
-from baton.engine.kernels.experts import mix, route
-from baton.engine.kernels.mamba2 import TorchStatePlan
+from baton.engine.kernels.attention.paged import AttentionMetadata, TorchPlan, paged_attention, plan_attention
+from baton.engine.kernels.moe.experts import mix, route
+from baton.engine.kernels.state import gated_delta, mamba2
+from baton.engine.kernels.state.mamba2 import TorchStatePlan
 from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
 
 

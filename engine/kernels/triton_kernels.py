@@ -16,30 +16,27 @@ from baton.engine.kernels import (
     LayerState,
     Mamba2,
     Quantized,
-    causal_conv,
-    delta_scan,
     fp8,
-    gated_norm,
     norm,
     parts,
-    rope,
-    sampling,
     silu,
-    ssd,
-    state_update,
 )
-from baton.engine.kernels.attention import AttentionMetadata
-from baton.engine.kernels.combine import combine
-from baton.engine.kernels.decode_attention import Pieces, decode_attention, partition
-from baton.engine.kernels.delta_rule import delta_rule
-from baton.engine.kernels.fp8_linear import Fp8Linear
-from baton.engine.kernels.gather_kv import Gathered, gather, plan_gather
-from baton.engine.kernels.grouped_linear import grouped_linear
-from baton.engine.kernels.prefill_attention import Tiles, prefill_attention
-from baton.engine.kernels.shuffle import shuffle
-from baton.engine.kernels.split_k import multiprocessors
-from baton.engine.kernels.thresholds import thresholds
-from baton.engine.kernels.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, scan_work, shape_for, tile_work
+from baton.engine.kernels.attention import rope
+from baton.engine.kernels.attention.decode import Pieces, decode_attention, partition
+from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
+from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
+from baton.engine.kernels.attention.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, shape_for, tile_work
+from baton.engine.kernels.launch import multiprocessors
+from baton.engine.kernels.moe.combine import combine
+from baton.engine.kernels.moe.grouped_linear import grouped_linear
+from baton.engine.kernels.moe.shuffle import shuffle
+from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
+from baton.engine.kernels.sampling import race
+from baton.engine.kernels.sampling.thresholds import thresholds
+from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
+from baton.engine.kernels.state.delta_rule import delta_rule
+from baton.engine.kernels.state.mamba2 import scan_work
 from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -290,7 +287,7 @@ class TritonKernels:
         return gated_norm.gated_rms_norm(x, gate, weight, eps, groups, squares)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return sampling.greedy(logits)
+        return race.greedy(logits)
 
     def draw(
         self,
@@ -300,7 +297,7 @@ class TritonKernels:
         probs: Tensor | None = None,
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return sampling.draw(logits, temperature, keys, probs, least)
+        return race.draw(logits, temperature, keys, probs, least)
 
     def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         return thresholds(probs, top_k, top_p, min_p)

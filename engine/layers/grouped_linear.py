@@ -2,7 +2,7 @@
 
 CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in the same way among any rows
                   prompts    oneDNN, from a copy in bfloat16 or float32, in tiles of equally many rows
-GPU, 16 bits      few rows   a kernel that reads the codes, from Hopper on (`engine.kernels.int4_linear`)
+GPU, 16 bits      few rows   a kernel that reads the codes, from Hopper on (`quantized.int4_linear`)
                   many rows  dequantized for each product
 other             dequantized at load
 """
@@ -79,8 +79,8 @@ def for_prompts(values: Tensor, bias: Tensor | None) -> LinearMethod:
 
 
 def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMethod:
-    from baton.engine.kernels.int4_linear import Int4Linear
-    from baton.engine.kernels.split_k import multiprocessors
+    from baton.engine.kernels.launch import multiprocessors
+    from baton.engine.kernels.quantized.int4_linear import Int4Linear
 
     codes, scales, zeros, bits = groups
     packed = packs(bits, weights.dtype, weights.device)

@@ -70,8 +70,8 @@ def _packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _skinny(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    from baton.engine.kernels.launch import multiprocessors
     from baton.engine.kernels.skinny_linear import SkinnyLinear
-    from baton.engine.kernels.split_k import multiprocessors
 
     if not SkinnyLinear.suits(weight):
         return None

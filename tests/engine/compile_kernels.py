@@ -51,16 +51,16 @@ def main() -> None:
         HeadNorm,
         LayerState,
         Mamba2,
-        gather_kv,
         parts,
-        sampling,
     )
-    from baton.engine.kernels.fp8_linear import Fp8Linear
-    from baton.engine.kernels.int4_linear import Int4Linear
+    from baton.engine.kernels.attention import gather_kv
     from baton.engine.kernels.peer_copy import PeerCopy
+    from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
+    from baton.engine.kernels.quantized.int4_linear import Int4Linear
+    from baton.engine.kernels.sampling import race
+    from baton.engine.kernels.sampling.thresholds import thresholds
     from baton.engine.kernels.skinny_linear import SkinnyLinear
     from baton.engine.kernels.sum_norm import SumNorm
-    from baton.engine.kernels.thresholds import thresholds
     from baton.engine.kernels.triton_kernels import TritonKernels
     from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
     from baton.kv_transfer.device import copy_kernels
@@ -222,9 +222,9 @@ def main() -> None:
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)
     whole = torch.zeros(4, dtype=torch.int32)
-    sampling.greedy(logits.bfloat16())
-    sampling.draw(logits, limit, whole)
-    sampling.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
+    race.greedy(logits.bfloat16())
+    race.draw(logits, limit, whole)
+    race.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
 
 
 if __name__ == "__main__":

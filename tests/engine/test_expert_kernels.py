@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import Kernels
-from baton.engine.kernels.experts import route
+from baton.engine.kernels.moe.experts import route
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import ClampedSwiGLU, Scoring
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
@@ -32,7 +32,7 @@ def expert_logits(tokens: int, leaning: Tensor) -> Tensor:
 @pytest.mark.parametrize("scoring", Scoring)
 def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, scoring: Scoring) -> None:
     """Each pair is in the list of its expert, once. 300 tokens take several programs."""
-    from baton.engine.kernels.shuffle import shuffle
+    from baton.engine.kernels.moe.shuffle import shuffle
 
     logits = expert_logits(tokens, leaning)
     expected = route(logits, chosen, scoring)
@@ -47,7 +47,7 @@ def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, 
 
 
 def test_rows_that_pad_a_graph_have_no_expert(kernel_device: str) -> None:
-    from baton.engine.kernels.shuffle import shuffle
+    from baton.engine.kernels.moe.shuffle import shuffle
 
     logits, slots = expert_logits(5, LEANINGS["even"]), torch.tensor([7, 3, -1, 0, -1])
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
@@ -61,7 +61,7 @@ def test_rows_that_pad_a_graph_have_no_expert(kernel_device: str) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_shuffle_chooses_an_expert_for_any_logits(kernel_device: str) -> None:
     """The rows that pad a graph may have any logits. Of equal logits, the first are chosen."""
-    from baton.engine.kernels.shuffle import shuffle
+    from baton.engine.kernels.moe.shuffle import shuffle
 
     logits = torch.tensor([[torch.nan] * 6, [torch.inf] * 6, [1.0] * 6, [-torch.inf] * 6])
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)

@@ -117,7 +117,7 @@ def test_linear(
 ) -> None:
     """With tiles that W does not fill, with one part and with several. The counters are 0 afterwards. All of
     these run by the kernel."""
-    from baton.engine.kernels.fp8_linear import Fp8Linear
+    from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
 
     grouped, blocks = scales_of != "rows", scales_of == "blocks"
     if blocks:
@@ -136,7 +136,7 @@ def test_linear(
 
 def test_many_rows_take_the_kernel_if_all_tiles_run_at_once() -> None:
     """The products of Llama-3.1-8B, as measured on an H200."""
-    from baton.engine.kernels.fp8_linear import runs_at_once
+    from baton.engine.kernels.quantized.fp8_linear import runs_at_once
 
     fits = [size for size in (1024, 4096, 6144, 28672) if runs_at_once(256, size, 132)]
     assert fits == [4096]
@@ -202,7 +202,7 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(
 ) -> None:
     """A token does not depend on the number of rows by more than the order of a sum. cuBLAS needs a
     multiple of 4 rows if x has groups, unlike 203."""
-    from baton.engine.kernels.fp8_linear import Fp8Linear
+    from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
 
     weight, scales = (tensor.cuda() for tensor in random_weight(inner, 4096, blocks, blocks=blocks))
     x = TorchKernels().quantize(normal(rows, inner), grouped=blocks)

@@ -101,21 +101,3 @@ def _piece_length(positions: Sequence[int], programs: int, most: int) -> int:
             found = bisect_left(units, True, key=lambda n, most=at_most: pieces(n * LARGEST_N) <= most)
             lengths.append(LARGEST_N * (units.start + found))
     return min(lengths, key=keys)
-
-
-def scan_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int) -> np.ndarray:
-    """The chunks of state layers, [chunks, 6] int32: request (index into the slots), first row, number of
-    tokens (at most `tokens`), number among the chunks of its request, tokens of the request from this chunk
-    on, first position. `prefills` (start, stop) follow `num_decodes` requests of one row each.
-
-    The first chunks of all requests come first. A program of a scan begins there and takes all chunks of its
-    request."""
-    chunks, row = [], num_decodes
-    for request, (start, stop) in enumerate(prefills, num_decodes):
-        chunks += [
-            (request, row + at - start, min(tokens, stop - at), number, stop - at, at)
-            for number, at in enumerate(range(start, stop, tokens))
-        ]
-        row += stop - start
-    chunks.sort(key=lambda chunk: chunk[3])
-    return np.array(chunks, dtype=np.int32).reshape(-1, 6)

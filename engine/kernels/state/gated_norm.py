@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
 from baton.engine.kernels.norm import ELEMENTS_PER_WARP
-from baton.engine.kernels.overlap import inputs_ready
 
 MAX_WARPS = 16
 
@@ -59,7 +59,7 @@ def norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _options(size: int) -> dict[str, Any]:
     block = triton.next_power_of_2(size)
     warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
-    return {"BLOCK": block, "num_warps": warps, **overlap.options()}
+    return {"BLOCK": block, "num_warps": warps, **launch.options()}
 
 
 @triton.jit

@@ -1,6 +1,14 @@
 """Paged attention: its metadata, and plain torch that defines it and runs on a CPU.
 
-KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], plain or in FP8 (`kv_cache`).
+KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]: plain, or in FP8 with a scale
+for each token and head.
+
+    written    values = x / scale, rounded to FP8;  scale = largest |x| of the head / 448
+    read       scores = (q · values of K) · scale of K;  out = Σ (probability · scale of V) · values of V
+
+A scale depends on its token alone. So what a request computes does not depend on other requests, chunks or
+block sizes. If a head of a token has NaN or an infinite number, only requests that see this token get NaN.
+
 Position p of a request is in slot block_table[p // block_size] * block_size + p % block_size of the same
 tensor seen as [2, slots, …].
 Slots outside a request's context are never multiplied, not even by zero: they may hold NaN.
@@ -10,14 +18,15 @@ whole blocks or tiles of them. A layer may have a *sink* for each head (Xiao 202
 the softmax like a key, but has no value.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.kv_cache import KV, gathered
 from baton.engine.model_config import Span
 
 KEYS = 16
@@ -27,6 +36,22 @@ sum in another order: in bfloat16 a query has the same result in any chunk of it
 MOST_QUERIES = 512
 """Queries of a prompt at a time. From 768 on the kernel computes in other blocks, which also changes the
 order of sums."""
+
+
+class Fp8KV(NamedTuple):
+    """It stands for values times scales."""
+
+    values: Tensor  # [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] FP8
+    scales: Tensor  # [2, num_blocks, num_kv_heads, block_size] float32: attention reads neighbours of a head
+
+
+KV = Tensor | Fp8KV
+"""A plain cache is a tensor in the shape of `Fp8KV.values`."""
+
+
+def parts(kv: KV) -> tuple[Tensor, Tensor | None]:
+    """The values, and the scales if the cache has some."""
+    return (kv, None) if isinstance(kv, Tensor) else kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +226,21 @@ def _attend(
     if sinks is not None:  # the sum grows by exp(sink)
         out *= torch.sigmoid(logsumexp - sinks)[..., None]
     return out
+
+
+def gathered(kv: KV, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """New memory with these blocks of a plain cache, or with those of an FP8 cache converted to `dtype`:
+    [2, len(blocks), block_size, num_kv_heads, head_dim]."""
+    if isinstance(kv, Tensor):
+        return kv.index_select(1, blocks)
+    scales = kv.scales.index_select(1, blocks).transpose(2, 3)[..., None]
+    bits = kv.values.view(torch.uint8).index_select(1, blocks)
+    # A table is four times as fast as torch's conversion on a CPU.
+    values = _numbers(dtype).index_select(0, bits.flatten().int()).view(bits.shape)
+    return values.mul_(scales)
+
+
+@functools.cache
+def _numbers(dtype: torch.dtype) -> Tensor:
+    """All FP8 numbers, by their bits."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.mamba2 import (
+from baton.engine.kernels.state.mamba2 import (
     CHUNK,
     LayerState,
     Prompt,

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Quantized, overlap
+from baton.engine.kernels import FP8, FP8_GROUP, Quantized, launch
 from baton.engine.kernels.fp8 import group_scales, outer_scales
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.launch import inputs_ready
 from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
 
 MAX_FEW_ROWS = 128
@@ -150,7 +150,7 @@ class Fp8Linear:
             SPLITS=shape.splits,
             num_warps=shape.warps,
             num_stages=shape.stages,
-            **overlap.options(),
+            **launch.options(),
         )
         return out
 

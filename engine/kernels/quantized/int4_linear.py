@@ -26,8 +26,9 @@ from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import int4_gemv, overlap
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.quantized import int4_gemv
 from baton.engine.kernels.silu import silu_mul
 from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
 
@@ -137,7 +138,7 @@ class Int4Linear:
             COMPILED=isinstance(_int4_linear, JITFunction),
             num_warps=shape.warps,
             num_stages=shape.stages,
-            **overlap.options(),
+            **launch.options(),
         )
         return out
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels import KV, parts
-from baton.engine.kernels.online_softmax import (
+from baton.engine.kernels.attention.online_softmax import (
     LOG2_E,
     any_tile,
     cache_tiles,
@@ -40,7 +40,7 @@ from baton.engine.kernels.online_softmax import (
     values_of,
     whole_tile,
 )
-from baton.engine.kernels.tiles import SHORT, TILE_FIELDS, Shape
+from baton.engine.kernels.attention.tiles import SHORT, TILE_FIELDS, Shape
 from baton.engine.model_config import Span
 
 # Measured on an H200.

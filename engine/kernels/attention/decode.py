@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import KV, overlap, parts
-from baton.engine.kernels.online_softmax import (
+from baton.engine.kernels import KV, launch, parts
+from baton.engine.kernels.attention.online_softmax import (
     LOG2_E,
     any_tile,
     cache_tiles,
@@ -40,7 +40,7 @@ from baton.engine.kernels.online_softmax import (
     values_of,
     whole_tile,
 )
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.launch import inputs_ready
 from baton.engine.model_config import Span
 
 # Measured on an H200.
@@ -143,7 +143,7 @@ def decode_attention(
         SINKS=sinks is not None,
         num_warps=max(1, head_dim * cache.itemsize // BYTES_PER_WARP),
         num_stages=STAGES,
-        **overlap.options(),
+        **launch.options(),
     )
     if few:
         _combine[(requests, num_heads)](
@@ -156,7 +156,7 @@ def decode_attention(
             HEAD_DIM=head_dim,
             COMBINED=COMBINED,
             num_warps=1,
-            **overlap.options(),
+            **launch.options(),
         )
 
 

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.gated_delta import EPS, GatedDelta
-from baton.engine.kernels.overlap import inputs_ready
-from baton.engine.kernels.state_update import time_step
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.state.gated_delta import EPS, GatedDelta
+from baton.engine.kernels.state.state_update import time_step
 
 ROWS, WARPS = 16, 2
 
@@ -49,7 +49,7 @@ def delta_rule(
         ROWS=ROWS,
         COLUMNS=triton.next_power_of_2(size),
         num_warps=WARPS,
-        **overlap.options(),
+        **launch.options(),
     )
 
 

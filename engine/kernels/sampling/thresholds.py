@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
 
 BLOCK = 2048  # columns at a time
 PIVOTS = 8
@@ -59,7 +59,7 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
     def set_bounds(stage: int) -> None:
         _set_bounds[(rows,)](
-            bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE=stage, num_warps=1, **overlap.options()
+            bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE=stage, num_warps=1, **launch.options()
         )
 
     def search(*, by_number: bool) -> None:
@@ -78,7 +78,7 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
                 PIVOTS=PIVOTS,
                 PARTS=PARTS,
                 num_warps=WARPS,
-                **overlap.options(),
+                **launch.options(),
             )
 
     set_bounds(0)

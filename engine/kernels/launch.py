@@ -1,4 +1,5 @@
-"""Starts a kernel while the kernel before it ends (programmatic dependent launch, from Hopper on).
+"""How kernels are launched: each starts while the kernel before it ends (programmatic dependent launch, from
+Hopper on).
 
 Between two small kernels the GPU idles for a microsecond: the last programs of one kernel finish, then the
 next is launched and reads its arguments. A kernel launched with `**options()` may begin earlier: when all
@@ -13,9 +14,13 @@ option, such as torch's or cuBLAS', waits for all kernels before it, as always.
 import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.runtime import JITFunction
+
+INTERPRETED_MULTIPROCESSORS = 4
+"""Assumed when Triton's interpreter runs the kernels, in tests."""
 
 
 @triton.jit
@@ -33,3 +38,10 @@ def options() -> dict[str, Any]:
         isinstance(inputs_ready, JITFunction) and triton.runtime.driver.active.get_current_target().arch >= 90
     )
     return {"OVERLAP": overlap, "launch_pdl": overlap}
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once, if each has a multiprocessor to itself."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.mamba2 import Mamba2
-from baton.engine.kernels.overlap import inputs_ready
-from baton.engine.kernels.state_update import time_step
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.state.mamba2 import Mamba2
+from baton.engine.kernels.state.state_update import time_step
 
 TOKENS, DIMS = 64, 64  # of a program
 TOKENS_FLOAT32, DIMS_FLOAT32 = 32, 32  # more do not fit into registers and shared memory
@@ -73,7 +73,7 @@ def scan(
         BLOCK=PREPARED_HEADS,
         **shape,
         num_warps=PREPARE_WARPS,
-        **overlap.options(),
+        **launch.options(),
     )
     exact = rows.dtype is torch.float32
     dims = max(LEAST, min(DIMS_FLOAT32 if exact else DIMS, triton.next_power_of_2(head_dim)))
@@ -98,7 +98,7 @@ def scan(
         **shape,
         num_warps=warps,
         num_stages=2 if exact else stages,  # shared memory
-        **overlap.options(),
+        **launch.options(),
     )
 
 

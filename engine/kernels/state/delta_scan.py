@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.gated_delta import EPS, GatedDelta
-from baton.engine.kernels.overlap import inputs_ready
-from baton.engine.kernels.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, state_at
-from baton.engine.kernels.state_update import time_step
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.state.gated_delta import EPS, GatedDelta
+from baton.engine.kernels.state.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, state_at
+from baton.engine.kernels.state.state_update import time_step
 
 SOLVE_WARPS = 4
 DIMS, WARPS = 32, 4
@@ -77,7 +77,7 @@ def scan(
         EPS,
         **shape,
         num_warps=SOLVE_WARPS,
-        **overlap.options(),
+        **launch.options(),
     )
     # The first chunks of all prompts come first in `scans`.
     parts = triton.cdiv(head_dim, dims)
@@ -99,7 +99,7 @@ def scan(
         **shape,
         num_warps=WARPS,
         num_stages=FEW if few else MANY,
-        **overlap.options(),
+        **launch.options(),
     )
 
 

@@ -14,7 +14,7 @@ tensor core product (SWAPPED, yᵀ = W xᵀ), so few pairs waste little of it. W
 side by side share what they read: they compute a few tiles (GROUP), for all rows of W.
 
 MetaShuffling (Meta 2025) adds the rows of a token in the epilogue, by atomic operations. Here
-`engine.kernels.combine` adds them, so that timing never changes a result.
+`engine.kernels.moe.combine` adds them, so that timing never changes a result.
 """
 
 from bisect import bisect_right
@@ -26,10 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized, overlap
+from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized, launch
 from baton.engine.kernels.fp8 import group_scales, outer_scales
-from baton.engine.kernels.overlap import inputs_ready
-from baton.engine.kernels.shuffle import Shuffled
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.moe.shuffle import Shuffled
 from baton.engine.kernels.silu import swiglu
 from baton.engine.model_config import ClampedSwiGLU
 
@@ -149,7 +149,7 @@ def grouped_linear(
         SWAPPED=shape.swapped,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        **overlap.options(),
+        **launch.options(),
     )
     return out
 

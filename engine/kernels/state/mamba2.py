@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.attention import AttentionMetadata
+from baton.engine.kernels.attention.paged import AttentionMetadata
 
 CHUNK = 64
 """Tokens of a chunk on a CPU."""
@@ -101,6 +102,24 @@ def plan_states(metadata: AttentionMetadata) -> TorchStatePlan:
         prompts.append(Prompt(slot, start == 0, slice(rows.start, rows.stop), own))
         row = rows.stop
     return TorchStatePlan(slots[:decodes].long(), metadata.contexts[:decodes] == 1, prompts)
+
+
+def scan_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int) -> np.ndarray:
+    """The chunks of state layers, [chunks, 6] int32: request (index into the slots), first row, number of
+    tokens (at most `tokens`), number among the chunks of its request, tokens of the request from this chunk
+    on, first position. `prefills` (start, stop) follow `num_decodes` requests of one row each.
+
+    The first chunks of all requests come first. A program of a scan begins there and takes all chunks of its
+    request."""
+    chunks, row = [], num_decodes
+    for request, (start, stop) in enumerate(prefills, num_decodes):
+        chunks += [
+            (request, row + at - start, min(tokens, stop - at), number, stop - at, at)
+            for number, at in enumerate(range(start, stop, tokens))
+        ]
+        row += stop - start
+    chunks.sort(key=lambda chunk: chunk[3])
+    return np.array(chunks, dtype=np.int32).reshape(-1, 6)
 
 
 def nonzero(values: Tensor) -> dict[int, int]:

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.mamba2 import Mamba2
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.state.mamba2 import Mamba2
 
 BLOCK_DIMS, WARPS = 32, 4
 
@@ -44,7 +44,7 @@ def update(
         DIMS=dims,
         COLUMNS=triton.next_power_of_2(size),
         num_warps=WARPS,
-        **overlap.options(),
+        **launch.options(),
     )
 
 

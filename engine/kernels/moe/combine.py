@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
 
 BLOCK = 1024  # columns of a program
 
@@ -31,7 +31,7 @@ def combine(y: Tensor, weights: Tensor, shared: Tensor | None, *, weighted: bool
         WEIGHTED=weighted,
         BLOCK=BLOCK,
         num_warps=4,
-        **overlap.options(),
+        **launch.options(),
     )
     return out
 

@@ -26,9 +26,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.online_softmax import power_of_two
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import launch
+from baton.engine.kernels.attention.online_softmax import power_of_two
+from baton.engine.kernels.launch import inputs_ready
 from baton.engine.kernels.silu import swiglu
 
 MAX_ROWS = 2
@@ -87,7 +87,7 @@ def gemv(
         EARLY=padded == 1,
         COMPILED=isinstance(_int4_gemv, JITFunction),
         num_warps=warps,
-        **overlap.options(),
+        **launch.options(),
     )
     return out
 

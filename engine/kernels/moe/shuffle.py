@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
 from baton.engine.model_config import Scoring
 
 BLOCK = 1024  # logits of a program
@@ -40,7 +40,7 @@ def shuffle(
     slots: Tensor | None = None,
     held: range | None = None,
 ) -> Shuffled:
-    """Routes as `engine.kernels.experts.route` does, by logits [tokens, experts] with dense rows. Of equal
+    """Routes as `moe.experts.route` does, by logits [tokens, experts] with dense rows. Of equal
     logits, the first is chosen. `counts` must be zero, and becomes the pairs of each expert. The result has
     the pairs of the experts `held`; None: of all. A token with slot −1 has no pair. slots [tokens] int64;
     None: all tokens have pairs."""
@@ -68,7 +68,7 @@ def shuffle(
         SIGMOID=scoring is Scoring.SIGMOID_ON_INPUT,
         NORMALIZED=scoring is Scoring.NORMALIZED_SOFTMAX,
         num_warps=4,
-        **overlap.options(),
+        **launch.options(),
     )
     return Shuffled(weights, counts[held.start : held.stop], pairs, experts)
 

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import KV, HeadNorm, overlap, parts
+from baton.engine.kernels import KV, HeadNorm, launch, parts
 from baton.engine.kernels.fp8 import scale_of
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.launch import inputs_ready
 
 MANY = 1024  # tokens; from this number on, a program handles TOKENS of them
 TOKENS = 4
@@ -50,7 +50,7 @@ def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, s
         FP8=scales is not None,
         TOKENS=tokens_each,
         num_warps=tokens_each,
-        **overlap.options(),
+        **launch.options(),
     )
 
 

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.mamba2 import Convolution
-from baton.engine.kernels.overlap import inputs_ready
-from baton.engine.kernels.ssd import copy_after
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.state.mamba2 import Convolution
+from baton.engine.kernels.state.ssd import copy_after
 
 BLOCK_DECODE = 512  # channels of a program
 BLOCK_CHUNK, WARPS_CHUNK = 512, 4
@@ -39,7 +39,7 @@ def convolve_next(
         channels,
         WIDTH=width,
         BLOCK=BLOCK_DECODE,
-        **overlap.options(),
+        **launch.options(),
     )
 
 
@@ -74,7 +74,7 @@ def convolve(
         STEPS=steps,
         BLOCK=BLOCK_CHUNK,
         num_warps=WARPS_CHUNK,
-        **overlap.options(),
+        **launch.options(),
     )
 
 
