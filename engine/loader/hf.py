@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import Checkpoint
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import ModelConfig
 
@@ -29,8 +30,8 @@ def read_config(directory: Path) -> ModelConfig:
     )
 
 
-class HFCheckpoint:
-    """A `Checkpoint` in a directory. Its files are mapped, so `read` returns tensors in the page cache."""
+class HFCheckpoint(Checkpoint):
+    """A checkpoint in a directory. Its files are mapped, so `read` returns tensors in the page cache."""
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)

@@ -141,7 +141,7 @@ def model_config_from_hf(
         spans=_spans(config, integer, types, context) if types else (),
         experts=experts(config, integer, partial(number, config), source) if experts else None,
         nope=nope,
-        mamba=state_layers(config, integer, norm_eps, source) if is_hybrid else None,
+        state=state_layers(config, integer, norm_eps, source) if is_hybrid else None,
         rotary_dim=rotated,
         multipliers=_multipliers(architecture, hidden_size, partial(number, config)),
         local_rope=local_rope(config, local, types, number, source) if architecture in GEMMA3 else None,

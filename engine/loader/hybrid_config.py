@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.engine.model_config import Mamba2Config
+from baton.engine.model_config import StateConfig
 
 GRANITE = "GraniteMoeHybridForCausalLM"
 QWEN3_NEXT = "Qwen3NextForCausalLM"
@@ -20,7 +20,7 @@ KINDS = {
 
 def mamba2_config(
     config: Mapping[str, Any], integer: Callable[..., int], norm_eps: float, source: str
-) -> Mamba2Config:
+) -> StateConfig:
     """Raises `ValueError` naming `source` and the key that is wrong or not supported. `integer` reads a
     key."""
     layers = _state_layers(config, integer("num_hidden_layers"), source)
@@ -33,7 +33,7 @@ def mamba2_config(
             f"makes {inner} columns"
         )
     least, most = (_number(limit, source) for limit in config.get("time_step_limit") or (0.0, math.inf))
-    return Mamba2Config(
+    return StateConfig(
         layers,
         heads,
         head_dim,
@@ -49,7 +49,7 @@ def mamba2_config(
 
 def gated_delta_config(
     config: Mapping[str, Any], integer: Callable[..., int], norm_eps: float, source: str
-) -> Mamba2Config:
+) -> StateConfig:
     """As `mamba2_config`, for the state layers of Qwen3-Next."""
     count, interval = integer("num_hidden_layers"), integer("full_attention_interval", 4)
     if config.get("layer_types") is None:
@@ -58,7 +58,7 @@ def gated_delta_config(
     heads, groups = integer("linear_num_value_heads", 32), integer("linear_num_key_heads", 16)
     if heads % groups:
         raise ValueError(f"{source}: {heads} value heads on {groups} key heads is not supported")
-    return Mamba2Config(
+    return StateConfig(
         _state_layers(config, count, source),
         heads,
         integer("linear_value_head_dim", 128),

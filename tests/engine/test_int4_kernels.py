@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.engine.layers.groups import Groups
+from baton.engine.layers.weights import Groups
 from tests.engine.test_groups import random_groups
 
 F16 = torch.float16

@@ -1,4 +1,5 @@
-"""The Mamba-2 mixer (Dao & Gu 2024), which takes the place of attention in a state layer."""
+"""What takes the place of attention in a state layer: Mamba-2 (Dao & Gu 2024) or the gated delta rule (Yang
+2024)."""
 
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from baton.engine.kernels import GatedDelta, Mamba2
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import Weights
-from baton.engine.model_config import Mamba2Config, ModelConfig
+from baton.engine.model_config import ModelConfig, StateConfig
 
 Mix = Callable[[int, Tensor, Mamba2 | GatedDelta], Tensor]
 """(layer, projected, parameters) → y [tokens, heads · head_dim]. Takes the states of the layer past the
@@ -22,34 +23,34 @@ class Mamba2Mixer:
     With fewer groups than ranks, several ranks hold a group, and the norm of the group needs the columns of
     all of them: they sum its squares first."""
 
-    def __init__(self, config: ModelConfig, mamba: Mamba2Config, weights: Weights, name: str) -> None:
+    def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
         hidden = whole(config.hidden_size)
-        heads = weights.ranks.part(mamba.num_heads)
-        inner = heads.of(mamba.head_dim)
-        self.groups = weights.ranks.shared_part(mamba.groups)
-        of_groups = self.groups.of(mamba.state_size)
+        heads = weights.ranks.part(state.num_heads)
+        inner = heads.of(state.head_dim)
+        self.groups = weights.ranks.shared_part(state.groups)
+        of_groups = self.groups.of(state.state_size)
         channels = beside(inner, of_groups, of_groups)
         rows = beside(inner, inner, of_groups, of_groups, heads)
         self.gate_size = inner.length
-        self.input = weights.linear([f"{name}.in_proj"] * len(rows), rows, hidden, bias=mamba.proj_bias)
-        self.out = weights.linear([f"{name}.out_proj"], [hidden], inner, bias=mamba.proj_bias)
+        self.input = weights.linear([f"{name}.in_proj"] * len(rows), rows, hidden, bias=state.proj_bias)
+        self.out = weights.linear([f"{name}.out_proj"], [hidden], inner, bias=state.proj_bias)
 
         def take(tensor: str, parts: list[Part], *others: Part) -> Tensor:
             return weights.stack([f"{name}.{tensor}"] * len(parts), [(part, *others) for part in parts])
 
-        kernel = take("conv1d.weight", channels, whole(1), whole(mamba.conv_width))
+        kernel = take("conv1d.weight", channels, whole(1), whole(state.conv_width))
         self.parameters = Mamba2(
             kernel[:, 0].T.contiguous(),
-            take("conv1d.bias", channels) if mamba.conv_bias else None,
+            take("conv1d.bias", channels) if state.conv_bias else None,
             take("dt_bias", [heads]).float(),
             -take("A_log", [heads]).float().exp(),
             take("D", [heads]).float(),
             self.groups.length,
-            mamba.dt_limits,
+            state.dt_limits,
         )
         self.norm = take("norm.weight", [inner])
-        self.norm_eps = mamba.norm_eps
-        self.group_size = mamba.inner_size // mamba.groups
+        self.norm_eps = state.norm_eps
+        self.group_size = state.inner_size // state.groups
         self.kernels = weights.kernels
         self.ranks = weights.ranks
 
@@ -65,6 +66,46 @@ class Mamba2Mixer:
         of_groups = torch.zeros(len(y), self.groups.size, device=y.device)
         of_groups[:, self.groups.start] = self.kernels.gated_squares(y, gate) / self.group_size
         return self.ranks.all_reduce(of_groups)[:, self.groups.start]
+
+
+class GatedDeltaMixer:
+    """The input product gives the gate of each column of y, the channels, and Δ and β of each head.
+
+    A rank has some heads, and the keys and queries of the groups of these heads."""
+
+    def __init__(self, config: ModelConfig, state: StateConfig, weights: Weights, name: str) -> None:
+        hidden = whole(config.hidden_size)
+        heads = weights.ranks.part(state.num_heads)
+        inner = heads.of(state.head_dim)
+        groups = weights.ranks.shared_part(state.groups)
+        of_groups = groups.of(state.state_size)
+        self.gate_size = inner.length
+        self.input = weights.linear(
+            [f"{name}.in_proj_{part}" for part in "zvkqab"],
+            [inner, inner, of_groups, of_groups, heads, heads],
+            hidden,
+        )
+        self.out = weights.linear([f"{name}.out_proj"], [hidden], inner)
+
+        def take(tensor: str, parts: list[Part], *others: Part) -> Tensor:
+            return weights.stack([f"{name}.{tensor}"] * len(parts), [(part, *others) for part in parts])
+
+        channels = beside(inner, of_groups, of_groups)
+        kernel = take("conv1d.weight", channels, whole(1), whole(state.conv_width))
+        self.parameters = GatedDelta(
+            kernel[:, 0].T.contiguous(),
+            take("dt_bias", [heads]).float(),
+            -take("A_log", [heads]).float().exp(),
+            groups.length,
+        )
+        self.norm = weights.take(f"{name}.norm.weight", (state.head_dim,))
+        self.norm_eps = state.norm_eps
+        self.kernels = weights.kernels
+
+    def __call__(self, layer: int, x: Tensor, rotary: Tensor, mix: Mix) -> Tensor:
+        projected = self.input(x)
+        y = mix(layer, projected[:, self.gate_size :], self.parameters)
+        return self.out(self.kernels.norm_gate(y, projected[:, : self.gate_size], self.norm, self.norm_eps))
 
 
 def beside(*parts: Part) -> list[Part]:

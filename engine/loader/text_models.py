@@ -1,7 +1,12 @@
-"""Checkpoints of Llama 4, in the form of other families.
+"""Checkpoints of Llama 4 and Gemma 3, in the form of other families.
 
-- A checkpoint that sees images, too, has its text model under the prefix `language_model.`. The rest of its
-  tensors is left out.
+Some see images, too. Such a checkpoint has its text model under the prefix `language_model.`. The rest of its
+tensors is left out.
+
+Gemma 3:
+- Norms multiply by 1 + weight. Here the weight has the 1 already.
+
+Llama 4:
 - The halves of rotated heads are interleaved.
 - A layer has two tensors for all its experts, transposed: `gate_up_proj` [experts, hidden_size, 2 * inner]
   and `down_proj` [experts, inner, hidden_size]. Here each expert has three tensors.
@@ -16,11 +21,30 @@ from torch import Tensor
 
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import Checkpoint
-from baton.engine.loader.interleaved import read_halves
-from baton.engine.loader.rearranged import Rearranged, of_text
+from baton.engine.loader.rearranged import Piece, Rearranged, read_halves
 
+TEXT = "language_model."
 ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
 FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj$")
+
+
+def of_text(files: Checkpoint) -> dict[str, str]:
+    """The tensors of the text model, by the names that they would have alone. A checkpoint that sees images,
+    too, has them under a prefix."""
+    prefix = TEXT if any(name.startswith(TEXT) for name in files.names()) else ""
+    return {name.removeprefix(prefix): name for name in files.names() if name.startswith(prefix)}
+
+
+class Gemma3Checkpoint(Rearranged[Piece]):
+    """The `Checkpoint` of a Gemma 3 text model: reads `files`."""
+
+    def __init__(self, files: Checkpoint) -> None:
+        super().__init__(files)
+        self._stored = of_text(files)
+
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        tensor = self._files.read(self._stored[name], parts)
+        return tensor.float() + 1 if name.endswith("norm.weight") else tensor
 
 
 class _Matrix(NamedTuple):
