@@ -71,6 +71,19 @@ class TritonStatePlan:
 
 
 class TritonKernels:
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    add_rms_norm_quantized = staticmethod(norm.add_rms_norm_quantized)
+    silu_mul = staticmethod(silu.silu_mul)
+    silu_mul_quantized = staticmethod(silu.silu_mul_quantized)
+    gelu_mul = staticmethod(silu.gelu_mul)
+    quantize = staticmethod(fp8.quantize)
+    norm_gate = staticmethod(gated_norm.norm_gate)
+    gated_squares = staticmethod(gated_norm.gated_squares)
+    gated_rms_norm = staticmethod(gated_norm.gated_rms_norm)
+    chunk_tokens = staticmethod(ssd.chunk_tokens)
+    greedy = staticmethod(race.greedy)
+    draw = staticmethod(race.draw)
+
     def __init__(self, device: torch.device, head_dim: int) -> None:
         if head_dim not in HEAD_DIMS:
             raise ValueError(
@@ -79,26 +92,6 @@ class TritonKernels:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # Triton launches on the current device
         self._multiprocessors = multiprocessors(device)
-
-    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        return norm.add_rms_norm(residual, delta, weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu.silu_mul(gate_up)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu.gelu_mul(gate_up)
-
-    def add_rms_norm_quantized(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
-    ) -> Quantized:
-        return norm.add_rms_norm_quantized(residual, delta, weight, eps, grouped=grouped)
-
-    def silu_mul_quantized(self, gate_up: Tensor, *, grouped: bool) -> Quantized:
-        return silu.silu_mul_quantized(gate_up, grouped=grouped)
-
-    def quantize(self, x: Tensor, *, grouped: bool) -> Quantized:
-        return fp8.quantize(x, grouped=grouped)
 
     def fp8_linear(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -217,9 +210,6 @@ class TritonKernels:
             prompts = min(len(slots), len(metadata.scans))
         return TritonStatePlan(slots, metadata.contexts[:decodes], scans, metadata.state_copies, prompts)
 
-    def chunk_tokens(self, dtype: torch.dtype) -> int:
-        return ssd.chunk_tokens(dtype)
-
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TritonStatePlan) -> Tensor:
         _, heads, head_dim, _ = state.ssm.shape
         x, dt = projected.split((projected.shape[1] - heads, heads), dim=1)
@@ -268,36 +258,6 @@ class TritonKernels:
             tokens = ssd.chunk_tokens(x.dtype)
             causal_conv.convolve(x, layer, state.conv, plan.slots, plan.scans, plan.copies, tokens, rows)
         return rows
-
-    def norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return gated_norm.norm_gate(x, gate, weight, eps)
-
-    def gated_squares(self, x: Tensor, gate: Tensor) -> Tensor:
-        return gated_norm.gated_squares(x, gate)
-
-    def gated_rms_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        groups: int,
-        squares: Tensor | None = None,
-    ) -> Tensor:
-        return gated_norm.gated_rms_norm(x, gate, weight, eps, groups, squares)
-
-    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return race.greedy(logits)
-
-    def draw(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        keys: Tensor,
-        probs: Tensor | None = None,
-        least: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return race.draw(logits, temperature, keys, probs, least)
 
     def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         return thresholds(probs, top_k, top_p, min_p)

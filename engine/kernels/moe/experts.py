@@ -42,7 +42,7 @@ def mix(
     biases: tuple[Tensor | None, Tensor | None],
     activation: ClampedSwiGLU | None,
     first: int,
-    rounded: Callable[[Tensor], Tensor] = lambda inner: inner,
+    rounded: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The weighted sum of down(silu(gate(x)) * up(x)) over the experts of each row of x [tokens, size].
 
@@ -59,7 +59,8 @@ def mix(
         weights = torch.ones_like(weights)
     of_gate_up, of_down = biases
     inner = _activated(_products(inputs, gate_up, of_gate_up, counts), activation)
-    sorted_out = _products(rounded(inner), down, of_down, counts)
+    inner = inner if rounded is None else rounded(inner)
+    sorted_out = _products(inner, down, of_down, counts)
     out = x.new_zeros(routing.experts.numel(), x.shape[1]).index_copy_(0, order, sorted_out)
     return torch.bmm(weights[:, None], out.unflatten(0, routing.experts.shape)).squeeze(1)
 

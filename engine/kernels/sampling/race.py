@@ -26,13 +26,13 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def draw(
     logits: Tensor,
-    temperatures: Tensor,
+    temperature: Tensor,
     keys: Tensor,
     probs: Tensor | None = None,
-    thresholds: Tensor | None = None,
+    least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `Kernels.draw`; logits and probs need dense rows only. keys are those of `draw_keys`."""
-    return _race(logits, temperatures, keys, probs, thresholds)
+    return _race(logits, temperature, keys, probs, least)
 
 
 def _race(

@@ -22,7 +22,7 @@ MAX_WARPS = 16
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, squares: Tensor | None
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, squares: Tensor | None = None
 ) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // groups
     out = x.new_empty(x.shape)

@@ -231,7 +231,7 @@ def gated_squares(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, squares: Tensor | None
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, squares: Tensor | None = None
 ) -> Tensor:
     """As `Kernels.gated_rms_norm`."""
     gated = (x.float() * F.silu(gate.float())).unflatten(1, (groups, -1))
