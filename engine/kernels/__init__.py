@@ -35,6 +35,7 @@ __all__ = [
     "KV",
     "SMALLEST_TEMPERATURE",
     "AttentionMetadata",
+    "Experts",
     "Fp8Experts",
     "Fp8KV",
     "GatedDelta",
@@ -73,6 +74,24 @@ class Fp8Experts(NamedTuple):
     @property
     def grouped(self) -> bool:
         return self.scales.shape[1] > 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """The experts of one layer that this rank holds, and how a token chooses among all experts."""
+
+    gate_up: Tensor | Fp8Experts  # [held, 2 * inner, size]
+    down: Tensor | Fp8Experts  # [held, size, inner]
+    num_chosen: int
+    """Experts of a token."""
+    scoring: Scoring
+    """Defines their weights."""
+    first: int = 0
+    """The first expert that is held. Those that are not add nothing to the sum."""
+    gate_up_bias: Tensor | None = None  # [held, 2 * inner]
+    down_bias: Tensor | None = None  # [held, size]
+    activation: ClampedSwiGLU | None = None
+    """In place of silu(gate) * up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,30 +144,20 @@ class Kernels(Protocol):
         self,
         x: Tensor,
         logits: Tensor,
-        gate_up: Tensor | Fp8Experts,
-        down: Tensor | Fp8Experts,
+        experts: Experts,
         counts: Tensor,
-        num_chosen: int,
-        scoring: Scoring,
         *,
         slots: Tensor | None = None,
-        first: int = 0,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: ClampedSwiGLU | None = None,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
-        x [tokens, size]. Each token has the `num_chosen` experts with the largest logits [tokens, experts];
-        `scoring` defines their weights. gate_up [held, 2 * inner, size] and down [held, size, inner] are the
-        experts from `first` on; others add nothing to the sum. counts [experts] int32 must be zero, and
-        becomes the number of tokens of each expert. Returns [tokens, size].
+        x [tokens, size]. Each token has the experts with the largest logits [tokens, experts]. counts
+        [experts] int32 must be zero, and becomes the number of tokens of each expert. Returns [tokens, size].
 
         slots [tokens]: a row with slot −1 pads a graph. It has no expert, and its result is undefined. None:
-        no row is padding. gate_up_bias [held, 2 * inner] and down_bias [held, size] are added to the
-        products, and `activation` replaces silu(gate) * up. Inputs of weights in FP8 are quantized. The
-        result of `shared` [tokens, size], which is called last, is added."""
+        no row is padding. Inputs of weights in FP8 are quantized. The result of `shared` [tokens, size],
+        which is called last, is added."""
         ...
 
     def rope_and_write(

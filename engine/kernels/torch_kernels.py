@@ -12,6 +12,7 @@ from baton.engine.kernels import (
     FP8_GROUP,
     KV,
     SMALLEST_TEMPERATURE,
+    Experts,
     Fp8Experts,
     GatedDelta,
     HeadNorm,
@@ -24,7 +25,7 @@ from baton.engine.kernels.attention.paged import AttentionMetadata, TorchPlan, p
 from baton.engine.kernels.moe.experts import mix, route
 from baton.engine.kernels.state import gated_delta, mamba2
 from baton.engine.kernels.state.mamba2 import TorchStatePlan
-from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
+from baton.engine.model_config import Span
 
 
 class TorchKernels:
@@ -76,30 +77,22 @@ class TorchKernels:
         self,
         x: Tensor,
         logits: Tensor,
-        gate_up: Tensor | Fp8Experts,
-        down: Tensor | Fp8Experts,
+        experts: Experts,
         counts: Tensor,
-        num_chosen: int,
-        scoring: Scoring,
         *,
         slots: Tensor | None = None,
-        first: int = 0,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: ClampedSwiGLU | None = None,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        routing = route(logits, num_chosen, scoring)
+        routing = route(logits, experts.num_chosen, experts.scoring)
         counts += routing.experts.flatten().bincount(minlength=len(counts))
+        gate_up, down = experts.gate_up, experts.down
         assert isinstance(gate_up, Tensor) == isinstance(down, Tensor), "experts have one format"
         inputs, rounded = x, None
         if isinstance(gate_up, Fp8Experts):
             inputs, gate_up = self._rounded(x, grouped=gate_up.grouped), _exact(gate_up)
         if isinstance(down, Fp8Experts):
             rounded, down = partial(self._rounded, grouped=down.grouped), _exact(down)
-        biases = gate_up_bias, down_bias
-        y = mix(inputs, routing, counts.tolist(), gate_up, down, biases, activation, first, rounded)
-        y = y.to(x.dtype)
+        y = mix(inputs, routing, counts.tolist(), gate_up, down, experts, rounded).to(x.dtype)
         return y if shared is None else y.add_(shared())
 
     def _rounded(self, x: Tensor, *, grouped: bool) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.engine.kernels import (
     KV,
+    Experts,
     Fp8Experts,
     Fp8KV,
     GatedDelta,
@@ -37,7 +38,7 @@ from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
 from baton.engine.kernels.state.delta_rule import delta_rule
 from baton.engine.kernels.state.mamba2 import scan_work
-from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
+from baton.engine.model_config import Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -102,40 +103,34 @@ class TritonKernels:
         self,
         x: Tensor,
         logits: Tensor,
-        gate_up: Tensor | Fp8Experts,
-        down: Tensor | Fp8Experts,
+        experts: Experts,
         counts: Tensor,
-        num_chosen: int,
-        scoring: Scoring,
         *,
         slots: Tensor | None = None,
-        first: int = 0,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: ClampedSwiGLU | None = None,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        experts = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
-        shuffled = shuffle(logits, counts, num_chosen, scoring, slots, range(first, first + experts))
-        on_input = scoring is Scoring.SIGMOID_ON_INPUT
+        gate_up, down, on_input = experts.gate_up, experts.down, experts.scoring is Scoring.SIGMOID_ON_INPUT
+        count = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
+        held = range(experts.first, experts.first + count)
+        shuffled = shuffle(logits, counts, experts.num_chosen, experts.scoring, slots, held)
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
         gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         inner = grouped_linear(
             inputs,
             gate_up,
             shuffled,
-            gate_up_bias,
+            experts.gate_up_bias,
             dtype=x.dtype,
             weighted=on_input,
             gated=gated,
-            clamped=activation,
+            clamped=experts.activation,
         )
         if isinstance(down, Fp8Experts):
-            inner = silu.silu_mul_quantized(inner, activation, grouped=down.grouped)
+            inner = silu.silu_mul_quantized(inner, experts.activation, grouped=down.grouped)
         elif not gated:
-            inner = silu.silu_mul(inner, activation)
-        y = grouped_linear(inner, down, shuffled, down_bias, dtype=x.dtype, weighted=False)
-        if on_input and num_chosen == 1 and experts == len(counts):
+            inner = silu.silu_mul(inner, experts.activation)
+        y = grouped_linear(inner, down, shuffled, experts.down_bias, dtype=x.dtype, weighted=False)
+        if on_input and experts.num_chosen == 1 and count == len(counts):
             return y if shared is None else y.add_(shared())
         return combine(y, shuffled.weights, None if shared is None else shared(), weighted=not on_input)
 

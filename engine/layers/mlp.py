@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.kernels import Experts
 from baton.engine.layers.current_step import current_step
 from baton.engine.layers.ranks import whole
 from baton.engine.layers.weights import Weights
@@ -77,29 +78,37 @@ class MoE:
         self.router = weights.linear(
             [f"{name}.{router}"], [whole(experts.num_experts)], hidden, bias=experts.bias
         )
-        self.gate_up = weights.experts(  # [own experts, 2 * inner, hidden_size]
+        gate_up = weights.experts(  # [own experts, 2 * inner, hidden_size]
             [(f"{name}.gate_proj", f"{name}.up_proj") for name in names],
             [own.here(expert, inner) for expert in range(len(names))],
             hidden,
         )
-        self.down = weights.experts(  # [own experts, hidden_size, inner]
+        down = weights.experts(  # [own experts, hidden_size, inner]
             [(f"{name}.down_proj",) for name in names],
             [own.here(expert, hidden) for expert in range(len(names))],
             inner,
         )
-        if isinstance(self.gate_up, Tensor) != isinstance(self.down, Tensor):
+        if isinstance(gate_up, Tensor) != isinstance(down, Tensor):
             raise ValueError(f"{weights.source}: of the experts of {name} only some matrices are in FP8")
-        self.gate_up_bias: Tensor | None = None  # [own experts, 2 * inner]
-        self.down_bias: Tensor | None = None  # [own experts, hidden_size]
+        gate_up_bias, down_bias = None, None
         if experts.bias:
-            self.gate_up_bias = weights.stack(
+            gate_up_bias = weights.stack(
                 [f"{name}.{half}_proj.bias" for name in names for half in ("gate", "up")],
                 [(own.here(expert, inner),) for expert in range(len(names)) for _ in range(2)],
             ).unflatten(0, (own.length, -1))
             rows = [own.here(expert, hidden) for expert in range(len(names))]
             down_bias = weights.bias([f"{name}.down_proj" for name in names], rows, inner)
-            self.down_bias = None if down_bias is None else down_bias.unflatten(0, (own.length, -1))
-        self.first = own.start
+            down_bias = None if down_bias is None else down_bias.unflatten(0, (own.length, -1))
+        self.experts = Experts(
+            gate_up,
+            down,
+            experts.num_chosen,
+            experts.scoring,
+            own.start,
+            gate_up_bias,
+            down_bias,
+            experts.activation,
+        )
         self.shared, self.shared_gate, self.side = None, None, None
         if experts.shared_intermediate_size:
             size = experts.shared_intermediate_size
@@ -110,29 +119,15 @@ class MoE:
                 self.side = _side_stream(weights.device)
         self.index = experts.layers.index(layer)
         """Among the layers with experts."""
-        self.num_chosen = experts.num_chosen
-        self.scoring = experts.scoring
-        self.activation = experts.activation
         self.kernels = weights.kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         shared = None if self.shared is None else self._shared(x, self.shared)
         step = current_step()
         assert step.expert_counts is not None, "the model has experts"
+        counts = step.expert_counts[self.index]
         return self.kernels.mix_experts(
-            x,
-            self.router(x),
-            self.gate_up,
-            self.down,
-            step.expert_counts[self.index],
-            self.num_chosen,
-            self.scoring,
-            slots=step.slots,
-            first=self.first,
-            gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias,
-            activation=self.activation,
-            shared=shared,
+            x, self.router(x), self.experts, counts, slots=step.slots, shared=shared
         )
 
     def _shared(self, x: Tensor, expert: GatedMLP) -> Callable[[], Tensor]:

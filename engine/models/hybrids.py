@@ -1,7 +1,7 @@
 """Models with state layers, which take the place of attention in most layers."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from baton.engine.models.qwen3 import Qwen3Attention
 class Bamba(Llama):
     """Llama with Mamba-2."""
 
+    state_mixer: ClassVar[type[Mamba2Mixer | GatedDeltaMixer]] = Mamba2Mixer
+    state_name: ClassVar[str] = "mamba"
+
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
         shape = config.state
@@ -33,7 +36,7 @@ class Bamba(Llama):
         state = config.state
         if state is None or layer not in state.layers:
             return super().mixer(config, weights, layer)
-        return Mamba2Mixer(config, state, weights, f"model.layers.{layer}.mamba")
+        return cls.state_mixer(config, state, weights, f"model.layers.{layer}.{cls.state_name}")
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend, mix: Mix) -> Tensor:
         residual, delta = self.embed(token_ids)
@@ -84,10 +87,5 @@ class Qwen3Next(Bamba):
     other layers gate the output of attention (Qiu 2025)."""
 
     attention = Qwen3NextAttention
-
-    @classmethod
-    def mixer(cls, config: ModelConfig, weights: Weights, layer: int) -> Any:
-        state = config.state
-        if state is None or layer not in state.layers:
-            return super().mixer(config, weights, layer)
-        return GatedDeltaMixer(config, state, weights, f"model.layers.{layer}.linear_attn")
+    state_mixer = GatedDeltaMixer
+    state_name = "linear_attn"

@@ -1,13 +1,12 @@
 """Triton's kernels of mixtures of experts against the torch kernels that define them (`kernel_checks`)."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Kernels
+from baton.engine.kernels import Experts, Kernels
 from baton.engine.kernels.moe.experts import route
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import ClampedSwiGLU, Scoring
@@ -109,14 +108,16 @@ def test_mix_experts(
     expected_counts = torch.zeros(6, dtype=torch.int32)
     shared = normal(tokens, size, seed=3).to(dtype)
     expected = TorchKernels().mix_experts(
-        x.double(), logits, gate_up.double(), down.double(), expected_counts, chosen, scoring,
+        x.double(), logits, Experts(gate_up.double(), down.double(), chosen, scoring), expected_counts,
         shared=shared.double,
     )  # fmt: skip
     x, logits, gate_up, down, beside = (
         tensor.to(kernel_device) for tensor in (x, logits, gate_up, down, shared)
     )
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    y = triton_kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring, shared=lambda: beside)
+    y = triton_kernels.mix_experts(
+        x, logits, Experts(gate_up, down, chosen, scoring), counts, shared=lambda: beside
+    )
     close(y, expected)
     assert counts.tolist() == expected_counts.tolist()
 
@@ -134,11 +135,12 @@ def test_a_mixture_does_not_depend_on_timing(tokens: int) -> None:
     x, gate_up, down = x.to(BF16), (gate_up / 32).to(BF16), down.to(BF16)
     counts = torch.zeros(32, dtype=torch.int32, device="cuda")
     expected = TorchKernels().mix_experts(
-        x.double(), logits, gate_up.double(), down.double(), counts.clone(), 4, Scoring.SOFTMAX
+        x.double(), logits, Experts(gate_up.double(), down.double(), 4, Scoring.SOFTMAX), counts.clone()
     )
     kernels = TritonKernels(torch.device("cuda"), 128)
     first, *others = (
-        kernels.mix_experts(x, logits, gate_up, down, counts.clone(), 4, Scoring.SOFTMAX) for _ in range(30)
+        kernels.mix_experts(x, logits, Experts(gate_up, down, 4, Scoring.SOFTMAX), counts.clone())
+        for _ in range(30)
     )
     close(first, expected.cpu())
     assert all(torch.equal(first, other) for other in others)
@@ -160,9 +162,11 @@ def test_the_sums_over_parts_of_the_experts_add_up(
     def mixed(kernels: Kernels, device: str, first: int, last: int) -> Tensor:
         held = slice(first, last)
         counts = torch.zeros(6, dtype=torch.int32)
-        inputs = [tensor.to(device) for tensor in (x, logits, gate_up[held], down[held], counts)]
-        mix: Any = kernels.mix_experts
-        return mix(*inputs, chosen, scoring, first=first).cpu()
+        tokens, router, one, other, counted = (
+            tensor.to(device) for tensor in (x, logits, gate_up[held], down[held], counts)
+        )
+        experts = Experts(one, other, chosen, scoring, first)
+        return kernels.mix_experts(tokens, router, experts, counted).cpu()
 
     whole = mixed(TorchKernels(), "cpu", 0, 6)
     for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
@@ -180,11 +184,10 @@ def test_experts_with_biases_and_a_clamped_activation(
     activation = ClampedSwiGLU(1.702, 7.0)  # a quarter of the values are beyond the limit
 
     def mixed(kernels: Kernels, *tensors: Tensor) -> Tensor:
-        x, logits, counts, gate_up, down, *biases = tensors
-        return kernels.mix_experts(
-            x, logits, gate_up, down, counts, chosen, Scoring.NORMALIZED_SOFTMAX,
-            gate_up_bias=biases[0], down_bias=biases[1], activation=activation,
-        )  # fmt: skip
+        x, logits, counts, gate_up, down, gate_up_bias, down_bias = tensors
+        scoring = Scoring.NORMALIZED_SOFTMAX
+        experts = Experts(gate_up, down, chosen, scoring, 0, gate_up_bias, down_bias, activation)
+        return kernels.mix_experts(x, logits, experts, counts)
 
     expected = mixed(TorchKernels(), x.double(), logits, counts.clone(), *(e.double() for e in experts))
     on_device = (tensor.to(kernel_device) for tensor in (x, logits, counts, *experts))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FP8, Fp8Experts, Kernels, Quantized
+from baton.engine.kernels import FP8, Experts, Fp8Experts, Kernels, Quantized
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Scoring
 from tests.device import DEVICE
@@ -176,7 +176,7 @@ def test_mix_experts(
         one, other = (Fp8Experts(*(t.to(device) for t in weight)) for weight in (gate_up, down))
         counts = torch.zeros(6, dtype=torch.int32, device=device)
         rows, routes = x.to(device, dtype), logits.to(device, dtype)
-        return kernels.mix_experts(rows, routes, one, other, counts, chosen, scoring, first=first)
+        return kernels.mix_experts(rows, routes, Experts(one, other, chosen, scoring, first), counts)
 
     expected = mix(TorchKernels(), "cpu", F32)
     ours = mix(triton_kernels, kernel_device, dtype)

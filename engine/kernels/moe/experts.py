@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.kernels import Experts
 from baton.engine.model_config import ClampedSwiGLU, Scoring
 
 
@@ -39,17 +40,15 @@ def mix(
     counts: Sequence[int],
     gate_up: Tensor,
     down: Tensor,
-    biases: tuple[Tensor | None, Tensor | None],
-    activation: ClampedSwiGLU | None,
-    first: int,
+    experts: Experts,
     rounded: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The weighted sum of down(silu(gate(x)) * up(x)) over the experts of each row of x [tokens, size].
 
     `counts` has the number of tokens of each expert. gate_up [held, 2 * inner, size] and down [held, size,
-    inner] are those of the experts from `first` on, and so are `biases` of gate_up and down; other experts
-    add nothing. `rounded` applies to the input of down. A token's terms are added in the order of `routing`,
-    which other tokens do not change."""
+    inner] are the exact values of those in `experts`; other experts add nothing. `rounded` applies to the
+    input of down. A token's terms are added in the order of `routing`, which other tokens do not change."""
+    first = experts.first
     before, counts = sum(counts[:first]), counts[first : first + len(gate_up)]
     order = routing.experts.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
     order = order[before : before + sum(counts)]
@@ -57,10 +56,9 @@ def mix(
     if routing.on_input:
         inputs *= weights.flatten()[order, None]
         weights = torch.ones_like(weights)
-    of_gate_up, of_down = biases
-    inner = _activated(_products(inputs, gate_up, of_gate_up, counts), activation)
+    inner = _activated(_products(inputs, gate_up, experts.gate_up_bias, counts), experts.activation)
     inner = inner if rounded is None else rounded(inner)
-    sorted_out = _products(inner, down, of_down, counts)
+    sorted_out = _products(inner, down, experts.down_bias, counts)
     out = x.new_zeros(routing.experts.numel(), x.shape[1]).index_copy_(0, order, sorted_out)
     return torch.bmm(weights[:, None], out.unflatten(0, routing.experts.shape)).squeeze(1)
 
