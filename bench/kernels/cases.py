@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.engine.kernels import KV, AttentionMetadata, Kernels
-from baton.engine.kernels.tiles import SHORT, tile_work
+from baton.engine.kernels.attention.tiles import SHORT, tile_work
 from baton.engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12

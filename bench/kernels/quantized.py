@@ -16,12 +16,13 @@ from torch import Tensor
 
 from baton.bench.kernels.cases import Case, Make, Shape
 from baton.engine.kernels import Kernels, Quantized
-from baton.engine.kernels.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
-from baton.engine.kernels.int4_linear import Int4Linear
-from baton.engine.kernels.split_k import multiprocessors
+from baton.engine.kernels.launch import multiprocessors
+from baton.engine.kernels.quantized.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
+from baton.engine.kernels.quantized.int4_linear import Int4Linear
 from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.layers.grouped_linear import PackedOnGpu
 from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.weights import GatedMethod
+from baton.engine.layers.weights import LinearMethod
 
 EPS = 1e-5
 GROUP = 128
@@ -60,22 +61,17 @@ class LayerCases:
     def plain(self, columns: int, out: int) -> PlainLinear:
         return PlainLinear(self.normal(out, columns))
 
-    def chain(
-        self, rows: int, make: Callable[[int, int], Callable[[Tensor], Tensor]]
-    ) -> Callable[[], object]:
+    def chain(self, rows: int, make: Callable[[int, int], LinearMethod]) -> Callable[[], object]:
         """A layer whose products are made by `make`."""
         hidden, kernels = self.shape.hidden, self.kernels
         qkv, out, gate_up, down = (make(*size) for size in self.sizes.values())
         residual, delta, attended = (self.normal(rows, hidden) for _ in range(3))
         weight = self.normal(hidden)
 
-        def activated(x: Tensor) -> Tensor:
-            return gate_up.silu_mul(x) if isinstance(gate_up, GatedMethod) else kernels.silu_mul(gate_up(x))
-
         def run() -> object:
             qkv(kernels.add_rms_norm(residual, delta, weight, EPS))
             out(attended)
-            return down(activated(kernels.add_rms_norm(residual, delta, weight, EPS)))
+            return down(gate_up.silu_mul(kernels.add_rms_norm(residual, delta, weight, EPS), kernels))
 
         return run
 
@@ -141,7 +137,7 @@ class Int4Cases(LayerCases):
             f"int4_layer.t{rows}",
             self.parameters // 2 + 2 * self.parameters // GROUP,
             2 * rows * self.parameters,
-            self.chain(rows, self.linear),
+            self.chain(rows, lambda columns, out: PackedOnGpu(self.linear(columns, out))),
             self.chain(rows, self.plain),
             "the layer in bfloat16",
         )

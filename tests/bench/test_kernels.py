@@ -102,8 +102,8 @@ def test_the_chain_of_kernels_equals_the_fused_scan(
     cases: Cases, kernel_device: str, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from baton.bench.kernels import ssd_chain
-    from baton.engine.kernels import ssd
-    from baton.engine.kernels.tiles import scan_work
+    from baton.engine.kernels.state import ssd
+    from baton.engine.kernels.state.mamba2 import scan_work
     from tests.engine.kernel_checks import F16
     from tests.engine.test_mamba2 import Step, layer_of
 
@@ -126,7 +126,7 @@ def test_every_case_of_fp8_runs(cases: Cases) -> None:
 
     fp8_cases = Fp8Cases(replace(TINY, prompts=(17,)), cases.kernels, cases.device)
     with pytest.MonkeyPatch.context() as patch:  # torch has no such product on a CPU
-        patch.setattr("baton.engine.kernels.fp8_linear.Fp8Linear.cublas", lambda self, x: None)
+        patch.setattr("baton.engine.kernels.quantized.fp8_linear.Fp8Linear.cublas", lambda self, x: None)
         rows = {row.name: row for make in fp8_cases for row in bench.measure(make, one_second_each, PLAIN)}
     parts = [f"fp8_{name}" for name in ("layer", "linear.down")]
     assert {f"kernels.{part}.t{count}.time" for part in parts for count in (1, 2, 17)} <= {*rows}
@@ -136,7 +136,7 @@ def test_every_case_of_fp8_runs(cases: Cases) -> None:
 def test_every_case_of_int4_runs(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.bench.kernels.quantized import Int4Cases
 
-    monkeypatch.setattr("baton.engine.kernels.int4_linear.MAX_FEW_ROWS", 16)  # a prompt has more
+    monkeypatch.setattr("baton.engine.kernels.quantized.int4_linear.MAX_FEW_ROWS", 16)  # a prompt has more
     # Of groups of 128 columns.
     shape = replace(TINY, heads=8, inner=128, batches=(1,), prompts=(17,))
     int4_cases = Int4Cases(shape, cases.kernels, cases.device)
