@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import AttentionMetadata, HeadNorm, Kernels
-from baton.engine.kernels.attention import first_seen
+from baton.engine.kernels.attention.paged import first_seen
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span
 from tests.engine.kernel_checks import F32, close, normal

@@ -10,7 +10,7 @@ from baton.engine import EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.schedule import Chunk
 from baton.engine.core.step_builder import build_step
-from baton.engine.kernels.attention import AttentionMetadata
+from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span
 from baton.engine.step import Step
