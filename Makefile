@@ -81,7 +81,6 @@ bench: venv
 	$(BIN)/python -m baton.bench.overlap $(ARGS)
 	$(BIN)/python -m baton.bench.router $(ARGS)
 	$(BIN)/python -m baton.bench.disagg $(ARGS)
-	$(BIN)/python -m baton.bench.discovery $(ARGS)
 	$(BIN)/python -m baton.bench.flip $(ARGS)
 	$(BIN)/python -m baton.bench.reuse $(ARGS)
 	$(BIN)/python -m baton.bench.routing_sim $(ARGS)

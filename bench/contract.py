@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import platform
 import statistics
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -153,6 +155,15 @@ def _device(devices: Sequence[str], given: str) -> str:
     return given
 
 
+def require_plotly() -> None:
+    """Raises ValueError if the package that draws pages is missing."""
+    if importlib.util.find_spec("plotly") is None:
+        raise ValueError(
+            "--html needs plotly, which is not installed; run `pip install -e '.[bench]'` in Baton's source "
+            "directory"
+        )
+
+
 def interleaved(
     a: Callable[[], float], b: Callable[[], float], pairs: int
 ) -> tuple[list[float], list[float]]:
@@ -175,8 +186,7 @@ def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[
 def percentile(values: Sequence[float], q: float) -> float:
     """The q-quantile (0…1) by nearest rank. The p99 of a short series is its maximum."""
     assert values, "no values"
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1))]
+    return float(np.quantile(values, q, method="inverted_cdf"))
 
 
 @functools.cache

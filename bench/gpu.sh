@@ -4,8 +4,8 @@
 #   bench/gpu.sh [--wheels DIR] [--out DIR] [STEP ...]
 #
 # STEP: tests kernels engine fp8 fp8_kv int4 moe hybrid kv overlap disagg flip reuse ranks (default: all, in this order;
-# the last four where there are two GPUs), overlap_8000, sweep, fp8_sweep, int4_sweep, hybrid_sweep, groups (two GPUs,
-# which the workers then share, or more), disagg_70b (four).
+# the last four where there are two GPUs), overlap_8000, groups (two GPUs, which the workers then
+# share, or more), disagg_70b (four).
 # DIR of --wheels holds the Python packages that the machine lacks. One GPU or two: with two, prefill has the first and
 # decode the second. A step that fails does not stop the others; the exit status says how many did.
 set -uo pipefail
@@ -40,13 +40,6 @@ kernels() {
     python3 -m baton.bench.kernels --device cuda --json "$out/kernels.json"
     python3 -m baton.bench.kernels --device cuda --model-shape qwen3-30b-a3b --json "$out/moe_kernels.json"
 }
-sweep() { python3 -m baton.bench.kernels --device cuda --sweep --json "$out/sweep.json"; }
-fp8_sweep() {
-    python3 -m baton.bench.kernels --device cuda --quantization fp8 --sweep --json "$out/fp8_sweep.json"
-}
-int4_sweep() {
-    python3 -m baton.bench.kernels --device cuda --quantization int4 --sweep --json "$out/int4_sweep.json"
-}
 engine() { python3 -m baton.bench.engine --device cuda --json "$out/engine.json"; }
 fp8() {
     python3 -m baton.bench.engine --device cuda --quantization fp8 --json "$out/fp8.json"
@@ -62,11 +55,7 @@ hybrid() {
     python3 -m baton.bench.overlap --device cuda --long 128000 --json "$out/overlap_long.json"
     python3 -m baton.bench.kernels --device cuda --model-shape bamba-9b --json "$out/bamba_kernels.json"
 }
-hybrid_sweep() {
-    python3 -m baton.bench.kernels --device cuda --model-shape bamba-9b --sweep --json "$out/hybrid_sweep.json"
-}
 fp8_kv() {
-    python3 -m baton.bench.kernels --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv_kernels.json"
     python3 -m baton.bench.engine --device cuda --kv-cache-dtype fp8 --json "$out/fp8_kv.json"
     python3 -m baton.bench.engine --device cuda --quantization fp8 --kv-cache-dtype fp8 --json "$out/fp8_fp8_kv.json"
     for prefill in auto fp8; do
@@ -81,10 +70,7 @@ int4() {
 moe() { python3 -m baton.bench.engine --device cuda --model-shape qwen3-30b-a3b --json "$out/moe.json"; }
 kv() { python3 -m baton.bench.kv --json "$out/kv.json"; }
 overlap() {
-    local growth=()
-    for tokens in 1000 2000 4000 8000 16000 32000; do growth+=(--growth "$tokens"); done
-    python3 -m baton.bench.overlap --device cuda --batch 32 --batch 64 "${growth[@]}" \
-        --json "$out/overlap.json"
+    python3 -m baton.bench.overlap --device cuda --batch 32 --batch 64 --json "$out/overlap.json"
     python3 -m baton.bench.overlap --device cuda --kv-connector auto --batch 64 --json "$out/overlap_auto.json"
 }
 overlap_8000() { python3 -m baton.bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
@@ -105,10 +91,7 @@ disagg_70b() { # on four GPUs
     python3 -m baton.bench.disagg --device cuda --model-shape llama-3.1-70b --tensor-parallel-size 2 --loads 2000/150 \
         --rates 1,2 --seconds 40 --logs "$out/disagg_70b" --html "$out/disagg_70b.html" --json "$out/disagg_70b.json"
 }
-reuse() {
-    python3 -m baton.bench.reuse --device cuda --json "$out/reuse.json"
-    python3 -m baton.bench.reuse --device cuda --trace default --json "$out/reuse_trace.json"
-}
+reuse() { python3 -m baton.bench.reuse --device cuda --json "$out/reuse.json"; }
 flip() { python3 -m baton.bench.flip --device cuda --logs "$out/flip" --json "$out/flip.json"; }
 
 ranks() {

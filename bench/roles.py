@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -18,10 +19,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TextIO
 
+import baton.bench.contract as contract
 from baton import rpc
+from baton.bench.shapes import DENSE, write_shape
+from baton.cluster.gpus import visible_gpus
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
@@ -149,3 +154,26 @@ def request(prompt_ids: Sequence[int], max_tokens: int) -> pb.Request:
         temperature=0, top_p=1, repetition_penalty=1, seed=1, max_tokens=max_tokens, ignore_eos=True
     )
     return pb.Request(request_id=os.urandom(16), prompt_ids=prompt_ids, sampling=sampling, timeout_ms=600_000)
+
+
+def _gpus(args: argparse.Namespace, count: int) -> list[str]:
+    """The GPUs of this machine. Exits if the bench needs more."""
+    gpus = visible_gpus()
+    if args.device == "cuda" and len(gpus) < count:
+        print(f"this bench needs {count} GPUs, and there are {len(gpus)}", file=sys.stderr)
+        sys.exit(contract.EXIT_CANNOT_MEASURE)
+    return gpus
+
+
+def worker_flags(
+    args: argparse.Namespace, directory: Path, *, gpus: int
+) -> tuple[list[str], list[dict[str, str]]]:
+    """The flags of so many workers, each on a GPU, and the environment of each. Exits if GPUs are missing."""
+    if args.device == "cpu":
+        # One thread each: otherwise two engines would compete for the cores of a small machine.
+        model = ["--model", args.model] if args.model else []
+        return ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", *model], [{}] * gpus
+    found = _gpus(args, gpus)[:gpus]
+    model = args.model or str(write_shape(DENSE, directory))
+    common = ["--device", "cuda", "--model", model, "--load-format", "dummy", "--max-model-len", "16384"]
+    return [*common, "--kv-lanes", "8", "--kv-slots", "256"], [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in found]

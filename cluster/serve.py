@@ -74,7 +74,7 @@ def run(plan: Plan) -> int:
 
 def _check_roles(plan: Plan, found: model.ResolvedModel, secret: bytes) -> None:
     """Raises ValueError for what a role would refuse when it has started."""
-    from baton.router.api.defaults import sampling_defaults
+    from baton.router.api.jobs import sampling_defaults
 
     for pool in POOLS:
         worker_config(pool, plan.worker(pool), found, secret)

@@ -16,7 +16,6 @@ Life of a request:
 A picker keeps nothing between requests, so several of them can stand side by side.
 """
 
-from baton.endpoint_picker.config import PickerConfig
-from baton.endpoint_picker.server import main
+from baton.endpoint_picker.server import PickerConfig, main
 
 __all__ = ["PickerConfig", "main"]

@@ -11,8 +11,7 @@ import aiohttp
 
 from baton.endpoint_picker.conversation import Conversation
 from baton.router.endpoints.stored_responses import home_tag
-from baton.router.policy.ring import Ring
-from baton.router.policy.sticky import BOUND
+from baton.router.policy.prefill import BOUND, Ring
 from baton.router.workers.discovery import Discovery
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,4 @@
-"""The process of an endpoint picker: starts, serves until a signal, and stops.
-
-1. Listens. It is ready when it has found a router.
-2. SIGTERM drains: it takes no new streams, and open ones finish within `drain_timeout`. A stream may last as
-   long as the response.
-"""
+"""The process of an endpoint picker: its configuration; starts, serves until a signal, and stops."""
 
 import asyncio
 import contextlib
@@ -11,6 +6,7 @@ import logging.config
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import setproctitle
 import uvloop
@@ -19,12 +15,35 @@ from grpc import StatusCode
 from grpc.aio import ServicerContext
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from baton.endpoint_picker.config import PickerConfig
 from baton.endpoint_picker.exchange import Exchange
 from baton.endpoint_picker.routers import Routers
-from baton.rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
+from baton.router.workers.discovery import Discovery
+from baton.rpc import HealthServicer, TlsFiles, add_port, cannot_listen, create_public_server, logs, url_host
 from baton.rpc import ext_proc_pb2 as pb
 from baton.rpc.ext_proc_pb2_grpc import ExternalProcessorServicer, add_ExternalProcessorServicer_to_server
+
+
+@dataclass(frozen=True, kw_only=True)
+class PickerConfig:
+    """The configuration of one endpoint picker."""
+
+    routers: Discovery
+    """Yields the HTTP addresses of routers, as the gateway names them."""
+    metrics_port: int | None = None
+    """Port of `/metrics` of each router. None: that of its address."""
+    host: str = "127.0.0.1"
+    port: int = 9002
+    """Of gRPC. 0: the system chooses, and the log shows it."""
+    tls: TlsFiles | None = None
+    """For the gateway's connections."""
+    drain_timeout: float = 60.0
+    """Seconds for open streams to finish after SIGTERM."""
+    log_format: logs.Format = "text"
+    log_level: logs.Level = "info"
+
+    def logging(self) -> dict[str, Any]:
+        return logs.log_config(self.log_format, self.log_level, {"role": "picker"}, exception_text=False)
+
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +106,8 @@ async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
     )
     add_ExternalProcessorServicer_to_server(Picker(routers), server)
     try:
-        port = add_port(server, config.host, config.port, config.tls)
+        pems = None if config.tls is None else config.tls.pems()
+        port = add_port(server, config.host, config.port, pems)
     except OSError as error:
         raise ValueError(cannot_listen("--port", config.host, config.port, error)) from error
     await server.start()

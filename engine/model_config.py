@@ -140,9 +140,9 @@ class NoPEConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Config:
-    """The state layers of a model: Mamba-2 (`engine.kernels.mamba2`), or the gated delta rule, which keeps
-    the same states (`engine.kernels.gated_delta`)."""
+class StateConfig:
+    """The state layers of a model: Mamba-2 (`engine.kernels.state.mamba2`), or the gated delta rule
+    (`engine.kernels.state.gated_delta`), which keeps the same states."""
 
     layers: tuple[int, ...]
     """The others have attention."""
@@ -157,7 +157,7 @@ class Mamba2Config:
     dt_limits: tuple[float, float]
     norm_eps: float
 
-    def of_rank(self, ranks: int) -> "Mamba2Config":
+    def of_rank(self, ranks: int) -> "StateConfig":
         """The heads and groups of one of `ranks` ranks."""
         return replace(self, num_heads=self.num_heads // ranks, groups=max(1, self.groups // ranks))
 
@@ -217,7 +217,7 @@ class ModelConfig:
     """None: a dense model. Not in the repr either; `engine.loader` adds it to the fingerprint."""
     nope: NoPEConfig | None = field(default=None, repr=False)
     """None: all layers have positions. As `experts`, the loader adds it to the fingerprint."""
-    mamba: Mamba2Config | None = field(default=None, repr=False)
+    state: StateConfig | None = field(default=None, repr=False)
     """None: all layers have attention. As `experts`, the loader adds this and the next two to the
     fingerprint."""
     rotary_dim: int | None = field(default=None, repr=False)
@@ -242,11 +242,11 @@ class ModelConfig:
         """The shape that one of `ranks` ranks computes with: its heads of attention and of state layers.
         Fewer KV heads than ranks are held by several ranks each, and so are fewer groups of a state layer.
         Raises `ValueError` if the heads do not divide so."""
-        mamba = self.mamba
+        state = self.state
 
         def divides(ranks: int) -> bool:
             heads = [(self.num_heads, self.num_kv_heads)]
-            heads += [] if mamba is None else [(mamba.num_heads, mamba.groups)]
+            heads += [] if state is None else [(state.num_heads, state.groups)]
             return all(
                 of_all % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
                 for of_all, shared in heads
@@ -254,7 +254,7 @@ class ModelConfig:
 
         if not divides(ranks):
             possible = ", ".join(str(n) for n in range(1, self.num_heads + 1) if divides(n))
-            beside = "" if mamba is None else f", and {mamba.num_heads} Mamba heads in {mamba.groups} groups"
+            beside = "" if state is None else f", and {state.num_heads} state heads in {state.groups} groups"
             raise ValueError(
                 f"--tensor-parallel-size {ranks}: the model has {self.num_heads} query heads and "
                 f"{self.num_kv_heads} KV heads{beside}; choose one of {possible}"
@@ -263,7 +263,7 @@ class ModelConfig:
             self,
             num_heads=self.num_heads // ranks,
             num_kv_heads=max(1, self.num_kv_heads // ranks),
-            mamba=mamba and mamba.of_rank(ranks),
+            state=state and state.of_rank(ranks),
         )
 
     def check_expert_parallel(self, ranks: int) -> None:
@@ -310,8 +310,8 @@ class ModelConfig:
         mlp = 3 * self.hidden_size * self.intermediate_size
         with_attention = self.num_layers
         states = 0
-        if (mamba := self.mamba) is not None:
-            with_attention -= len(mamba.layers)
-            projected = 2 * mamba.inner_size + mamba.channels + mamba.num_heads
-            states = len(mamba.layers) * self.hidden_size * projected
+        if (state := self.state) is not None:
+            with_attention -= len(state.layers)
+            projected = 2 * state.inner_size + state.channels + state.num_heads
+            states = len(state.layers) * self.hidden_size * projected
         return with_attention * attention + states + dense * mlp + sparse + self.embedding_parameters

@@ -44,7 +44,7 @@ class RouterConfig:
     tls: TlsFiles | None = None
     """For HTTP and gRPC clients. With `ca_certs` clients must show a certificate."""
     cluster_tls: TlsFiles | None = None
-    """For connections to workers."""
+    """For connections to workers. None: certificates are made from the secret."""
     allowed_origins: tuple[str, ...] = ()
     """Origins, such as https://chat.example, whose pages may use the API in a browser. "*" is any."""
     api_keys: tuple[ApiKey, ...] = field(default=(), repr=False)

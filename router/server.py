@@ -25,7 +25,7 @@ from aiohttp import web
 from baton.router.active_request import Services
 from baton.router.admission.keys import ApiKey
 from baton.router.admission.queue import Admission
-from baton.router.api.defaults import SamplingDefaults, sampling_defaults, shown
+from baton.router.api.jobs import SamplingDefaults, sampling_defaults, shown
 from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.grpc_server import GrpcEndpoint
@@ -34,12 +34,11 @@ from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
 from baton.router.policy import PREFILL_POLICIES
-from baton.router.processes.control import Commands, serve_commands
-from baton.router.processes.listen import BACKLOG, listen
+from baton.router.processes.sockets import BACKLOG, Commands, listen, serve_commands
 from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
-from baton.router.workers.fit import RouterModel
+from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
 from baton.rpc.ports import url_host
 from baton.rpc.tracing import open_tracer

@@ -3,15 +3,12 @@
 Life of a call:
 
 1. `connect` opens a channel with keepalive and message bounds.
-2. Before its first signed call the channel asks the server for the server's id.
-3. Each call carries an HMAC of that id, the method, the time and a nonce (`rpc.auth`). The key is the cluster
-   secret.
-4. The server from `create_server` verifies the HMAC before it reads a message, and refuses replays. Only
-   Health/Check and the question for the id need no signature.
+2. Both sides prove with mutual TLS that they have the cluster secret (`rpc.auth`). With `TlsFiles` they show
+   certificates of the user's authority, and each call carries a token that is made from the secret.
 
-With `TlsFiles` both sides also show certificates of the cluster. `create_public_server` makes a server for
-clients, which have no secret. `rpc.vocabulary` is a fingerprint that routers and workers compare. `rpc.logs`
-defines the log lines of every process, and `rpc.tracing` exports traces over OTLP.
+`create_public_server` makes a server for clients, which have no secret. `rpc.vocabulary` is a fingerprint
+that routers and workers compare. `rpc.logs` defines the log lines of every process, and `rpc.tracing` exports
+traces over OTLP.
 
 `make proto` generates the stubs `*_pb2*` from proto/. They are checked in.
 """
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
     from grpc.aio import Channel
 
     from baton.rpc.auth import load_secret
-    from baton.rpc.channel import check_health, connect, create_public_server, create_server
+    from baton.rpc.channel import check_health, cluster_pems, connect, create_public_server, create_server
     from baton.rpc.health import HealthServicer
     from baton.rpc.ports import cannot_listen, try_port, url_host
     from baton.rpc.tls import TlsFiles, add_port
@@ -44,6 +41,7 @@ _MODULE_OF = {
     "add_port": "baton.rpc.tls",
     "cannot_listen": "baton.rpc.ports",
     "check_health": "baton.rpc.channel",
+    "cluster_pems": "baton.rpc.channel",
     "connect": "baton.rpc.channel",
     "create_public_server": "baton.rpc.channel",
     "create_server": "baton.rpc.channel",
@@ -72,6 +70,7 @@ __all__ = [
     "add_port",
     "cannot_listen",
     "check_health",
+    "cluster_pems",
     "connect",
     "create_public_server",
     "create_server",

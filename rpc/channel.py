@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.rpc.auth import ServerAuth, Signer
+from baton.rpc.auth import TokenCheck, certificate, token
 from baton.rpc.health import HealthServicer
 from baton.rpc.patience import MessageDeadline
-from baton.rpc.tls import WORKER_NAME, TlsFiles
+from baton.rpc.tls import WORKER_NAME, Pems, TlsFiles
 
 MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million tokens is 3 MiB
-_MESSAGE_SECONDS = 5.0  # within which the message of a call to a worker must arrive
 
 # gRPC pings after 2 s of silence and waits 3 s for the answer. So calls to a stalled peer end within 5 s.
 _KEEPALIVE = [
@@ -36,9 +36,9 @@ _BOUNDS = [
 
 
 def connect(address: str, secret: bytes, tls: TlsFiles | None = None) -> grpc.aio.Channel:
-    """Opens a channel to `address` ("host:port") that signs its calls. The caller closes the channel.
+    """Opens a channel to the worker at `address` ("host:port"). The caller closes the channel.
 
-    With `tls` both sides show certificates. The worker's certificate must be for `WORKER_NAME`.
+    Both sides show certificates: of `tls`, or made from the secret. The worker's must be for `WORKER_NAME`.
     """
     options: list[tuple[str, int | str]] = [
         *_KEEPALIVE,
@@ -49,18 +49,15 @@ def connect(address: str, secret: bytes, tls: TlsFiles | None = None) -> grpc.ai
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.ssl_target_name_override", WORKER_NAME),
     ]
-    signer = Signer(secret)
-    interceptors = signer.interceptors()
     if tls is None:
-        # pyrefly: ignore[bad-argument-type]  (the stubs leave this type out)
-        signer.channel = grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
-        return signer.channel
-    options.append(("grpc.ssl_target_name_override", WORKER_NAME))
-    credentials = tls.channel_credentials()
-    # pyrefly: ignore[bad-argument-type]  (the stubs leave this type out)
-    signer.channel = grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
-    return signer.channel
+        credentials = certificate(secret).channel_credentials()
+    else:
+        credentials = grpc.composite_channel_credentials(
+            tls.pems().channel_credentials(), grpc.access_token_call_credentials(token(secret))
+        )
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 async def check_health(channel: grpc.aio.Channel, timeout: float) -> None:
@@ -72,6 +69,11 @@ async def check_health(channel: grpc.aio.Channel, timeout: float) -> None:
     await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
 
 
+def cluster_pems(secret: bytes, tls: TlsFiles | None) -> Pems:
+    """Returns what a process shows to the others of its cluster. Raises OSError if `tls` cannot be read."""
+    return certificate(secret) if tls is None else tls.pems()
+
+
 def create_public_server(
     max_request_bytes: int,
     health_servicer: HealthServicer,
@@ -80,7 +82,7 @@ def create_public_server(
     message_timeout: float,
     share: bool,
 ) -> grpc.aio.Server:
-    """Makes a server for clients: calls need no signature.
+    """Makes a server for clients: callers prove nothing here.
 
     The server has the health service, and reflection of `services` (full names). A call ends if its message
     does not arrive within `message_timeout` seconds. With `share` other processes of the same router may
@@ -100,11 +102,14 @@ def create_public_server(
     return server
 
 
-def create_server(secret: bytes, health_servicer: HealthServicer | None = None) -> grpc.aio.Server:
-    """Makes a server that verifies the signature of every call, except of Health/Check.
+def create_server(
+    secret: bytes, tls: TlsFiles | None = None, health_servicer: HealthServicer | None = None
+) -> grpc.aio.Server:
+    """Makes a server for a worker. The caller adds its services and the port, starts and stops it.
 
-    Pass `health_servicer` to report a state other than SERVING (`servicer.set("", state)`). The caller adds
-    its services and a port (`add_port`), starts and stops the server. Two servers never share a port.
+    The port verifies callers: `add_port(…, cluster_pems(secret, tls))`. With `tls` the server verifies calls.
+    Pass `health_servicer` to report a state other than SERVING (`servicer.set("", state)`). Two servers never
+    share a port.
     """
     options = [
         *_KEEPALIVE,
@@ -114,7 +119,7 @@ def create_server(secret: bytes, health_servicer: HealthServicer | None = None) 
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
-    interceptors = [ServerAuth(secret), MessageDeadline(_MESSAGE_SECONDS)]
+    interceptors = [] if tls is None else [TokenCheck(secret)]
     server = grpc.aio.server(interceptors=interceptors, options=options)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer or HealthServicer(), server)
     return server

@@ -1,12 +1,12 @@
-"""TLS from PEM files, for HTTP and gRPC.
+"""TLS from PEM files, for HTTP and gRPC, and the credentials of gRPC.
 
 Between routers and workers TLS is always mutual: each side shows a certificate that the cluster's own
-authority signed. The certificate of a worker must be for the name `WORKER_NAME`, because workers change their
-addresses. Calls are also signed with the cluster secret.
+authority signed, that of `rpc.auth` or the user's. The certificate of a worker must be for the name
+`WORKER_NAME`, because workers change their addresses.
 """
 
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -14,6 +14,23 @@ import grpc
 from baton.rpc.ports import try_port, url_host
 
 WORKER_NAME = "baton-worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Pems:
+    """A private key, the chain of its certificate, and the authorities of the peers. None: any peer."""
+
+    key: bytes = field(repr=False)
+    chain: bytes
+    authorities: bytes | None
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials(
+            [(self.key, self.chain)], self.authorities, self.authorities is not None
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.authorities, self.key, self.chain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +88,13 @@ class TlsFiles:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        key, chain, authorities = self._read()
-        return grpc.ssl_server_credentials([(key, chain)], authorities, authorities is not None)
-
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        key, chain, authorities = self._read()
-        return grpc.ssl_channel_credentials(authorities, key, chain)
-
-    def _read(self) -> tuple[bytes, bytes, bytes | None]:
+    def pems(self) -> Pems:
+        """Reads the files. Raises OSError."""
         authorities = None if self.ca_certs is None else Path(self.ca_certs).read_bytes()
-        return Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes(), authorities
+        return Pems(Path(self.keyfile).read_bytes(), Path(self.certfile).read_bytes(), authorities)
 
 
-def add_port(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None) -> int:
+def add_port(server: grpc.aio.Server, host: str, port: int, tls: Pems | None) -> int:
     """Makes `server` listen on `host`:`port`, with TLS if `tls` is given.
 
     Returns the port. Raises OSError.

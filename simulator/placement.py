@@ -40,9 +40,9 @@ from baton.router.policy import (
     two_choices,
 )
 from baton.rpc import worker_pb2 as pb
-from baton.simulator.arrivals import Arrival, Load, arrivals
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
+from baton.simulator.trace import Arrival, Load, arrivals
 
 SEATS = 256
 HANDOVER_SECONDS = (1.2e-3, 2.5e-3)

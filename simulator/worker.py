@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.machine import Average
 from baton.simulator.trace import Turn, hit_tokens
 
 Speed = Callable[[int, int], float]
@@ -44,7 +45,7 @@ class SimWorker:
         self._cache: OrderedDict[int, None] = OrderedDict()
         self._running: Queued | None = None
         self._hit = 0
-        self._computed_tokens = self._computing = 0.0  # running averages, as in engine.core.meters
+        self._tokens_per_s = Average()  # as in engine.core.meters
 
     @property
     def idle(self) -> bool:
@@ -62,7 +63,7 @@ class SimWorker:
         return sum(q.turn.tokens - self.cached(q.turn) for q in (*running, *self.queue))
 
     def tokens_per_s(self) -> float:
-        return self._computed_tokens / self._computing if self._computing else 0.0
+        return self._tokens_per_s.value
 
     def begin(self, now: float) -> float:
         """Begins the next prompt. Returns when it will be done.
@@ -81,8 +82,7 @@ class SimWorker:
             self._changes[evicted] = False
         seconds = self._speed(queued.turn.tokens - self._hit, self._hit)
         self.busy += seconds
-        self._computed_tokens = 0.9 * self._computed_tokens + queued.turn.tokens - self._hit
-        self._computing = 0.9 * self._computing + seconds
+        self._tokens_per_s.add(queued.turn.tokens - self._hit, seconds)
         return now + seconds
 
     def finish(self) -> tuple[Queued, int]:

@@ -217,6 +217,7 @@ class WorkerStream:
     call: grpc.aio.StreamStreamCall
     stub: WorkerStub
     reading: asyncio.Task[None] = field(init=False)
+    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     may_read: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     steps: list[pb.StepOutput] = field(default_factory=list)
@@ -229,7 +230,8 @@ class WorkerStream:
     )
 
     async def send(self, **kind: Any) -> None:
-        await self.call.write(pb.RouterMessage(**kind))
+        async with self.sending:  # gRPC takes one write at a time
+            await self.call.write(pb.RouterMessage(**kind))
 
     async def submit_prefill(
         self,

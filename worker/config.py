@@ -63,7 +63,7 @@ class WorkerConfig:
     secret: bytes = field(repr=False)
     """The cluster secret, at least 16 bytes. It authenticates routers (gRPC) and peers (KV lanes)."""
     tls: TlsFiles | None = None
-    """Files for the gRPC port. Routers must show a certificate, too. None: no TLS."""
+    """Files for the gRPC port. Routers must show a certificate, too. None: they are made from the secret."""
     index: int = 0
     """The number of the worker within its role, in process titles, logs and `baton status`."""
     title: str = "baton"

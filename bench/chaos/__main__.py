@@ -108,22 +108,12 @@ def _add_faults(report: Report, happened: list[Happened], streams: list[Stream])
     report.add(Row("chaos.pause.max", max(everywhere, default=0.0), "s"))
     for name, gaps in sorted(seen.items()):
         _add_seconds(report, f"pause.{name}", gaps)
-    report.detail = {
-        "pauses": {name: sorted(round(gap, 3) for gap in gaps) for name, gaps in seen.items()},
-        "pause_histogram": {name: histogram(gaps) for name, gaps in seen.items()},
-    }
+    report.detail = {"pauses": {name: sorted(round(gap, 3) for gap in gaps) for name, gaps in seen.items()}}
 
 
 def _add_seconds(report: Report, name: str, seconds: list[float]) -> None:
     if seconds:
         report.add(Row(f"chaos.{name}", percentile(seconds, 0.5), "s", p99=percentile(seconds, 0.99)))
-
-
-def histogram(seconds: list[float]) -> dict[str, int]:
-    """Number of gaps up to each bound and above the bound before it."""
-    bounds = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, float("inf")]
-    found = Counter(next(bound for bound in bounds if gap <= bound) for gap in seconds)
-    return {f"{bound:g}": found[bound] for bound in bounds}
 
 
 def main(argv: list[str] | None = None) -> Report:

@@ -121,11 +121,7 @@ class Worker:
 
     def metric(self, name: str) -> float:
         """The sum over all labels of a metric of the current process."""
-        with urllib.request.urlopen(
-            f"http://{self.lives[-1]['metrics_address']}/metrics", timeout=10
-        ) as page:
-            lines = page.read().decode().splitlines()
-        return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith((name + "{", name + " ")))
+        return metric(f"http://{self.lives[-1]['metrics_address']}", name)
 
     def end(self) -> None:
         self._stopping = True
@@ -276,9 +272,7 @@ class LocalCluster:
         self.wait_for(attached, START_S, f"{worker.name} at the router")
 
     def router_metric(self, name: str) -> float:
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as page:
-            lines = page.read().decode().splitlines()
-        return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith((name + "{", name + " ")))
+        return metric(self.url, name)
 
     # ------------------------------------------------------------ for workers
 
@@ -304,6 +298,13 @@ class LocalCluster:
         draft = self._file.with_suffix(".new")
         draft.write_text("".join(f"{w.lives[-1]['address']}\n" for w in self.workers if w.ready))
         draft.replace(self._file)
+
+
+def metric(url: str, name: str) -> float:
+    """The sum over all labels of a metric."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith((name + "{", name + " ")))
 
 
 def status(url: str, key: str = "") -> dict[str, Any]:

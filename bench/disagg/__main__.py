@@ -174,6 +174,8 @@ def main() -> int:
         directory = args.logs or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         try:
+            if args.html is not None:
+                contract.require_plotly()
             sides, loads = chosen_sides(args, list(earlier), directory), chosen_loads(args)
         except ValueError as error:
             p.error(str(error))

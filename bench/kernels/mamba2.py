@@ -1,29 +1,25 @@
 """The cases of Mamba-2: the scan of prompts in one kernel against the chain of five (`ssd_chain`), and the
 step of decodes against the bytes of the states.
-
-Where `mamba_ssm` is installed, cases named `mamba_ssm` compare the scan with its chain, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.bench.kernels import ssd_chain
 from baton.bench.kernels.cases import Case, Make, nbytes
-from baton.engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2, ssd
-from baton.engine.kernels.split_k import multiprocessors
-from baton.engine.kernels.tiles import scan_work
+from baton.engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2
+from baton.engine.kernels.launch import multiprocessors
+from baton.engine.kernels.state import ssd
+from baton.engine.kernels.state.mamba2 import scan_work
 
 CHAIN_TOKENS = 128
 """Of a chunk of the chain."""
-MAMBA_SSM_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +57,6 @@ class Mamba2Cases:
     def __iter__(self) -> Iterator[Make]:
         for requests, tokens in self.shape.prompts:
             yield partial(self.scan, requests, tokens)
-            if find_spec("mamba_ssm"):
-                yield partial(self.scan, requests, tokens, mamba_ssm=True)
             yield partial(self.prompts, requests, tokens)
         for batch in self.shape.batches:
             yield partial(self.decode, batch)
@@ -94,7 +88,7 @@ class Mamba2Cases:
         """As in a step of an engine that copies no states."""
         return torch.zeros(rows, dtype=torch.int32, device=self.device)
 
-    def scan(self, requests: int, tokens: int, *, mamba_ssm: bool = False) -> Case:
+    def scan(self, requests: int, tokens: int) -> Case:
         """The scan alone, after the convolution."""
         shape, layer, (_, state) = self.shape, self.layer(), self.state(requests)
         rows = self.normal(requests * tokens, shape.channels)
@@ -113,33 +107,14 @@ class Mamba2Cases:
         # The products with the state, and those within chunks of the length that needs fewest.
         inner = shape.state_size * shape.head_dim
         each = 4 * inner + ssd.TOKENS * (shape.state_size + shape.head_dim)
-        name, theirs, theirs_is = f"ssd.{requests}x{tokens}", chain, "chain of five kernels"
-        if mamba_ssm:
-            name, theirs_is = f"{name}.mamba_ssm", "mamba_ssm"
-            theirs = self._mamba_ssm(rows, dt, layer, requests)
         return Case(
-            name,
+            f"ssd.{requests}x{tokens}",
             nbytes(rows) + nbytes(dt) + nbytes(y) + 2 * nbytes(state),
             len(rows) * shape.heads * each,
             lambda: ssd.scan(rows, dt, layer, state, slots, scans, copies, requests, units, y),
-            theirs,
-            theirs_is,
+            chain,
+            "chain of five kernels",
         )
-
-    def _mamba_ssm(self, rows: Tensor, dt: Tensor, layer: Mamba2, requests: int) -> Callable[[], Any]:
-        from mamba_ssm.ops.triton.ssd_combined import (  # pyrefly: ignore[missing-import]
-            mamba_chunk_scan_combined,
-        )
-
-        shape = self.shape
-        sizes = (shape.heads * shape.head_dim, *[shape.groups * shape.state_size] * 2)
-        x, b, c = (part.unflatten(0, (requests, -1)) for part in rows.split(sizes, dim=1))
-        x = x.unflatten(2, (shape.heads, shape.head_dim))
-        b, c = (part.unflatten(2, (shape.groups, shape.state_size)) for part in (b, c))
-        return lambda: mamba_chunk_scan_combined(
-            x, dt.unflatten(0, (requests, -1)), layer.a, b, c, MAMBA_SSM_TOKENS, D=layer.d,
-            dt_bias=layer.dt_bias, dt_softplus=True, return_final_states=True,
-        )  # fmt: skip
 
     def prompts(self, requests: int, tokens: int) -> Case:
         """Convolution and scan."""

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from baton.bench.kernels.cases import Case, Make, nbytes
 from baton.engine.kernels import FP8_GROUP, Fp8Experts
-from baton.engine.kernels.combine import combine
-from baton.engine.kernels.grouped_linear import grouped_linear
-from baton.engine.kernels.shuffle import Shuffled, shuffle
+from baton.engine.kernels.moe.combine import combine
+from baton.engine.kernels.moe.grouped_linear import grouped_linear
+from baton.engine.kernels.moe.shuffle import Shuffled, shuffle
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Scoring
 

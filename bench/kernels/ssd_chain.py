@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 as a chain of five kernels, which `engine.kernels.ssd` is compared with.
+"""The scan of Mamba-2 as a chain of five kernels, which `engine.kernels.state.ssd` is compared with.
 
 The steps are those of `mamba_ssm` (Dao & Gu 2024). Each writes its result to memory for the next one:
 
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.mamba2 import Mamba2
-from baton.engine.kernels.state_update import time_step
+from baton.engine.kernels.state.mamba2 import Mamba2
+from baton.engine.kernels.state.state_update import time_step
 
 WARPS = 8
 
@@ -29,7 +29,7 @@ def scan(
     y: Tensor,
     tokens: int,
 ) -> None:
-    """As `engine.kernels.ssd.scan`, with chunks of so many `tokens`."""
+    """As `engine.kernels.state.ssd.scan`, with chunks of so many `tokens`."""
     _, heads, head_dim, size = state.shape
     chunks, groups, device = len(scans), layer.groups, rows.device
     steps = torch.empty(2, chunks, heads, tokens, device=device)  # Δ and s

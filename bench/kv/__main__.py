@@ -1,16 +1,13 @@
 """KV between two workers of one host: GB/s over TCP loopback, in turns with raw sockets, and without sockets.
 
     python -m baton.bench.kv [--json PATH] [--short] [--device cpu|cuda] [--lanes N]
-                       [--only tcp|encrypted|nixl|exported] [--peer NAME=PYTHON …]
+                       [--only tcp|encrypted|nixl|exported] [--nixl PYTHON]
 
 `kv.tcp.lanes4.64MiB`  from arena to arena, with transfer processes, frames, checksums and credits: from
                        fetch() until the receiver reports the KV as injected. Without the copies between arena
                        and pool, as for raw sockets, and as NIXL and Mooncake define a transfer (registered
                        memory to registered memory)
 `….raw`                the same bytes over plain sockets, with as many threads and connections (`raw_sockets`)
-`….vs_cubic`           the first, against raw sockets with the congestion control of the lanes, if the machine
-                       has another default; GB/s and CPU of these sockets are `….raw_cubic`
-`….unchecked`          the first without checksums
 `….encrypted`          the first with --kv-encrypt, against plain lanes; GB/s and CPU of these are `….plain`
 `….pool`               from one paged pool to the other, block size 16, shuffled blocks. On a CPU gather and
                        scatter compete with the sockets for cores; with `--device cuda` the GPU does them
@@ -19,14 +16,12 @@
 `kv.cuda_ipc.4096MiB`  from pool to pool, read from memory that the sender exports: between two GPUs, or in
                        one. On a CPU `kv.shared_memory.…`. The ratio is to plain copies, of 64 MiB each, from
                        memory of another process, which `….plain` shows
-`….unchecked`          without checksums
 `….default_slots`      with the slots that workers have by default: smaller copies, less memory
 
-`--peer nixl=PYTHON`, `--peer mooncake=PYTHON`: in turns with these engines, each installed for that Python.
-`kv.nixl.256MiB`: --kv-connector nixl against NIXL alone, if NIXL is also installed for this Python; with
-`.tcp` over UCX's TCP, with `.unchecked` without checksums, which NIXL alone does not have either.
-`kv.nixl_cuda.4096MiB`, with `--device cuda`: from pool to pool over memory of GPUs, as `kv.cuda_ipc`.
-`kv.vs.nixl_read.256MiB` is Baton's GB/s and the ratio to the engine (`peer_driver`; settings in PEERS).
+With `--nixl PYTHON`, a Python that has NIXL: `kv.vs.nixl_read.256MiB` is Baton's GB/s over TCP and the ratio
+to NIXL over TCP. `kv.nixl.256MiB`: --kv-connector nixl against NIXL alone, if NIXL is also installed for this
+Python; with `.tcp` over UCX's TCP. `kv.nixl_cuda.4096MiB`, with `--device cuda`: from pool to pool over
+memory of GPUs, as `kv.cuda_ipc`.
 """
 
 from __future__ import annotations
@@ -55,20 +50,14 @@ from baton.kv_transfer.staging import exported_slot_bytes
 
 PARTS = ("tcp", "encrypted", "nixl", "exported")
 SIZES = (64, 256)  # MiB
-CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # default of the machine
-# Row -> engine, goal for Baton ÷ engine, pieces of a transfer, environment: the best settings of those tried.
-PEERS: dict[str, tuple[str, float, int, dict[str, str]]] = {
-    "nixl_read": ("nixl", 2.0, 4, {
-        "UCX_TLS": "tcp,cuda_copy", "UCX_TCP_TX_SEG_SIZE": "2m", "UCX_TCP_RX_SEG_SIZE": "2m",
-        "UCX_TCP_SNDBUF": "4m", "UCX_TCP_RCVBUF": "4m",
-    }),
-    "nixl_write": ("nixl", 1.0, 4, {
-        "UCX_TLS": "tcp,cuda_copy", "UCX_TCP_TX_SEG_SIZE": "512k", "UCX_TCP_RX_SEG_SIZE": "512k",
-    }),
-    "mooncake": ("mooncake", 1.0, 16, {}),
+NIXL_TCP = {
+    "UCX_TLS": "tcp,cuda_copy", "UCX_TCP_TX_SEG_SIZE": "2m", "UCX_TCP_RX_SEG_SIZE": "2m",
+    "UCX_TCP_SNDBUF": "4m", "UCX_TCP_RCVBUF": "4m",
 }  # fmt: skip
+NIXL_PIECES = 4  # of a transfer
+"""These settings were the best of those tried."""
 # What UCX may use for `kv.nixl`: by default the shared memory of one host.
-NIXL_OVER: dict[str, dict[str, str]] = {"": {}, ".tcp": PEERS["nixl_read"][3]}
+NIXL_OVER: dict[str, dict[str, str]] = {"": {}, ".tcp": NIXL_TCP}
 NIXL_SIZES = (4, 64, 256)  # MiB
 
 
@@ -126,14 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--slots", type=int, default=16, help="arena slots of each side")
     p.add_argument("--slot-bytes", type=int, default=4 * MIB, help="size of an arena slot: the largest frame")
     p.add_argument("--only", choices=PARTS, help="one kind of transport")
-    p.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="nixl or mooncake")
+    p.add_argument("--nixl", metavar="PYTHON", help="a Python that has NIXL installed, to compare with")
     args = p.parse_args(arguments)
-    pythons = dict(each.partition("=")[::2] for each in args.peer)
-    for engine, python in pythons.items():
-        if engine not in {known for known, *_ in PEERS.values()} or not shutil.which(python):
-            p.error(
-                f"--peer {engine}={python}: must name nixl or mooncake, and a Python that has it installed"
-            )
+    if args.nixl is not None and not shutil.which(args.nixl):
+        p.error(f"--nixl {args.nixl}: no such program. Give a Python that has NIXL installed.")
     torch.set_num_threads(1)
     settings = Settings(args.lanes, args.slots, args.slot_bytes, max(SIZES) * MIB)
     pairs = 7 if args.short else 15
@@ -142,28 +127,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report("kv", shown, args.json)
     parts = PARTS if args.only is None else (args.only,)
     if "tcp" in parts:
-        with closing(RawPair(args.lanes)) as raw, closing(RawPair(args.lanes, b"cubic")) as cubic:
-            rows(report, settings, args.device, sockets(raw), sockets(cubic), pairs)
-        peers(report, settings, pythons, pairs)
+        with closing(RawPair(args.lanes)) as raw:
+            rows(report, settings, args.device, sockets(raw), pairs)
+        if args.nixl is not None:
+            beside_nixl(report, settings, args.nixl, pairs)
     if "encrypted" in parts:
         encrypted(report, settings, pairs)
-    if "nixl" in parts and "nixl" in pythons and nixl_installed():
-        nixl_connector(report, settings, pythons["nixl"], pairs)
+    if "nixl" in parts and args.nixl is not None and nixl_installed():
+        nixl_connector(report, settings, args.nixl, pairs)
         if args.device == "cuda":
-            nixl_on_gpus(report, pythons["nixl"], pairs)
+            nixl_on_gpus(report, args.nixl, pairs)
     if "exported" in parts:
         without_sockets(report, args.device, pairs)
     report.finish()
     return 0
 
 
-class Peer:
-    """Another engine in child processes. They poll, so they run only during their turn. Close it."""
+class Nixl:
+    """NIXL in child processes. They poll, so they run only during their turn. Close it."""
 
-    def __init__(self, name: str, python: str, most_bytes: int, environment: dict[str, str]) -> None:
-        driver = Path(__file__).with_name("peer_driver.py")
+    def __init__(self, memory: str, python: str, most_bytes: int, environment: dict[str, str]) -> None:
+        driver = Path(__file__).with_name("nixl_driver.py")
         self._process = subprocess.Popen(
-            [python, str(driver), name.replace("_", "-"), str(most_bytes)],
+            [python, str(driver), memory, str(most_bytes)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=os.environ | environment, start_new_session=True,
         )  # fmt: skip
@@ -206,38 +192,23 @@ def without_sockets(report: Report, device: str, pairs: int) -> None:
                 name = f"kv.{exported.KINDS[device]}.{mib}MiB"
                 goal = None
                 if mib >= 1024 and torch.cuda.device_count() > 1 and variant != ".default_slots":
-                    goal = 0.85 if variant == ".unchecked" else 0.75
+                    goal = 0.75
                 compare(
                     report, name + variant, ours(pair), ours(plain), mib * MIB, pairs, goal,
                     "" if variant else f"{name}.plain", "plain copies",
                 )  # fmt: skip
 
 
-def peers(report: Report, settings: Settings, pythons: dict[str, str], pairs: int) -> None:
-    for name, (engine, goal, pieces, environment) in PEERS.items():
-        if engine not in pythons:
-            continue
-        print(f"{name}: {pieces} pieces, {environment}")
-        with (
-            closing(Pair(settings)) as pair,
-            closing(Peer(name, pythons[engine], settings.most_bytes, environment)) as peer,
-        ):
-            for mib in SIZES:
-                size = mib * MIB
-                pair.seconds(size), peer.seconds(size, pieces)
-                speeds, theirs = interleaved(
-                    lambda size=size: size / 1e9 / pair.seconds(size),
-                    lambda size=size, pieces=pieces: size / 1e9 / peer.seconds(size, pieces),
-                    pairs,
-                )
-                ratio, spread = paired_ratio(speeds, theirs)
-                report.add(
-                    Row(
-                        f"kv.vs.{name}.{mib}MiB", statistics.median(speeds), "GB/s", ratio=ratio,
-                        ratio_to=name, spread=spread, goal=goal, better="higher",
-                    )
-                )  # fmt: skip
-                report.add(Row(f"kv.{name}.{mib}MiB", statistics.median(theirs), "GB/s"))
+def beside_nixl(report: Report, settings: Settings, python: str, pairs: int) -> None:
+    """Lanes in turns with NIXL over TCP."""
+    with (
+        closing(Pair(settings)) as pair,
+        closing(Nixl("host", python, settings.most_bytes, NIXL_TCP)) as nixl,
+    ):
+        for mib in SIZES:
+            alone = Way(lambda size: nixl.seconds(size, NIXL_PIECES), nixl.cpu_seconds)
+            name, shown = f"kv.vs.nixl_read.{mib}MiB", f"kv.nixl_read.{mib}MiB"
+            compare(report, name, ours(pair), alone, mib * MIB, pairs, 2.0, shown, "NIXL over TCP")
 
 
 def nixl_connector(report: Report, settings: Settings, python: str, pairs: int) -> None:
@@ -247,16 +218,12 @@ def nixl_connector(report: Report, settings: Settings, python: str, pairs: int) 
         with (
             patch.dict(os.environ, environment),
             exported.opened(settings, "nixl") as pair,
-            exported.opened(replace(settings, checksums=False), "nixl") as unchecked,
-            closing(Peer("nixl_read", python, settings.most_bytes, environment)) as peer,
+            closing(Nixl("host", python, settings.most_bytes, environment)) as peer,
         ):
             alone = in_pieces(peer, settings.slot_bytes)
             for mib in NIXL_SIZES:
                 name = f"kv.nixl{over}.{mib}MiB"
                 compare(report, name, ours(pair), alone, mib * MIB, pairs, 0.9, f"{name}.alone", "NIXL alone")
-                if mib > NIXL_SIZES[0]:
-                    name, way = f"{name}.unchecked", ours(unchecked)
-                    compare(report, name, way, alone, mib * MIB, pairs, other="NIXL alone")
 
 
 def nixl_on_gpus(report: Report, python: str, pairs: int) -> None:
@@ -267,7 +234,7 @@ def nixl_on_gpus(report: Report, python: str, pairs: int) -> None:
         settings = replace(variants[variant], exports=False, nixl=True, nixl_on_gpus=True)
         with (
             exported.opened(settings, "nixl_cuda") as pair,
-            closing(Peer("nixl_read_cuda", python, settings.most_bytes, {})) as peer,
+            closing(Nixl("cuda", python, settings.most_bytes, {})) as peer,
         ):
             alone = in_pieces(peer, exported_slot_bytes(settings.slot_bytes))
             for mib in exported.SIZES["cuda"][1:]:
@@ -278,28 +245,17 @@ def nixl_on_gpus(report: Report, python: str, pairs: int) -> None:
                 )
 
 
-def in_pieces(peer: Peer, piece: int) -> Way:
+def in_pieces(peer: Nixl, piece: int) -> Way:
     return Way(lambda size: peer.seconds(size, -(-size // piece)), peer.cpu_seconds)
 
 
-def rows(report: Report, settings: Settings, device: str, raw: Way, cubic: Way, pairs: int) -> None:
-    paced = CONGESTION_CONTROL.read_text().strip() != "cubic"
-    variants = {
-        "": settings,
-        ".unchecked": replace(settings, checksums=False),
-        ".pool": replace(settings, device=device),
-    }
-    for variant, changed in variants.items():
-        with closing(Pair(changed)) as pair:
-            for mib in SIZES:
-                name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB{variant}"
-                if variant:
-                    compare(report, name, ours(pair), raw, mib * MIB, pairs)
-                    continue
-                compare(report, name, ours(pair), raw, mib * MIB, pairs, 0.85, f"{name}.raw")
-                if paced:
-                    shown = f"{name}.raw_cubic"
-                    compare(report, f"{name}.vs_cubic", ours(pair), cubic, mib * MIB, pairs, None, shown)
+def rows(report: Report, settings: Settings, device: str, raw: Way, pairs: int) -> None:
+    for mib in SIZES:
+        name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB"
+        with closing(Pair(settings)) as pair:
+            compare(report, name, ours(pair), raw, mib * MIB, pairs, 0.85, f"{name}.raw")
+        with closing(Pair(replace(settings, device=device))) as pair:
+            compare(report, f"{name}.pool", ours(pair), raw, mib * MIB, pairs)
 
 
 if __name__ == "__main__":

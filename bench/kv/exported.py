@@ -30,10 +30,10 @@ _PIECES, _PIECE = 4, 64 * MIB  # of a plain copy
 def variants(device: str) -> dict[str, Settings]:
     """By the end of the row's name."""
     slots, slot_bytes = _SLOTS[device]
-    checked = Settings(4, slots, slot_bytes, max(SIZES[device]) * MIB, device=device, exports=True)
-    found = {"": checked, ".unchecked": replace(checked, checksums=False)}
+    large = Settings(4, slots, slot_bytes, max(SIZES[device]) * MIB, device=device, exports=True)
+    found = {"": large}
     if _SLOTS[device] != DEFAULT_SLOTS:
-        found[".default_slots"] = replace(checked, slots=DEFAULT_SLOTS[0], slot_bytes=DEFAULT_SLOTS[1])
+        found[".default_slots"] = replace(large, slots=DEFAULT_SLOTS[0], slot_bytes=DEFAULT_SLOTS[1])
     return found
 
 

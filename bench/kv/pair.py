@@ -7,22 +7,16 @@ import os
 import random
 import secrets
 import select
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
 
 import torch
 
 import baton.kv_transfer as kv
 from baton.bench.kv.raw_sockets import MIB
-from baton.kv_transfer.device import host_pool
 from baton.kv_transfer.wait import end_waits_on_time, wait
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -31,14 +25,6 @@ NO_TRACE = kv.TraceWriter(None, "")
 _INCARNATIONS = {"prefill": 1, "decode": 2}
 _CPUCLOCK_SCHED = 2  # part of the clock id of a process, see clock_getcpuclockid(3)
 _SECRET = b"bench.kv: not a secret"
-# Replaces the package xxhash. Half of a checksum stands for a slice that NIXL reads, and may not be 0.
-_NO_CHECKSUM = """
-def xxh3_64_intdigest(data): return 2
-class xxh3_64:
-    def __init__(self, data=b""): pass
-    def update(self, data): pass
-    def intdigest(self): return 2
-"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,6 @@ class Settings:
     slot_bytes: int
     most_bytes: int  # of a transfer
     device: str = "meta"  # of the pools; "meta": no pools, only slots are sent
-    checksums: bool = True
     exports: bool = False  # the receiver reads slots itself
     encrypt: bool = False
     nixl: bool = False
@@ -73,7 +58,6 @@ class Side:
         end_waits_on_time()  # as in engine processes
         if settings.device == "cuda":
             torch.cuda.set_device(device)
-        self._undo = (lambda: None) if settings.checksums else _no_checksums()
         self.sending, sending = kv.ArenaEnd.pair(settings.slots, settings.slot_bytes)
         self.receiving, receiving = kv.ArenaEnd.pair(settings.slots, settings.slot_bytes)
         self.heartbeat = kv.Heartbeat.create()
@@ -86,19 +70,18 @@ class Side:
             slot_bytes=settings.slot_bytes, lanes=settings.lanes, encrypt=settings.encrypt,
             nixl=settings.nixl, nixl_device=device if settings.nixl_on_gpus else None,
         )  # fmt: skip
-        with _checksums(settings.checksums):
-            self.process = kv.spawn_transfer(
-                config,
-                sending=sending,
-                receiving=receiving,
-                heartbeat=self.heartbeat,
-                service=service,
-                secret=_SECRET,
-            )
-            sending.channel.close()
-            receiving.channel.close()
-            service.close()
-            ready = kv.decode_from_transfer(self.service.recv(MIB))  # sent after all imports
+        self.process = kv.spawn_transfer(
+            config,
+            sending=sending,
+            receiving=receiving,
+            heartbeat=self.heartbeat,
+            service=service,
+            secret=_SECRET,
+        )
+        sending.channel.close()
+        receiving.channel.close()
+        service.close()
+        ready = kv.decode_from_transfer(self.service.recv(MIB))  # sent after all imports
         assert isinstance(ready, kv.Ready)
         self.port = ready.port
         blocks = -(-settings.most_tokens // BLOCK)
@@ -134,7 +117,6 @@ class Side:
                 return message.transports
 
     def stop(self) -> None:
-        self._undo()
         self.process.terminate()
         self.process.wait()
 
@@ -218,23 +200,6 @@ class Pair:
         self._receiver.shutdown()
 
 
-def _no_checksums() -> Callable[[], None]:
-    """Engines of this process take 0 for the checksum of a slice that peers read. Returns what undoes it."""
-    stack = ExitStack()
-    nothing = SimpleNamespace(xxh3_64_intdigest=lambda data: 0)
-    stack.enter_context(patch.object(host_pool, "xxhash", nothing))
-    if torch.cuda.is_available():
-        from baton.kv_transfer.device import copy_kernels
-
-        launch = copy_kernels.launch
-
-        def unchecked(*args: Any, sums: bool, **others: Any) -> None:
-            launch(*args, **others)
-
-        stack.enter_context(patch.object(copy_kernels, "launch", unchecked))
-    return stack.close
-
-
 def cpu_seconds(pid: int) -> float:
     """CPU time so far of a process with all threads. The ticks of /proc are longer than a transfer."""
     return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
@@ -242,18 +207,3 @@ def cpu_seconds(pid: int) -> float:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@contextmanager
-def _checksums(on: bool) -> Iterator[None]:
-    """Processes that start within this context compute checksums, or replace them."""
-    before = os.environ.get("PYTHONPATH")
-    with tempfile.TemporaryDirectory() as directory:
-        if not on:
-            Path(directory, "xxhash.py").write_text(_NO_CHECKSUM)
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (directory, before)))
-        yield
-        if not on:
-            os.environ.pop("PYTHONPATH")
-            if before is not None:
-                os.environ["PYTHONPATH"] = before

@@ -1,8 +1,7 @@
 """The baseline for moving KV: plain sockets between two processes, with a thread for each stream.
 
 Each stream sends its part of a large buffer with `sendall`, in pieces of 1 MiB, and receives with `recv_into`
-into another buffer, without checksums or frames. So it shows what Python's sockets reach on this machine,
-with its default congestion control or another one.
+into another buffer, without checksums or frames. So it shows what Python's sockets reach on this machine.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _SIZE = 8  # bytes of an order: how much a stream must send
 class RawPair:
     """`streams` connections to a child process that sends. Close it."""
 
-    def __init__(self, streams: int, congestion: bytes = b"") -> None:
+    def __init__(self, streams: int) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=streams) as listener:
             context = multiprocessing.get_context("spawn")
             self._child = context.Process(
-                target=_sender, args=(listener.getsockname()[1], streams, congestion), daemon=True
+                target=_sender, args=(listener.getsockname()[1], streams), daemon=True
             )
             self._child.start()
             self._streams = [listener.accept()[0] for _ in range(streams)]
@@ -58,14 +57,12 @@ class RawPair:
         self._child.join()
 
 
-def _sender(port: int, streams: int, congestion: bytes) -> None:
+def _sender(port: int, streams: int) -> None:
     """The child: each thread sends what its orders say, until the connection ends."""
     source = memoryview(bytearray(os.urandom(MIB)) * 64)
 
     def send(_: int) -> None:
         with socket.socket() as stream:
-            if congestion:
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
             stream.connect(("127.0.0.1", port))
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while order := stream.recv(_SIZE, socket.MSG_WAITALL):

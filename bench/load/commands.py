@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -14,7 +15,6 @@ import typer
 from baton.bench.contract import Report, Row
 from baton.bench.load import experiment
 from baton.bench.load.experiment import Outcome
-from baton.bench.load.measurement.search import highest_rate
 from baton.bench.load.options import Options, OutputOptions
 from baton.bench.load.report import results, table
 from baton.bench.load.report.live import Progression
@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 OK, NOTHING, INVALID, INTERRUPTED = 0, 1, 3, 130
+PRECISION = 0.05
+LEAST_RATE, MOST_RATE = 1e-2, 1e5
+"""Of a search, in sessions per second."""
 
 
 async def measure(options: Options, output: OutputOptions) -> int:
@@ -92,6 +95,30 @@ async def search(options: Options, output: OutputOptions, first: float) -> int:
     return _finish_sweep(done, row, started, output, code)
 
 
+def highest_rate(first: float) -> Generator[float, bool, float | None]:
+    """Yields rates to measure and gets whether each was good. Returns the highest good rate, or None.
+
+    Doubles the first rate until a run misses, or halves it until a run meets the objective. Then it bisects
+    geometrically. Ends when the lowest bad rate is at most `1 + PRECISION` times the highest good rate.
+    """
+    assert first > 0
+    good: float | None = None
+    bad: float | None = None
+    rate = first
+    while LEAST_RATE <= rate <= MOST_RATE:
+        if (yield rate):
+            good = rate
+        else:
+            bad = rate
+        if good is not None and bad is not None:
+            if bad <= good * (1 + PRECISION):
+                return good
+            rate = math.sqrt(good * bad)
+        else:
+            rate = rate * 2 if bad is None else rate / 2
+    return good
+
+
 async def _point(
     options: Options, number: int, output: OutputOptions, title: str, interrupt: _Interrupt
 ) -> Outcome | int:
@@ -105,7 +132,9 @@ async def _one(options: Options, output: OutputOptions, title: str, interrupt: _
         plan = await interrupt.guard(experiment.prepare(options))
         if plan is None:
             return INTERRUPTED
-        async with Progression(title, plan.duration, plan.requests, quiet=output.quiet) as progression:
+        async with Progression(
+            title, plan.client.duration, plan.client.sessions, quiet=output.quiet
+        ) as progression:
 
             def watch(fleet: Fleet) -> None:
                 progression.watch(fleet.harvest)

@@ -34,86 +34,46 @@ _CHECKED_SESSIONS = 500
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run that is ready to start. `notes` go into its report."""
+    """A run that is ready to start. `client`: what one client would do. `notes` go into the report."""
 
     options: Options
-    target: Target
-    workload: Workload
-    tokenization: Tokenization
-    max_model_len: int | None
+    client: ClientConfig
     notes: tuple[str, ...]
 
     @property
-    def duration(self) -> float | None:
-        """Seconds. A run without any bound gets the default; a trace ends by itself."""
-        pace = self.options.pace
-        bounded = pace.duration is not None or pace.requests is not None or self.workload.count is not None
-        return pace.duration if bounded else DEFAULT_DURATION
-
-    @property
-    def requests(self) -> int | None:
-        """The most sessions; None: no limit."""
-        bounds = [n for n in (self.options.pace.requests, self.workload.count) if n is not None]
-        return min(bounds) if bounds else None
-
-    @property
-    def concurrency(self) -> int:
-        """The users of a closed loop, or the most requests in flight of an open one; 0: no limit."""
-        shape = self.options.shape
-        closed = shape.rate is None and self.workload.count is None
-        return shape.concurrency or (DEFAULT_CONCURRENCY if closed else 0)
-
-    @property
-    def shape(self) -> str:
+    def load(self) -> str:
         """The load in words."""
-        limit, schedule = self.concurrency, self.options.schedule
-        if self.workload.count is not None:
-            said = f"trace at {self.options.replay.speed:g}× its speed"
-        elif schedule is None:
+        client = self.client
+        limit = client.concurrency
+        if client.workload.count is not None:
+            said = f"trace at {client.time_scale:g}× its speed"
+        elif client.arrivals is None:
             return f"closed loop, {limit} user{'s' if limit > 1 else ''}"
         else:
-            said = f"open loop, {schedule}"
+            said = f"open loop, {client.arrivals}"
         return said + (f", at most {limit} in flight" if limit else "")
 
-    def client_configs(self) -> list[ClientConfig]:
-        options = self.options
-        processes = min(options.process_count, self.concurrency or options.process_count)
-        run_id = os.urandom(4).hex()
-        return [
-            ClientConfig(
-                index=index,
-                clients=processes,
-                target=self.target,
-                workload=self.workload,
-                tokenization=self.tokenization,
-                seed=options.seed,
-                run_id=run_id,
-                arrivals=options.schedule,
-                concurrency=self.concurrency,
-                duration=self.duration,
-                sessions=self.requests,
-                time_scale=options.replay.speed,
-                timeout=options.pace.timeout,
-                drain=options.pace.drain,
-            )
-            for index in range(processes)
-        ]
+    def clients(self) -> list[ClientConfig]:
+        """The parts of the client processes."""
+        processes = self.options.process_count
+        count = min(processes, self.client.concurrency or processes)
+        return [msgspec.structs.replace(self.client, index=index, clients=count) for index in range(count)]
 
     def parameters(self) -> dict[str, Any]:
         """Everything that repeating the run needs, without secrets."""
-        options = self.options
+        options, client = self.options, self.client
         pace, slo = options.pace, options.slo
         found: dict[str, Any] = {
-            "url": ",".join(self.target.urls),
-            "model": self.target.model,
-            "api": self.target.api,
-            "load": self.shape,
-            "duration_s": self.duration,
+            "url": ",".join(client.target.urls),
+            "model": client.target.model,
+            "api": client.target.api,
+            "load": self.load,
+            "duration_s": client.duration,
             "requests": pace.requests,
             "workload": _described(options),
-            "input_exactness": self.tokenization.statement,
-            "dialect": msgspec.to_builtins(self.target.dialect),
-            "extra_body": self.target.extra_body or None,
+            "input_exactness": client.tokenization.statement,
+            "dialect": msgspec.to_builtins(client.target.dialect),
+            "extra_body": client.target.extra_body or None,
             "slo": str(slo.objectives) or None,
             "attainment": slo.attainment if slo.slo else None,
             "warm_up": "detected" if pace.warmup is None else pace.warmup,
@@ -167,7 +127,33 @@ async def prepare(options: Options) -> Plan:
         workload, said = await _workload(http, target, options, tokenization)
         notes += said
     _check_lengths(options, workload, model.max_model_len)
-    return Plan(options, target, workload, tokenization, model.max_model_len, tuple(notes))
+    return Plan(options, client_of(options, target, workload, tokenization), tuple(notes))
+
+
+def client_of(
+    options: Options, target: Target, workload: Workload, tokenization: Tokenization
+) -> ClientConfig:
+    """What one client does for the whole run. A run without any bound gets the default duration; a trace ends
+    by itself."""
+    pace, shape = options.pace, options.shape
+    bounds = [n for n in (pace.requests, workload.count) if n is not None]
+    closed = shape.rate is None and workload.count is None
+    return ClientConfig(
+        index=0,
+        clients=1,
+        target=target,
+        workload=workload,
+        tokenization=tokenization,
+        seed=options.seed,
+        run_id=os.urandom(4).hex(),
+        arrivals=options.schedule,
+        concurrency=shape.concurrency or (DEFAULT_CONCURRENCY if closed else 0),
+        duration=pace.duration if pace.duration is not None or bounds else DEFAULT_DURATION,
+        sessions=min(bounds, default=None),
+        time_scale=options.replay.speed,
+        timeout=pace.timeout,
+        drain=pace.drain,
+    )
 
 
 async def run(plan: Plan, on_record: Callable[[Record], None], on_fleet: Callable[[Fleet], None]) -> Outcome:
@@ -175,7 +161,7 @@ async def run(plan: Plan, on_record: Callable[[Record], None], on_fleet: Callabl
     options = plan.options
     async with new_http_session(_PROBE_TIMEOUT) as http:
         before = await _scrape(http, plan)
-        fleet = Fleet(plan.client_configs())
+        fleet = Fleet(plan.clients())
         on_fleet(fleet)
         harvest = await fleet.run(on_record)
         after = await _scrape(http, plan)
@@ -215,7 +201,7 @@ def _seconds(summary: Summary, metric: str) -> float | None:
 
 
 async def _scrape(http: aiohttp.ClientSession, plan: Plan) -> Snapshot:
-    target = plan.target
+    target = plan.client.target
     urls = plan.options.target.metrics_url or [
         page for url in target.urls for page in await server_stages.pages(http, url, target.headers)
     ]

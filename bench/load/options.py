@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
+from baton.bench.contract import require_plotly
 from baton.bench.load.flags import flag
 from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
 from baton.bench.load.measurement.slo import Slo
@@ -293,12 +294,16 @@ class OutputOptions:
 
     panel: ClassVar = "Objectives and output"
     json: Annotated[Path | None, flag("Write the results as JSON.", "FILE")] = None
-    html: Annotated[Path | None, flag("Write the report as one HTML page.", "FILE")] = None
+    html: Annotated[
+        Path | None, flag("Write the report as one HTML page. Needs the extra `bench`.", "FILE")
+    ] = None
     jsonl: Annotated[Path | None, flag("Write every request as a line of JSON.", "FILE")] = None
     quiet: Annotated[bool, flag("Nothing on stderr but errors.")] = False
 
     def __post_init__(self) -> None:
         """Checks the files before the run, whose results would be lost otherwise."""
+        if self.html is not None:
+            require_plotly()
         for option, path in {"--json": self.json, "--html": self.html, "--jsonl": self.jsonl}.items():
             if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
                 raise ValueError(

@@ -105,7 +105,7 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
         # One thread each: otherwise two engines would compete for the cores of a small machine.
         return [*common, "--num-threads", "1", *(["--model", args.model] if args.model else [])]
     model = args.model or str(write_shape(args.model_shape, directory))
-    prompts = (*args.tokens, *args.growth, *args.long)
+    prompts = (*args.tokens, *args.long)
     longest = max(CONTEXT + background_tokens(max(args.tokens)), *(length + 1024 for length in prompts))
     common += ["--device", "cuda", "--model", model, "--load-format", "dummy"]
     common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
@@ -163,10 +163,6 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
                 await driver.attach()
             workers = Workers(drivers[0], drivers[1], source)
             measured = {tokens: await _measure(args, workers, tokens) for tokens in args.tokens}
-            growth: dict[int, list[bytes]] = {}  # decode ids
-            for length in args.growth:
-                prompts = [prompt_of(length, 50_000 + 100 * length + n) for n in range(3)]
-                growth[length] = [await alone(workers, prompt) for prompt in prompts]
             long: dict[int, list[Streamed]] = {}
             for length in args.long:
                 prompts = [prompt_of(length, 90_000 + n) for n in range(LONG_REQUESTS)]
@@ -180,7 +176,7 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         trace = Trace.read(directory)
     for tokens, runs in measured.items():
         report_rows(args, report, tokens, runs, trace)
-    report_lengths(args, report, growth, long, trace)
+    report_long(args, report, long, trace)
 
 
 async def _measure(args: argparse.Namespace, workers: Workers, tokens: int) -> Runs:
@@ -277,18 +273,10 @@ def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Run
     )  # fmt: skip
 
 
-def report_lengths(
-    args: argparse.Namespace,
-    report: Report,
-    growth: dict[int, list[bytes]],
-    long: dict[int, list[Streamed]],
-    trace: Trace,
+def report_long(
+    args: argparse.Namespace, report: Report, long: dict[int, list[Streamed]], trace: Trace
 ) -> None:
     transport = _transport(args)
-    for length, decode_ids in growth.items():
-        took = statistics.median(trace.joined[i].fetch_seconds for i in decode_ids)
-        report.add(Row(f"{transport}.growth.n{length}", took * 1e3, "ms"))
-        report.add(Row(f"{transport}.growth.n{length}.per_token", took / length * 1e6, "µs"))
     for length, requests in long.items():
         name = f"{transport}.long.n{length}"
         report.add(Row(f"{name}.ttft", _median_ms(run.ttft for run in requests), "ms"))
@@ -334,10 +322,6 @@ def main() -> int:
     p.add_argument(
         "--batch", type=int, action="append", default=[], metavar="N",
         help="also measure the handover while N other streams decode; may be repeated",
-    )  # fmt: skip
-    p.add_argument(
-        "--growth", type=int, action="append", default=[], metavar="N",
-        help="also time a transfer of N tokens with nothing to hide behind; may be repeated",
     )  # fmt: skip
     p.add_argument(
         "--long", type=int, action="append", default=[], metavar="N",

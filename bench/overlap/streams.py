@@ -21,19 +21,24 @@ class Workers:
     decode: Driver
     source: dict[str, Any]  # the report of the prefill worker
 
-    async def submit_prefill(self, work: pb.Request, *, handover: bool = True) -> bytes:
+    async def submit_prefill(
+        self, work: pb.Request, *, handover: bool = True, content: pb.ContentSource | None = None
+    ) -> bytes:
+        """`content`: a worker that may have KV of the prompt."""
         prefill_id = os.urandom(16)
-        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=handover)
+        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=handover, content=content)
         await self.prefill.send(pb.RouterMessage(prefill=submit))
         return prefill_id
 
-    async def submit_decode(self, work: pb.Request, prefill_id: bytes) -> bytes:
-        decode_id = os.urandom(16)
-        source = pb.PrefillSource(
-            prefill_id=prefill_id,
-            kv_address=self.source["kv_address"],
-            incarnation=int(self.source["incarnation"]),
-        )
+    async def submit_decode(self, work: pb.Request, prefill_id: bytes | None) -> bytes:
+        """Without a `prefill_id` the decode worker computes the prompt."""
+        decode_id, source = os.urandom(16), None
+        if prefill_id is not None:
+            source = pb.PrefillSource(
+                prefill_id=prefill_id,
+                kv_address=self.source["kv_address"],
+                incarnation=int(self.source["incarnation"]),
+            )
         submit = pb.SubmitDecode(decode_id=decode_id, request=work, source=source)
         await self.decode.send(pb.RouterMessage(decode=submit))
         return decode_id

@@ -1,10 +1,8 @@
 """How much sooner the second turn of a chat begins if KV is reused, and how many bytes travel for it.
 
-    python -m baton.bench.reuse [--json PATH] [--device cpu|cuda] [--short]
-                          [--trace FILE|default | --tiers]
+    python -m baton.bench.reuse [--json PATH] [--device cpu|cuda] [--short] [--tiers [--disk DIR]]
 
-With `--trace` it replays chats through a cluster (`bench.reuse.replay`). With `--tiers` it measures the host
-tier (`bench.reuse.tiers`).
+With `--tiers` it measures the host tier (`bench.reuse.tiers`).
 
 A prefill and a decode worker run as real processes. The bench submits to both as a router does. Rounds of
 four second turns alternate; each has a history, an answer, and a few new tokens:
@@ -14,11 +12,8 @@ from_decode   the decode worker alone has both
 on_decode     the same, and the decode worker computes the new tokens itself
 computed      no worker has any of it: as many tokens that no prompt had before
 
-The rows are times to first token, as ratios to `computed`. For each kind of turn, further rows have its
-stages (`bench.reuse.stages`), as medians over the rounds with that stage. `second_turn.fetched` is the share
-of rounds in which the prefill worker fetched the answer. In the others it computed the answer again, which it
-expected to take less time. `bytes_over_missing` is the KV that the decode worker received in `second_turn`,
-over the KV that it lacked: positions in no full block of its prefix cache.
+The rows are times to first token, as ratios to `computed`. `bytes_over_missing` is the KV that the decode
+worker received in `second_turn`, over the KV that it lacked: positions in no full block of its prefix cache.
 
 With `--kv-connector auto` workers read KV from memory of each other, and rows are named
 `reuse.cuda.auto.second_turn`. The report has the transport that was used among its parameters.
@@ -30,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import sys
 import tempfile
@@ -43,10 +37,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
-from baton.bench.overlap.streams import prompt_of
-from baton.bench.reuse import replay, stages, tiers, workers
-from baton.bench.reuse.stages import Traces, Turn
-from baton.bench.roles import Driver, Roles, request
+from baton.bench.overlap.streams import Workers, prompt_of, time_now
+from baton.bench.reuse import tiers
+from baton.bench.roles import Driver, Roles, request, worker_flags
 from baton.bench.shapes import DENSE
 from baton.rpc import worker_pb2 as pb
 
@@ -71,21 +64,6 @@ GOALS = {
 }
 
 
-@dataclass
-class Worker:
-    driver: Driver
-    told: dict[str, Any]  # the report of its start
-
-    @property
-    def content(self) -> pb.ContentSource:
-        return pb.ContentSource(kv_address=self.told["kv_address"], incarnation=int(self.told["incarnation"]))
-
-    async def received(self) -> float:
-        """Bytes of KV that came and are verified, since the start."""
-        await self.driver.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        return await asyncio.to_thread(_received, f"http://{self.told['metrics_address']}/metrics")
-
-
 def _received(url: str) -> float:
     with urllib.request.urlopen(url, timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
@@ -96,41 +74,44 @@ def _received(url: str) -> float:
 
 @dataclass
 class Pair:
-    prefill: Worker
-    decode: Worker
+    workers: Workers
+    decode: dict[str, Any]  # the report of the decode worker
+
+    @property
+    def content(self) -> pb.ContentSource:
+        """The decode worker as a source of KV."""
+        kv_address, incarnation = self.decode["kv_address"], int(self.decode["incarnation"])
+        return pb.ContentSource(kv_address=kv_address, incarnation=incarnation)
+
+    async def received(self) -> float:
+        """Bytes of KV that came to the decode worker and are verified, since the start."""
+        await self.workers.decode.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
+        return await asyncio.to_thread(_received, f"http://{self.decode['metrics_address']}/metrics")
 
     async def handover(
         self, prompt: list[int], length: int, content: pb.ContentSource | None = None
-    ) -> tuple[Turn, list[int]]:
-        """Prefill on one worker, decode on the other. Returns the turn and the answer."""
-        work, prefill_id, decode_id = request(prompt, length), os.urandom(16), os.urandom(16)
-        source = pb.PrefillSource(
-            prefill_id=prefill_id,
-            kv_address=self.prefill.content.kv_address,
-            incarnation=self.prefill.content.incarnation,
-        )
-        began = asyncio.get_running_loop().time()
-        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=True, content=content)
-        await self.prefill.driver.send(pb.RouterMessage(prefill=submit))
-        decode = pb.SubmitDecode(decode_id=decode_id, request=work, source=source)
-        await self.decode.driver.send(pb.RouterMessage(decode=decode))
-        [(first, _)] = await self.prefill.driver.tokens(prefill_id, 1)
-        tokens = await self.decode.driver.tokens(decode_id, length)
-        return Turn("prefill", prefill_id, began, first), [event.token_id for _, event in tokens]
+    ) -> tuple[float, list[int]]:
+        """Prefill on one worker, decode on the other. Returns the time to first token, and the answer."""
+        workers, work = self.workers, request(prompt, length)
+        began = time_now()
+        prefill_id = await workers.submit_prefill(work, content=content)
+        decode_id = await workers.submit_decode(work, prefill_id)
+        [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
+        tokens = await workers.decode.tokens(decode_id, length)
+        return first - began, [event.token_id for _, event in tokens]
 
-    async def on_decode(self, prompt: list[int], length: int) -> tuple[Turn, list[int]]:
-        """The decode worker does both. Returns the turn and the answer."""
-        decode_id = os.urandom(16)
-        submit = pb.SubmitDecode(decode_id=decode_id, request=request(prompt, length))
-        began = asyncio.get_running_loop().time()
-        await self.decode.driver.send(pb.RouterMessage(decode=submit))
-        tokens = await self.decode.driver.tokens(decode_id, length)
-        return Turn("decode", decode_id, began, tokens[0][0]), [event.token_id for _, event in tokens]
+    async def on_decode(self, prompt: list[int], length: int) -> tuple[float, list[int]]:
+        """The decode worker does both. Returns the time to first token, and the answer."""
+        began = time_now()
+        decode_id = await self.workers.submit_decode(request(prompt, length), None)
+        tokens = await self.workers.decode.tokens(decode_id, length)
+        return tokens[0][0] - began, [event.token_id for _, event in tokens]
 
 
 @dataclass
 class Runs:
-    turns: dict[str, list[Turn]] = field(default_factory=lambda: {name: [] for name in KINDS})
+    ttfts: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in KINDS})
+    """Seconds to the first token, by kind of turn."""
     bytes_over_missing: list[float] = field(default_factory=list)
     transport: str = ""
     """Of KV from the decode worker to the prefill worker."""
@@ -140,59 +121,57 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
     def text(length: int, kind: int) -> list[int]:
         return prompt_of(length, 10 * number + kind)
 
-    content = pair.decode.content
-    history, start = text(turns.history, 0), await pair.decode.received()
+    content = pair.content
+    history, start = text(turns.history, 0), await pair.received()
     _, answer = await pair.handover(history, turns.answer)
     second = [*history, *answer, *text(NEW_TOKENS, 1)]
-    before = await pair.decode.received()
-    turn, _ = await pair.handover(second, 2, content)
-    runs.turns["second_turn"].append(turn)
+    before = await pair.received()
+    ttft, _ = await pair.handover(second, 2, content)
+    runs.ttfts["second_turn"].append(ttft)
     known = (len(history) + len(answer) - 1) // block_size * block_size  # the last token has no KV
     sent_per_token = (before - start) / len(history)
-    sent = await pair.decode.received() - before
+    sent = await pair.received() - before
     runs.bytes_over_missing.append(sent / sent_per_token / (len(second) - known))
 
     history = text(turns.history, 2)
     _, answer = await pair.on_decode(history, turns.answer)
-    turn, _ = await pair.handover([*history, *answer, *text(NEW_TOKENS, 3)], 2, content)
-    runs.turns["from_decode"].append(turn)
-    turn, _ = await pair.on_decode([*history, *answer, *text(NEW_TOKENS, 4)], 2)
-    runs.turns["on_decode"].append(turn)
+    ttft, _ = await pair.handover([*history, *answer, *text(NEW_TOKENS, 3)], 2, content)
+    runs.ttfts["from_decode"].append(ttft)
+    ttft, _ = await pair.on_decode([*history, *answer, *text(NEW_TOKENS, 4)], 2)
+    runs.ttfts["on_decode"].append(ttft)
 
-    turn, _ = await pair.handover(text(len(second), 5), 2)
-    runs.turns["computed"].append(turn)
+    ttft, _ = await pair.handover(text(len(second), 5), 2)
+    runs.ttfts["computed"].append(ttft)
 
 
-async def measure(args: argparse.Namespace, turns: Turns, directory: Path) -> Runs:
-    """`directory` gets the traces of the workers."""
+async def measure(args: argparse.Namespace, turns: Turns) -> Runs:
     runs = Runs()
-    with Roles() as roles:
-        common, environments = workers.flags(args, directory, gpus=2)
-        common += ["--trace-dir", str(directory), "--kv-connector", args.kv_connector]
+    with tempfile.TemporaryDirectory() as directory, Roles() as roles:
+        common, environments = worker_flags(args, Path(directory), gpus=2)
+        common += ["--kv-connector", args.kv_connector]
         starts = [
             asyncio.to_thread(roles.start, role, *common, environment=environment)
             for role, environment in zip(("prefill", "decode"), environments, strict=True)
         ]
         reports = await asyncio.gather(*starts)
-        started = [Worker(Driver(told["address"], roles.secret), told) for told in reports]
-        for worker in started:
-            await worker.driver.attach()
-        pair = Pair(*started)
-        described = await pair.decode.driver.stub.Describe(pb.DescribeRequest())
+        prefill, decode = (Driver(told["address"], roles.secret) for told in reports)
+        for driver in (prefill, decode):
+            await driver.attach()
+        pair = Pair(Workers(prefill, decode, reports[0]), reports[1])
+        described = await decode.stub.Describe(pb.DescribeRequest())
         for number in range(args.rounds + 1):  # the first one warms up: lanes, page faults
             measured = runs if number else Runs()
             await one_round(pair, turns, number, described.block_size, measured)
-        status = await pair.decode.driver.stub.GetStatus(pb.StatusRequest())
+        status = await decode.stub.GetStatus(pb.StatusRequest())
         runs.transport = next(iter(status.kv_transports.values()), "none: nothing was fetched")
-        for worker in started:
-            await worker.driver.close()
+        for driver in (prefill, decode):
+            await driver.close()
     return runs
 
 
-def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs, traces: Traces) -> None:
+def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs) -> None:
     """`name` begins the names of all rows."""
-    ttfts = {kind: [turn.received - turn.submitted for turn in turns] for kind, turns in runs.turns.items()}
-    of_stages = {kind: stages.series(traces, turns) for kind, turns in runs.turns.items()}
+    ttfts = runs.ttfts
     for kind, goal in goals.items():
         ratio, spread = contract.paired_ratio(ttfts[kind], ttfts["computed"])
         report.add(
@@ -203,13 +182,6 @@ def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs, 
             )
         )  # fmt: skip
     report.add(Row(f"{name}.computed", statistics.median(ttfts["computed"]) * 1e3, "ms"))
-    for kind, found in of_stages.items():
-        for stage, seconds in found.items():
-            value, worst = statistics.median(seconds) * 1e3, max(seconds) * 1e3
-            report.add(Row(f"{name}.{kind}.{stage}", value, "ms", p99=worst))
-    for kind in ("second_turn", "from_decode"):
-        share = len(of_stages[kind]["pin"]) / len(ttfts[kind])
-        report.add(Row(f"{name}.{kind}.fetched", share, "ratio"))
     worst = max(runs.bytes_over_missing)
     report.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02, better="lower"))
 
@@ -225,28 +197,10 @@ def main() -> int:
         "--answer", type=int, help=f"tokens (default: {ON_CPU.answer} on a CPU, {ON_CUDA.answer} on a GPU)"
     )
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
-    p.add_argument(
-        "--kv-connector", choices=["auto", "tcp"], help="of the workers (default: tcp; with --trace: auto)"
-    )
+    p.add_argument("--kv-connector", choices=["auto", "tcp"], default="tcp", help="default: %(default)s")
     p.add_argument("--tiers", action="store_true", help="the host tier instead")
     p.add_argument("--disk", metavar="DIR", help="with --tiers: a disk tier in this directory")
-    trace = p.add_argument_group("a trace of chats")
-    trace.add_argument("--trace", metavar=f"FILE|{replay.DEFAULT}", help="in Mooncake's format, or made up")
-    trace.add_argument("--requests", type=int, metavar="N", help="the first of the trace")
-    trace.add_argument("--length-scale", type=float, metavar="X", help="of prompts, answers and blocks")
-    trace.add_argument("--time-scale", type=float, metavar="X", help="2: twice as fast as the trace says")
-    trace.add_argument(
-        "--working-set", type=float, metavar="X", help="distinct tokens of the trace, in pools: the host tier"
-    )
     args = p.parse_args()
-    args.kv_connector = args.kv_connector or ("tcp" if args.trace is None else "auto")
-    if args.trace is not None:
-        workers.require_gpus(args, 2)
-        try:
-            replay.measure(args).finish()
-        except ValueError as error:
-            p.error(str(error))
-        return 0
     default = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
     turns = Turns(args.history or default.history, args.answer or default.answer)
     if args.short:
@@ -256,13 +210,11 @@ def main() -> int:
     if args.tiers:
         tiers.report(args, turns.history).finish()
         return 0
-    with tempfile.TemporaryDirectory() as name:
-        runs = asyncio.run(measure(args, turns, Path(name)))
-        traces = Traces(Path(name))
+    runs = asyncio.run(measure(args, turns))
     parameters = {k: v for k, v in vars(args).items() if k != "json"} | turns._asdict()
     report = Report("reuse", parameters | {"transport": runs.transport}, args.json)
     of = args.device if args.kv_connector == "tcp" else f"{args.device}.{args.kv_connector}"
-    report_rows(report, f"reuse.{of}", GOALS.get(of, GOALS[args.device]), runs, traces)
+    report_rows(report, f"reuse.{of}", GOALS.get(of, GOALS[args.device]), runs)
     report.finish()
     return 0
 

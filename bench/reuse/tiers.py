@@ -22,8 +22,7 @@ from pathlib import Path
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.overlap.streams import prompt_of
-from baton.bench.reuse import workers
-from baton.bench.roles import Driver, Roles, request
+from baton.bench.roles import Driver, Roles, request, worker_flags
 from baton.bench.shapes import DENSE, write_shape
 from baton.cluster import model
 from baton.rpc import worker_pb2 as pb
@@ -49,7 +48,7 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
     block = 128 if args.device == "cuda" else 16
     blocks = POOL_PROMPTS * -(-(history + 2 * NEW_TOKENS) // block)
     with tempfile.TemporaryDirectory() as name, Roles() as roles:
-        flags, [environment] = workers.flags(args, Path(name), gpus=1)
+        flags, [environment] = worker_flags(args, Path(name), gpus=1)
         flags += ["--block-size", str(block), "--num-blocks", str(blocks)]
         if args.disk is None:
             flags += ["--host-cache-size", SIZE[args.device]]

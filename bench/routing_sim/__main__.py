@@ -11,9 +11,6 @@ Placement: five kinds of load on 2, 4 and 64 workers, and one on 1,000. The poli
 engines that take requests in turn and compute them in steps of 512 tokens, and with a fixed split. `--only
 placement` takes some minutes and prints a table of it.
 
-Chats: the trace of `bench.reuse` on 2 workers with prefix caches, as fast as there, and up to three times as
-fast. Placement is compared with a fixed split.
-
 Swing: 4 workers whose load swings between long prompts and long answers: each fixed split, flips by the
 autoscaler, and the placement policy. A short run leaves this part out, unless --only names it.
 
@@ -34,10 +31,8 @@ import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.load.traffic.datasets import SAMPLE_TRACE
 from baton.bench.routing_sim.baselines import POLICIES, emptiest
-from baton.bench.routing_sim.chats import chats
 from baton.bench.routing_sim.flips import Flips
-from baton.bench.routing_sim.sizing import size
-from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
+from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix, size
 from baton.cluster.options.optimize import PROFILES
 from baton.router.policy import two_choices
 from baton.simulator import decode, placement
@@ -72,9 +67,7 @@ PLACED_REQUESTS, PLACED_REQUESTS_SHORT = 600, 200
 LARGEST_LOADS = ((2000, 150, 12),)
 """Loads of 1,000 workers."""
 KINDS: tuple[placement.Kind, ...] = ("policy", "split", "colocated")
-PARTS = ("prefill", "decode", "placement", "chats", "swing", "profiles")
-CHATS, CHATS_SPEEDS, CHATS_DRAWS = 160, (1.0, 2.0, 3.0), 4
-"""Requests of a trace of chats, how fast they come, and how many traces."""
+PARTS = ("prefill", "decode", "placement", "swing", "profiles")
 SWING, SWING_SECONDS = ((2000, 50, 28), (200, 500, 28)), 30.0
 """Loads of 4 workers that take turns, and for how long each of them comes."""
 SWING_TTFT, SWING_GAP = 0.25, 0.02
@@ -194,21 +187,6 @@ def add_placed(report: Report, name: str, found: dict[placement.Kind, Quantiles]
     report.add(Row(f"{name}.first_gap_p99", 1e3 * ours.first_gap_p99, "ms"))
 
 
-def add_chats(report: Report, short: bool) -> None:
-    for speed in CHATS_SPEEDS[: 1 if short else None]:
-        traces = [chats(CHATS, draw, time_scale=speed) for draw in range(CHATS_DRAWS)]
-        found: dict[placement.Kind, tuple[float, float]] = {}
-        for kind in ("split", "policy"):
-            outcomes = [placement.simulate(trace, kind) for trace in traces]
-            ttft = [1e3 * seconds for outcome in outcomes for seconds in outcome.ttft]
-            found[kind] = statistics.median(ttft), contract.percentile(ttft, 0.99)
-        (split, split_p99), (ours, ours_p99) = found["split"], found["policy"]
-        name, ratio = f"routing_sim.chats.x{speed:g}.ttft", ours / split
-        to = f"a fixed split ({split:.1f}, p99 {split_p99:.0f})"
-        row = Row(name, ours, "ms", p99=ours_p99, ratio=ratio, ratio_to=to, goal=1.05, better="lower")
-        report.add(row)
-
-
 def add_swing(report: Report) -> None:
     loads = [placement.Load(*load) for load in SWING]
     requests = round(2 * len(loads) * SWING_SECONDS * 2 * loads[0].rate)
@@ -296,8 +274,6 @@ def main() -> int:
         add_decode(report, args.short)
     if "placement" in parts:
         table = add_placement(report, args.short)
-    if "chats" in parts:
-        add_chats(report, args.short)
     if "swing" in parts:
         add_swing(report)
     if "profiles" in parts:

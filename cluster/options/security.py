@@ -31,7 +31,7 @@ class SecretOptions:
         opt(
             "Certificate (PEM) of this process, for mutual TLS between routers and workers. A worker's "
             "certificate must have the name baton-worker.",
-            shown="no TLS",
+            shown="made from the secret",
             **OLD_FILE,
         ),
     ] = None
@@ -43,7 +43,7 @@ class SecretOptions:
     ] = None
 
     def tls(self) -> TlsFiles | None:
-        """The TLS files of this process; None without TLS. Raises ValueError for unusable files."""
+        """The TLS files of this process; None: the secret makes one. Raises ValueError for unusable files."""
         return tls_files(
             "cluster", self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs, mutual=True
         )

@@ -71,11 +71,11 @@ def _reason(error: rpc.RpcError) -> str:
     from grpc.aio import AioRpcError
 
     assert isinstance(error, AioRpcError)
-    code, details = error.code(), error.details()
-    if code is StatusCode.UNAUTHENTICATED:
+    code, details = error.code(), error.details() or ""
+    if code is StatusCode.UNAUTHENTICATED or "CERTIFICATE_VERIFY_FAILED" in details:
         return (
-            f"it refuses the secret ({details}); set BATON_CLUSTER_SECRET or --cluster-secret-file to the "
-            f"secret of the cluster. {OWN_SECRET}"
+            f"it does not prove this secret ({details}); set BATON_CLUSTER_SECRET or --cluster-secret-file "
+            f"to the secret of the cluster. {OWN_SECRET}"
         )
     if code is StatusCode.UNIMPLEMENTED:
         return "its version of Baton cannot change the pool; upgrade it"

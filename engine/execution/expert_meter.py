@@ -1,4 +1,6 @@
-"""Reads the load of experts from the device, and never waits for it.
+"""Counts the tokens of each expert on the device, and reads the counts, without a wait for the device.
+
+begin_step ──▶ each layer counts the tokens of its experts ──▶ begin_step adds them to the totals
 
 read: no copy under way, and the last is old ─▶ enqueue a copy …
 read: the copy is over ─▶ new statistics        … else those of the copy before
@@ -13,10 +15,36 @@ from torch import Tensor
 from baton.engine.api.stats import ExpertStats
 from baton.engine.execution.events import Event
 from baton.engine.execution.sampler import to_host
-from baton.engine.layers.expert_load import ExpertLoad
+from baton.engine.model_config import ExpertsConfig
 
 PERIOD = 1.0
 """Least seconds between two copies. Statistics are asked for more often."""
+
+
+class ExpertLoad:
+    """The load of all experts of a model. A step is added when the next one begins."""
+
+    def __init__(self, experts: ExpertsConfig, device: torch.device) -> None:
+        shape = len(experts.layers), experts.num_experts
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        """Of the newest step. They are zero when it begins."""
+        self.totals = torch.zeros(2, *shape, dtype=torch.int64, device=device)
+        """[2, layers, experts]: tokens of each expert, and steps in which it had any."""
+        self.steps = torch.full((), -1, dtype=torch.int64, device=device)
+        """Number of these steps; −1: no step has begun."""
+
+    def begin_step(self) -> None:
+        tokens, reads = self.totals
+        tokens += self.counts
+        reads += self.counts > 0
+        self.steps += 1
+        self.counts.zero_()
+
+    def clear(self) -> None:
+        """Forgets all steps."""
+        self.counts.zero_()
+        self.totals.zero_()
+        self.steps.fill_(-1)
 
 
 class ExpertMeter:

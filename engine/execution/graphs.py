@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.execution.inputs import Inputs, attention_metadata, draws_of, read_by_device
-from baton.engine.kernels.attention import AttentionMetadata
-from baton.engine.kernels.tiles import TILE_FIELDS, most_pieces, scan_work, tile_work
+from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.tiles import TILE_FIELDS, most_pieces, tile_work
+from baton.engine.kernels.state.mamba2 import scan_work
 from baton.engine.layers.ranks import Ranks
 from baton.engine.step import Draws, Layout, Step, Variant
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.attention import AttentionMetadata
+from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.step import ARRAYS, Draws, Layout, Step
 
 ALIGNMENT = 16

@@ -18,14 +18,15 @@ from torch import Tensor
 
 from baton.engine.execution.commands import Followers
 from baton.engine.execution.events import Event, record
-from baton.engine.execution.expert_meter import ExpertMeter
+from baton.engine.execution.expert_meter import ExpertLoad, ExpertMeter
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
 from baton.engine.execution.prompt_logprobs import Piece, prompt_logprobs
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
 from baton.engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
-from baton.engine.kernels.attention import AttentionMetadata
-from baton.engine.kernels.tiles import SHORT
+from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.tiles import SHORT
+from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches
@@ -109,6 +110,8 @@ class ModelRunner:
         self._dtype = dtype
         self.chunk_tokens = kernels.chunk_tokens(dtype) if self._state else 0
         """As `Kernels.chunk_tokens`; 0: no layer has states."""
+        self.expert_load = ExpertLoad(config.experts, device) if config.experts else None
+        """None: a dense model."""
         self._graphs: StepGraphs | None = None
         self._record: Callable[[], Event] = partial(record, device)
         self.ranks = ranks
@@ -168,7 +171,7 @@ class ModelRunner:
 
     def expert_meter(self) -> ExpertMeter | None:
         """None: a dense model."""
-        load = self.model.expert_load
+        load = self.expert_load
         return None if load is None else ExpertMeter(load, lambda: self._record())
 
     @torch.inference_mode()
@@ -275,11 +278,12 @@ class ModelRunner:
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)
-        self.model.step_rows.decodes = attention.num_decodes
-        if self.model.expert_load is not None:
-            self.model.expert_load.begin_step(attention.slots)
+        if (load := self.expert_load) is not None:
+            load.begin_step()
+        step = CurrentStep(attention.num_decodes, attention.slots, None if load is None else load.counts)
         if not self._state:
-            return self.model(known, positions, attend)
+            with computing(step):
+                return self.model(known, positions, attend)
         states = kernels.plan_states(attention, self._dtype)
 
         def mix(layer: int, projected: Tensor, parameters: Mamba2 | GatedDelta) -> Tensor:
@@ -291,7 +295,8 @@ class ModelRunner:
             layer_done(layer)
             return y
 
-        return self.model(known, positions, attend, mix)
+        with computing(step):
+            return self.model(known, positions, attend, mix)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocabulary], in the model's dtype."""

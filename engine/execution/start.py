@@ -87,8 +87,8 @@ def start_rank(
             largest = warm_up(runner, rehearsal, progress)
         if on_gpu and config.cuda_graphs:
             runner.capture(config.max_num_batched_tokens, lambda done: progress("capturing graphs", done))
-        if model.expert_load is not None:
-            model.expert_load.clear()
+        if runner.expert_load is not None:
+            runner.expert_load.clear()
     return Started(
         runner,
         replace(model_config, max_model_len=pool.max_model_len),

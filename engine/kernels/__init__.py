@@ -24,10 +24,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.attention import AttentionMetadata
-from baton.engine.kernels.gated_delta import GatedDelta
-from baton.engine.kernels.kv_cache import KV, Fp8KV, parts
-from baton.engine.kernels.mamba2 import LayerState, Mamba2
+from baton.engine.kernels.attention.paged import KV, AttentionMetadata, Fp8KV, parts
+from baton.engine.kernels.state.gated_delta import GatedDelta
+from baton.engine.kernels.state.mamba2 import LayerState, Mamba2
 from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
 
 __all__ = [
@@ -36,6 +35,7 @@ __all__ = [
     "KV",
     "SMALLEST_TEMPERATURE",
     "AttentionMetadata",
+    "Experts",
     "Fp8Experts",
     "Fp8KV",
     "GatedDelta",
@@ -74,6 +74,24 @@ class Fp8Experts(NamedTuple):
     @property
     def grouped(self) -> bool:
         return self.scales.shape[1] > 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """The experts of one layer that this rank holds, and how a token chooses among all experts."""
+
+    gate_up: Tensor | Fp8Experts  # [held, 2 * inner, size]
+    down: Tensor | Fp8Experts  # [held, size, inner]
+    num_chosen: int
+    """Experts of a token."""
+    scoring: Scoring
+    """Defines their weights."""
+    first: int = 0
+    """The first expert that is held. Those that are not add nothing to the sum."""
+    gate_up_bias: Tensor | None = None  # [held, 2 * inner]
+    down_bias: Tensor | None = None  # [held, size]
+    activation: ClampedSwiGLU | None = None
+    """In place of silu(gate) * up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,30 +144,20 @@ class Kernels(Protocol):
         self,
         x: Tensor,
         logits: Tensor,
-        gate_up: Tensor | Fp8Experts,
-        down: Tensor | Fp8Experts,
+        experts: Experts,
         counts: Tensor,
-        num_chosen: int,
-        scoring: Scoring,
         *,
         slots: Tensor | None = None,
-        first: int = 0,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: ClampedSwiGLU | None = None,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """A mixture of experts: the weighted sum of down(silu(gate(x)) * up(x)) over each token's experts.
 
-        x [tokens, size]. Each token has the `num_chosen` experts with the largest logits [tokens, experts];
-        `scoring` defines their weights. gate_up [held, 2 * inner, size] and down [held, size, inner] are the
-        experts from `first` on; others add nothing to the sum. counts [experts] int32 must be zero, and
-        becomes the number of tokens of each expert. Returns [tokens, size].
+        x [tokens, size]. Each token has the experts with the largest logits [tokens, experts]. counts
+        [experts] int32 must be zero, and becomes the number of tokens of each expert. Returns [tokens, size].
 
         slots [tokens]: a row with slot −1 pads a graph. It has no expert, and its result is undefined. None:
-        no row is padding. gate_up_bias [held, 2 * inner] and down_bias [held, size] are added to the
-        products, and `activation` replaces silu(gate) * up. Inputs of weights in FP8 are quantized. The
-        result of `shared` [tokens, size], which is called last, is added."""
+        no row is padding. Inputs of weights in FP8 are quantized. The result of `shared` [tokens, size],
+        which is called last, is added."""
         ...
 
     def rope_and_write(
@@ -204,15 +212,15 @@ class Kernels(Protocol):
         ...
 
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: Any) -> Tensor:
-        """Convolution and scan of a state layer (`engine.kernels.mamba2`): takes the state of each request in
-        the plan past the tokens of this step, in place.
+        """Convolution and scan of a state layer (`state.mamba2`): takes the state of each request in the plan
+        past the tokens of this step, in place.
 
         projected [tokens, channels + heads], dense rows at any stride: x, B, C, and Δ of each head. Returns
         y [tokens, heads · head_dim]."""
         ...
 
     def gated_delta(self, projected: Tensor, layer: GatedDelta, state: LayerState, plan: Any) -> Tensor:
-        """As `mamba2`, for `engine.kernels.gated_delta`: Δ and β of each head come after the channels."""
+        """As `mamba2`, for the gated delta rule: Δ and β of each head come after the channels."""
         ...
 
     def norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Quantized, overlap
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import FP8, FP8_GROUP, Quantized, launch
+from baton.engine.kernels.launch import inputs_ready
 
 LARGEST = tl.constexpr(448.0)  # the largest FP8 number
 LEAST = tl.constexpr(2.0**-100)  # counts as the largest value of a row of zeros, so that its scale is not 0
@@ -46,7 +46,7 @@ def quantize(x: Tensor, *, grouped: bool) -> Quantized:
         BLOCK=block,
         GROUP=group_columns(block, grouped=grouped),
         num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
-        **overlap.options(),
+        **launch.options(),
     )
     return out
 

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
 
 MAX_TILES = 1 << 14
 BLOCK = 4096  # elements of a tile of `gather`
@@ -69,7 +69,7 @@ class PeerCopy:
             RANKS=self._ranks,
             BLOCK=BLOCK,
             num_warps=4,
-            **overlap.options(),
+            **launch.options(),
         )
         return out
 
@@ -88,7 +88,7 @@ class PeerCopy:
             RANKS=self._ranks,
             WORDS=WORDS,
             num_warps=4,
-            **overlap.options(),
+            **launch.options(),
         )
 
     def _capacity(self, share: int, itemsize: int) -> int:

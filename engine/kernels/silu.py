@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import Quantized, overlap
+from baton.engine.kernels import Quantized, launch
 from baton.engine.kernels.fp8 import (
     ELEMENTS_PER_WARP,
     MAX_WARPS,
@@ -22,7 +22,7 @@ from baton.engine.kernels.fp8 import (
     group_columns,
     store_quantized,
 )
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels.launch import inputs_ready
 from baton.engine.model_config import ClampedSwiGLU
 
 BLOCK = 1024  # columns of a program
@@ -75,7 +75,7 @@ def _launch(
         LIMIT=clamped.limit if clamped else None,
         GELU=gelu,
         num_warps=min(MAX_WARPS, max(4, block // ELEMENTS_PER_WARP)),
-        **overlap.options(),
+        **launch.options(),
     )
 
 

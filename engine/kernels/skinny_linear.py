@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import from_hopper_on, overlap
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import from_hopper_on, launch
+from baton.engine.kernels.launch import inputs_ready
 from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
 
 BLOCK_N = 64
@@ -87,7 +87,7 @@ class SkinnyLinear:
             SPLITS=count,
             num_warps=4,
             num_stages=stages,
-            **overlap.options(),
+            **launch.options(),
         )
         return out
 

@@ -12,15 +12,6 @@ from torch import Tensor
 
 SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 MAX_SPLITS = 8
-INTERPRETED_MULTIPROCESSORS = 4
-"""Assumed when Triton's interpreter runs the kernels, in tests."""
-
-
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, if each has a multiprocessor to itself."""
-    if device.type != "cuda":
-        return INTERPRETED_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def parts_of(out: Tensor, splits: int, tiles: int, block_n: int, block_m: int) -> Tensor:

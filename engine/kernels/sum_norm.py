@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import overlap
-from baton.engine.kernels.overlap import inputs_ready
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
 
 MAX_ROWS = 8192
 """Rows of one launch."""
@@ -72,7 +72,7 @@ class SumNorm:
                 RANKS=self._ranks,
                 BLOCK=block,
                 num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
-                **overlap.options(),
+                **launch.options(),
             )
         return out
 

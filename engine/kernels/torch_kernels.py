@@ -12,23 +12,27 @@ from baton.engine.kernels import (
     FP8_GROUP,
     KV,
     SMALLEST_TEMPERATURE,
+    Experts,
     Fp8Experts,
     GatedDelta,
     HeadNorm,
     LayerState,
     Mamba2,
     Quantized,
-    gated_delta,
-    mamba2,
     parts,
 )
-from baton.engine.kernels.attention import AttentionMetadata, TorchPlan, paged_attention, plan_attention
-from baton.engine.kernels.experts import mix, route
-from baton.engine.kernels.mamba2 import TorchStatePlan
-from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
+from baton.engine.kernels.attention.paged import AttentionMetadata, TorchPlan, paged_attention, plan_attention
+from baton.engine.kernels.moe.experts import mix, route
+from baton.engine.kernels.state import gated_delta, mamba2
+from baton.engine.kernels.state.mamba2 import TorchStatePlan
+from baton.engine.model_config import Span
 
 
 class TorchKernels:
+    norm_gate = staticmethod(gated_delta.norm_gate)
+    gated_squares = staticmethod(mamba2.gated_squares)
+    gated_rms_norm = staticmethod(mamba2.gated_rms_norm)
+
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:
             residual.add_(delta)
@@ -73,70 +77,27 @@ class TorchKernels:
         self,
         x: Tensor,
         logits: Tensor,
-        gate_up: Tensor | Fp8Experts,
-        down: Tensor | Fp8Experts,
+        experts: Experts,
         counts: Tensor,
-        num_chosen: int,
-        scoring: Scoring,
         *,
         slots: Tensor | None = None,
-        first: int = 0,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: ClampedSwiGLU | None = None,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        y = self._mix_experts(
-            x,
-            logits,
-            gate_up,
-            down,
-            counts,
-            num_chosen,
-            scoring,
-            first,
-            (gate_up_bias, down_bias),
-            activation,
-        )
+        routing = route(logits, experts.num_chosen, experts.scoring)
+        counts += routing.experts.flatten().bincount(minlength=len(counts))
+        gate_up, down = experts.gate_up, experts.down
+        assert isinstance(gate_up, Tensor) == isinstance(down, Tensor), "experts have one format"
+        inputs, rounded = x, None
+        if isinstance(gate_up, Fp8Experts):
+            inputs, gate_up = self._rounded(x, grouped=gate_up.grouped), _exact(gate_up)
+        if isinstance(down, Fp8Experts):
+            rounded, down = partial(self._rounded, grouped=down.grouped), _exact(down)
+        y = mix(inputs, routing, counts.tolist(), gate_up, down, experts, rounded).to(x.dtype)
         return y if shared is None else y.add_(shared())
 
-    def _mix_experts(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        gate_up: Tensor | Fp8Experts,
-        down: Tensor | Fp8Experts,
-        counts: Tensor,
-        num_chosen: int,
-        scoring: Scoring,
-        first: int,
-        biases: tuple[Tensor | None, Tensor | None],
-        activation: ClampedSwiGLU | None,
-    ) -> Tensor:
-        routing = route(logits, num_chosen, scoring)
-        counts += routing.experts.flatten().bincount(minlength=len(counts))
-        if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            return mix(x, routing, counts.tolist(), gate_up, down, biases, activation, first)
-        assert isinstance(gate_up, Fp8Experts), "all matrices of experts have the same format"
-        assert isinstance(down, Fp8Experts), "all matrices of experts have the same format"
-
-        def rounded(rows: Tensor, weight: Fp8Experts) -> Tensor:
-            return _spread(*self.quantize(rows, grouped=weight.grouped))
-
-        def exact(weight: Fp8Experts) -> Tensor:
-            return torch.stack([_spread(values, scales.T) for values, scales in zip(*weight, strict=True)])
-
-        return mix(
-            rounded(x, gate_up),
-            routing,
-            counts.tolist(),
-            exact(gate_up),
-            exact(down),
-            biases,
-            activation,
-            first,
-            partial(rounded, weight=down),
-        ).to(x.dtype)
+    def _rounded(self, x: Tensor, *, grouped: bool) -> Tensor:
+        """x as its numbers in FP8 stand for it, in float32."""
+        return _spread(*self.quantize(x, grouped=grouped))
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, slots: Tensor
@@ -198,23 +159,6 @@ class TorchKernels:
         self, projected: Tensor, layer: GatedDelta, state: LayerState, plan: TorchStatePlan
     ) -> Tensor:
         return gated_delta.gated_delta(projected, layer, state, plan)
-
-    def norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return gated_delta.norm_gate(x, gate, weight, eps)
-
-    def gated_squares(self, x: Tensor, gate: Tensor) -> Tensor:
-        return mamba2.gated_squares(x, gate)
-
-    def gated_rms_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        groups: int,
-        squares: Tensor | None = None,
-    ) -> Tensor:
-        return mamba2.gated_rms_norm(x, gate, weight, eps, groups, squares)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return logits.argmax(dim=-1), logits.isfinite().all(dim=-1)
@@ -279,6 +223,11 @@ def _spread(values: Tensor, scales: Tensor) -> Tensor:
     width = values.shape[1] if scales.shape[1] == 1 else FP8_GROUP
     scales = scales.repeat_interleave(len(values) // len(scales), dim=0)
     return values.float() * scales.repeat_interleave(width, dim=1)[:, : values.shape[1]]
+
+
+def _exact(weight: Fp8Experts) -> Tensor:
+    """[experts, out, in] float32."""
+    return torch.stack([_spread(values, scales.T) for values, scales in zip(*weight, strict=True)])
 
 
 def _rotated(x: Tensor, rotary: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.engine.kernels import (
     KV,
+    Experts,
     Fp8Experts,
     Fp8KV,
     GatedDelta,
@@ -16,31 +17,28 @@ from baton.engine.kernels import (
     LayerState,
     Mamba2,
     Quantized,
-    causal_conv,
-    delta_scan,
     fp8,
-    gated_norm,
     norm,
     parts,
-    rope,
-    sampling,
     silu,
-    ssd,
-    state_update,
 )
-from baton.engine.kernels.attention import AttentionMetadata
-from baton.engine.kernels.combine import combine
-from baton.engine.kernels.decode_attention import Pieces, decode_attention, partition
-from baton.engine.kernels.delta_rule import delta_rule
-from baton.engine.kernels.fp8_linear import Fp8Linear
-from baton.engine.kernels.gather_kv import Gathered, gather, plan_gather
-from baton.engine.kernels.grouped_linear import grouped_linear
-from baton.engine.kernels.prefill_attention import Tiles, prefill_attention
-from baton.engine.kernels.shuffle import shuffle
-from baton.engine.kernels.split_k import multiprocessors
-from baton.engine.kernels.thresholds import thresholds
-from baton.engine.kernels.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, scan_work, shape_for, tile_work
-from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
+from baton.engine.kernels.attention import rope
+from baton.engine.kernels.attention.decode import Pieces, decode_attention, partition
+from baton.engine.kernels.attention.gather_kv import Gathered, gather, plan_gather
+from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.attention.prefill import Tiles, prefill_attention
+from baton.engine.kernels.attention.tiles import MOST_WAVES, SHORT, SHORT_PER_SM, shape_for, tile_work
+from baton.engine.kernels.launch import multiprocessors
+from baton.engine.kernels.moe.combine import combine
+from baton.engine.kernels.moe.grouped_linear import grouped_linear
+from baton.engine.kernels.moe.shuffle import shuffle
+from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
+from baton.engine.kernels.sampling import race
+from baton.engine.kernels.sampling.thresholds import thresholds
+from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
+from baton.engine.kernels.state.delta_rule import delta_rule
+from baton.engine.kernels.state.mamba2 import scan_work
+from baton.engine.model_config import Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
@@ -74,6 +72,19 @@ class TritonStatePlan:
 
 
 class TritonKernels:
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    add_rms_norm_quantized = staticmethod(norm.add_rms_norm_quantized)
+    silu_mul = staticmethod(silu.silu_mul)
+    silu_mul_quantized = staticmethod(silu.silu_mul_quantized)
+    gelu_mul = staticmethod(silu.gelu_mul)
+    quantize = staticmethod(fp8.quantize)
+    norm_gate = staticmethod(gated_norm.norm_gate)
+    gated_squares = staticmethod(gated_norm.gated_squares)
+    gated_rms_norm = staticmethod(gated_norm.gated_rms_norm)
+    chunk_tokens = staticmethod(ssd.chunk_tokens)
+    greedy = staticmethod(race.greedy)
+    draw = staticmethod(race.draw)
+
     def __init__(self, device: torch.device, head_dim: int) -> None:
         if head_dim not in HEAD_DIMS:
             raise ValueError(
@@ -82,26 +93,6 @@ class TritonKernels:
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # Triton launches on the current device
         self._multiprocessors = multiprocessors(device)
-
-    def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        return norm.add_rms_norm(residual, delta, weight, eps)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu.silu_mul(gate_up)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu.gelu_mul(gate_up)
-
-    def add_rms_norm_quantized(
-        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, grouped: bool
-    ) -> Quantized:
-        return norm.add_rms_norm_quantized(residual, delta, weight, eps, grouped=grouped)
-
-    def silu_mul_quantized(self, gate_up: Tensor, *, grouped: bool) -> Quantized:
-        return silu.silu_mul_quantized(gate_up, grouped=grouped)
-
-    def quantize(self, x: Tensor, *, grouped: bool) -> Quantized:
-        return fp8.quantize(x, grouped=grouped)
 
     def fp8_linear(
         self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -112,40 +103,34 @@ class TritonKernels:
         self,
         x: Tensor,
         logits: Tensor,
-        gate_up: Tensor | Fp8Experts,
-        down: Tensor | Fp8Experts,
+        experts: Experts,
         counts: Tensor,
-        num_chosen: int,
-        scoring: Scoring,
         *,
         slots: Tensor | None = None,
-        first: int = 0,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        activation: ClampedSwiGLU | None = None,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        experts = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
-        shuffled = shuffle(logits, counts, num_chosen, scoring, slots, range(first, first + experts))
-        on_input = scoring is Scoring.SIGMOID_ON_INPUT
+        gate_up, down, on_input = experts.gate_up, experts.down, experts.scoring is Scoring.SIGMOID_ON_INPUT
+        count = len(gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up)
+        held = range(experts.first, experts.first + count)
+        shuffled = shuffle(logits, counts, experts.num_chosen, experts.scoring, slots, held)
         inputs = fp8.quantize(x, grouped=gate_up.grouped) if isinstance(gate_up, Fp8Experts) else x
         gated = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         inner = grouped_linear(
             inputs,
             gate_up,
             shuffled,
-            gate_up_bias,
+            experts.gate_up_bias,
             dtype=x.dtype,
             weighted=on_input,
             gated=gated,
-            clamped=activation,
+            clamped=experts.activation,
         )
         if isinstance(down, Fp8Experts):
-            inner = silu.silu_mul_quantized(inner, activation, grouped=down.grouped)
+            inner = silu.silu_mul_quantized(inner, experts.activation, grouped=down.grouped)
         elif not gated:
-            inner = silu.silu_mul(inner, activation)
-        y = grouped_linear(inner, down, shuffled, down_bias, dtype=x.dtype, weighted=False)
-        if on_input and num_chosen == 1 and experts == len(counts):
+            inner = silu.silu_mul(inner, experts.activation)
+        y = grouped_linear(inner, down, shuffled, experts.down_bias, dtype=x.dtype, weighted=False)
+        if on_input and experts.num_chosen == 1 and count == len(counts):
             return y if shared is None else y.add_(shared())
         return combine(y, shuffled.weights, None if shared is None else shared(), weighted=not on_input)
 
@@ -220,9 +205,6 @@ class TritonKernels:
             prompts = min(len(slots), len(metadata.scans))
         return TritonStatePlan(slots, metadata.contexts[:decodes], scans, metadata.state_copies, prompts)
 
-    def chunk_tokens(self, dtype: torch.dtype) -> int:
-        return ssd.chunk_tokens(dtype)
-
     def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TritonStatePlan) -> Tensor:
         _, heads, head_dim, _ = state.ssm.shape
         x, dt = projected.split((projected.shape[1] - heads, heads), dim=1)
@@ -271,36 +253,6 @@ class TritonKernels:
             tokens = ssd.chunk_tokens(x.dtype)
             causal_conv.convolve(x, layer, state.conv, plan.slots, plan.scans, plan.copies, tokens, rows)
         return rows
-
-    def norm_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return gated_norm.norm_gate(x, gate, weight, eps)
-
-    def gated_squares(self, x: Tensor, gate: Tensor) -> Tensor:
-        return gated_norm.gated_squares(x, gate)
-
-    def gated_rms_norm(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        eps: float,
-        groups: int,
-        squares: Tensor | None = None,
-    ) -> Tensor:
-        return gated_norm.gated_rms_norm(x, gate, weight, eps, groups, squares)
-
-    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return sampling.greedy(logits)
-
-    def draw(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        keys: Tensor,
-        probs: Tensor | None = None,
-        least: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return sampling.draw(logits, temperature, keys, probs, least)
 
     def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         return thresholds(probs, top_k, top_p, min_p)

@@ -6,7 +6,7 @@ or for each block of 128 × 128. Here a scale belongs to a row of W, and to all 
 blocks of the result are whole, the kernels get one scale for each block, which is faster.
 
     GPUs from Hopper on    W8A8: activations are quantized, too, with the same groups. Norm and activation
-                           function quantize their result (`fp8_groups`), other inputs are quantized alone.
+                           function quantize their result, other inputs are quantized alone.
     other devices          the weights times their scales, in the model's dtype, once, at load
 """
 
@@ -41,24 +41,18 @@ class Scaled(NamedTuple):
     scales: Tensor  # [groups, rows] float32: one group, or one for each FP8_GROUP columns
 
 
-class Fp8Linear:
+class Fp8Linear(LinearMethod):
     """A product of quantized activations with FP8 weights."""
 
     def __init__(self, weight: Scaled, bias: Tensor | None, weights: Weights) -> None:
-        self.grouped = len(weight.scales) > 1
+        self.grouped = self._grouped = len(weight.scales) > 1
         self._kernels = weights.kernels
         self._product = weights.kernels.fp8_linear(*weight, bias, weights.dtype)
 
     def __call__(self, x: Tensor | Quantized) -> Tensor:
         if isinstance(x, Tensor):
-            x = self._kernels.quantize(x, grouped=self.grouped)
+            x = self._kernels.quantize(x, grouped=self._grouped)
         return self._product(x)
-
-
-def fp8_groups(product: object) -> bool | None:
-    """Whether the product takes activations in FP8 with a scale for each group, or for each row. None: it
-    takes them in the model's dtype."""
-    return product.grouped if isinstance(product, Fp8Linear) else None
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,27 @@
 
 CPU, bfloat16     decodes    torch's kernel for 4 bits, which computes a row in the same way among any rows
                   prompts    oneDNN, from a copy in bfloat16 or float32, in tiles of equally many rows
-GPU, 16 bits      few rows   a kernel that reads the codes, from Hopper on (`engine.kernels.int4_linear`)
+GPU, 16 bits      few rows   a kernel that reads the codes, from Hopper on (`quantized.int4_linear`)
                   many rows  dequantized for each product
 other             dequantized at load
 """
 
 import functools
 import platform
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import from_hopper_on
-from baton.engine.layers.groups import Groups
+from baton.engine.kernels import Kernels, from_hopper_on
+from baton.engine.layers.current_step import current_step
 from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.step_rows import StepRows
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.weights import Groups, LinearMethod, Weights
+
+if TYPE_CHECKING:  # it needs Triton
+    from baton.engine.kernels.quantized.int4_linear import Int4Linear
 
 MOST_DECODES = 8
 """Rows that the kernel for 4 bits computes. Measured: oneDNN is faster for more, since it uses the matrix
@@ -56,7 +60,7 @@ def grouped_linear(
     if not packs(groups.bits, weights.dtype, weights.device) or groups.size not in GROUP_SIZES or rows % 16:
         return PlainLinear(groups.values().to(weights.dtype), bias)
     plain = for_prompts(groups.values(), bias)
-    return ByRows(PackedLinear(groups, bias), plain, None if output else weights.step_rows)
+    return ByRows(PackedLinear(groups, bias), plain, output=output)
 
 
 @functools.cache
@@ -71,7 +75,7 @@ def dtype_of_prompts() -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def for_prompts(values: Tensor, bias: Tensor | None) -> LinearMethod:
+def for_prompts(values: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The product of prompts on a CPU, from a copy of the weights that is not packed."""
     dtype = dtype_of_prompts()
     linear = PlainLinear(values.to(dtype), None if bias is None else bias.to(dtype))
@@ -79,17 +83,31 @@ def for_prompts(values: Tensor, bias: Tensor | None) -> LinearMethod:
 
 
 def _on_gpu(groups: Groups, bias: Tensor | None, weights: Weights) -> LinearMethod:
-    from baton.engine.kernels.int4_linear import Int4Linear
-    from baton.engine.kernels.split_k import multiprocessors
+    from baton.engine.kernels.launch import multiprocessors
+    from baton.engine.kernels.quantized.int4_linear import Int4Linear
 
     codes, scales, zeros, bits = groups
     packed = packs(bits, weights.dtype, weights.device)
     if not packed or not Int4Linear.suits(codes, scales, weights.dtype):
         return PlainLinear(groups.values().to(weights.dtype), bias)
-    return Int4Linear(codes, scales, zeros, bias, weights.dtype, multiprocessors(weights.device))
+    kernel = Int4Linear(codes, scales, zeros, bias, weights.dtype, multiprocessors(weights.device))
+    return PackedOnGpu(kernel)
 
 
-class PackedLinear:
+class PackedOnGpu(LinearMethod):
+    """`Int4Linear`, which also computes silu_mul of few rows."""
+
+    def __init__(self, kernel: "Int4Linear") -> None:
+        self.kernel = kernel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.kernel(x)
+
+    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return self.kernel.silu_mul(x)
+
+
+class PackedLinear(LinearMethod):
     """y = x Wᵀ + b with torch's kernel for 4 bits on a CPU. It sums the halves of codes of 8 bits."""
 
     def __init__(self, groups: Groups, bias: Tensor | None) -> None:
@@ -117,19 +135,21 @@ class PackedLinear:
         return y if self.bias is None else y.add_(self.bias)
 
 
-class ByRows:
+class ByRows(LinearMethod):
     """Few decodes with one method, all else with another one: prompts in tiles.
 
     More decodes than `MOST_DECODES` have results that depend on their number, as without groups."""
 
-    def __init__(self, packed: LinearMethod, plain: LinearMethod, rows: StepRows | None) -> None:
-        """`rows` None: no row is of a prompt."""
+    def __init__(
+        self, packed: LinearMethod, plain: Callable[[Tensor], Tensor], *, output: bool = False
+    ) -> None:
+        """`output`: no row is of a prompt."""
         self.packed = packed
         self.plain = plain
-        self.rows = rows
+        self.output = output
 
     def __call__(self, x: Tensor) -> Tensor:
-        count = len(x) if self.rows is None else self.rows.decodes
+        count = len(x) if self.output else current_step().decodes
         decodes = self.packed if count <= MOST_DECODES else self.plain
         if count == len(x):
             return decodes(x)

@@ -10,7 +10,7 @@ from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import LinearMethod, Weights
 
 
-class PlainLinear:
+class PlainLinear(LinearMethod):
     """W in the model's dtype. A CPU keeps it in the blocked layout of oneDNN, which would otherwise rearrange
     it in every call: at small batches that takes longer than the product. A GPU has a kernel of its own for
     small batches."""
@@ -70,8 +70,8 @@ def _packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _skinny(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    from baton.engine.kernels.launch import multiprocessors
     from baton.engine.kernels.skinny_linear import SkinnyLinear
-    from baton.engine.kernels.split_k import multiprocessors
 
     if not SkinnyLinear.suits(weight):
         return None

@@ -1,13 +1,24 @@
-"""The feed-forward part of a dense layer, and the shared expert of a mixture."""
+"""The feed-forward part of a layer: an MLP, or a mixture of experts (Shazeer 2017)."""
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.layers.fp8_linear import fp8_groups
+from baton.engine.kernels import Experts
+from baton.engine.layers.current_step import current_step
 from baton.engine.layers.ranks import whole
-from baton.engine.layers.weights import GatedMethod, Weights
-from baton.engine.model_config import ModelConfig
+from baton.engine.layers.weights import Weights
+from baton.engine.model_config import ExpertsConfig, ModelConfig
+
+MOST_BESIDE = 64
+"""Tokens of a step in which a GPU computes the shared expert on a second stream. With more tokens, the
+products of either stream fill the GPU."""
 
 
 class GatedMLP:
@@ -25,23 +36,134 @@ class GatedMLP:
         gelu: bool = False,
     ) -> None:
         hidden, inner = whole(config.hidden_size), weights.ranks.part(intermediate_size)
-        self.gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
+        self.input = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner], hidden)
         self.down = weights.linear([f"{name}.down_proj"], [hidden], inner)
         self.kernels = weights.kernels
         self.gelu = gelu
-        self.gated = self.gate_up if isinstance(self.gate_up, GatedMethod) else None
-        self.grouped = fp8_groups(self.down)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._inner(x))
 
     def _inner(self, x: Tensor) -> Any:
         """What the down product takes: a tensor, or `Quantized`."""
+        grouped = self.down.grouped
         if self.gelu:
-            y = self.kernels.gelu_mul(self.gate_up(x))
-            return y if self.grouped is None else self.kernels.quantize(y, grouped=self.grouped)
-        if self.grouped is not None:
-            return self.kernels.silu_mul_quantized(self.gate_up(x), grouped=self.grouped)
-        if self.gated is not None:
-            return self.gated.silu_mul(x)
-        return self.kernels.silu_mul(self.gate_up(x))
+            y = self.kernels.gelu_mul(self.input(x))
+            return y if grouped is None else self.kernels.quantize(y, grouped=grouped)
+        if grouped is None:
+            return self.input.silu_mul(x, self.kernels)
+        return self.kernels.silu_mul_quantized(self.input(x), grouped=grouped)
+
+
+class MoE:
+    """The weighted sum of the outputs of the experts that a router chooses for each token. An expert is a
+    `GatedMLP`, and so is the shared expert, which computes every token. A rank has some of the inner columns
+    of every expert, or whole experts. All ranks make the same choice. Each computes a term of the result."""
+
+    input = None
+    """No one product: router and experts take x in the model's dtype."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        experts: ExpertsConfig,
+        weights: Weights,
+        layer: int,
+        name: str,
+        router: str = "gate",
+    ) -> None:
+        hidden = whole(config.hidden_size)
+        own, inner = weights.ranks.expert_parts(experts.num_experts, experts.intermediate_size)
+        names = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
+        self.router = weights.linear(
+            [f"{name}.{router}"], [whole(experts.num_experts)], hidden, bias=experts.bias
+        )
+        gate_up = weights.experts(  # [own experts, 2 * inner, hidden_size]
+            [(f"{name}.gate_proj", f"{name}.up_proj") for name in names],
+            [own.here(expert, inner) for expert in range(len(names))],
+            hidden,
+        )
+        down = weights.experts(  # [own experts, hidden_size, inner]
+            [(f"{name}.down_proj",) for name in names],
+            [own.here(expert, hidden) for expert in range(len(names))],
+            inner,
+        )
+        if isinstance(gate_up, Tensor) != isinstance(down, Tensor):
+            raise ValueError(f"{weights.source}: of the experts of {name} only some matrices are in FP8")
+        gate_up_bias, down_bias = None, None
+        if experts.bias:
+            gate_up_bias = weights.stack(
+                [f"{name}.{half}_proj.bias" for name in names for half in ("gate", "up")],
+                [(own.here(expert, inner),) for expert in range(len(names)) for _ in range(2)],
+            ).unflatten(0, (own.length, -1))
+            rows = [own.here(expert, hidden) for expert in range(len(names))]
+            down_bias = weights.bias([f"{name}.down_proj" for name in names], rows, inner)
+            down_bias = None if down_bias is None else down_bias.unflatten(0, (own.length, -1))
+        self.experts = Experts(
+            gate_up,
+            down,
+            experts.num_chosen,
+            experts.scoring,
+            own.start,
+            gate_up_bias,
+            down_bias,
+            experts.activation,
+        )
+        self.shared, self.shared_gate, self.side = None, None, None
+        if experts.shared_intermediate_size:
+            size = experts.shared_intermediate_size
+            self.shared = GatedMLP(config, weights, f"{name}.shared_expert", size)
+            if experts.shared_gate:
+                self.shared_gate = weights.take(f"{name}.shared_expert_gate.weight", (1, config.hidden_size))
+            if weights.device.type == "cuda":
+                self.side = _side_stream(weights.device)
+        self.index = experts.layers.index(layer)
+        """Among the layers with experts."""
+        self.kernels = weights.kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shared = None if self.shared is None else self._shared(x, self.shared)
+        step = current_step()
+        assert step.expert_counts is not None, "the model has experts"
+        counts = step.expert_counts[self.index]
+        return self.kernels.mix_experts(
+            x, self.router(x), self.experts, counts, slots=step.slots, shared=shared
+        )
+
+    def _shared(self, x: Tensor, expert: GatedMLP) -> Callable[[], Tensor]:
+        """What the shared expert computes: now on a second stream, or when the result is asked for."""
+        if self.side is None or len(x) > MOST_BESIDE:
+            return partial(self._gated, x, expert)
+        with _beside(self.side):
+            computed = self._gated(x, expert)
+
+        def joined() -> Tensor:
+            assert self.side is not None
+            torch.cuda.current_stream().wait_stream(self.side)
+            return computed
+
+        return joined
+
+    def _gated(self, x: Tensor, expert: GatedMLP) -> Tensor:
+        if self.shared_gate is None:
+            return expert(x)
+        return expert(x).mul_(F.linear(x, self.shared_gate).sigmoid_())
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A second stream of this device, which all layers share.
+
+    A CUDA graph that captures the current stream captures both. The allocator gives the memory of a result to
+    later work of the second stream only. That work begins after what the current stream launched before it,
+    so it overwrites nothing that is still read."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _beside(stream: torch.cuda.Stream) -> Iterator[None]:
+    """What runs inside begins after all that is launched so far, and runs beside what the current stream does
+    next. The current stream waits for it before it reads the results."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield

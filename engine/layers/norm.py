@@ -4,9 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.engine.layers.fp8_linear import fp8_groups
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Weights
+from baton.engine.layers.weights import LinearMethod, Weights
 
 
 class RMSNorm:
@@ -29,12 +28,13 @@ class RMSNorm:
 class InputNorm:
     """An `RMSNorm` before a product. If the product takes FP8, the norm quantizes its result.
 
-    None: the product takes the residual stream itself. Its delta is already the sum over ranks."""
+    `norm` None: the product takes the residual stream itself. Its delta is already the sum over ranks.
+    `product` None: several take the result, in the model's dtype."""
 
-    def __init__(self, weights: Weights, norm: RMSNorm | None, product: object) -> None:
+    def __init__(self, weights: Weights, norm: RMSNorm | None, product: LinearMethod | None) -> None:
         self.norm = norm
         self.kernels = weights.kernels
-        self.grouped = fp8_groups(product)
+        self.grouped = None if product is None else product.grouped
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Any:
         """As `RMSNorm`. Returns what the product takes: a tensor, or `Quantized`."""

@@ -8,16 +8,13 @@ more time than the copy.
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Fp8Experts, kernels_for
-from baton.engine.layers.expert_load import ExpertLoad
-from baton.engine.layers.groups import Groups
+from baton.engine.kernels import Fp8Experts, Kernels, kernels_for
 from baton.engine.layers.ranks import Part, Ranks, whole
-from baton.engine.layers.step_rows import StepRows
 from baton.engine.model_config import ModelConfig
 
 FINGERPRINT_SAMPLE = 256
@@ -30,8 +27,41 @@ IGNORED = "rotary_emb.inv_freq"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Checkpoint(Protocol):
-    """Where weights come from. All raise `ValueError` naming the file if it is incomplete or corrupt."""
+class Groups(NamedTuple):
+    """A matrix [rows, columns] of (code − middle) · scale + zero, where middle is 8 or 128.
+
+    GPTQ, AWQ, compressed-tensors and GGUF store 4 or 8 bits in different layouts; here all are these."""
+
+    codes: Tensor  # [rows, columns] uint8: unsigned integers of `bits` bits
+    scales: Tensor  # [rows, groups] float32
+    zeros: Tensor  # [rows, groups] float32
+    bits: int
+
+    @property
+    def size(self) -> int:
+        """Columns of a group."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def on(self, device: torch.device) -> "Groups":
+        return Groups(self.codes.to(device), self.scales.to(device), self.zeros.to(device), self.bits)
+
+    def values(self) -> Tensor:
+        """[rows, columns] float32."""
+        codes = self.codes.float().sub_(1 << (self.bits - 1)).unflatten(1, (-1, self.size))
+        return codes.mul_(self.scales[:, :, None]).add_(self.zeros[:, :, None]).flatten(1)
+
+
+def stacked(parts: Sequence[Groups]) -> Groups | None:
+    """The rows of all parts. None: their groups differ."""
+    if len({(part.size, part.bits) for part in parts}) > 1:
+        return None
+    codes, scales, zeros, bits = zip(*parts, strict=True)
+    return Groups(torch.cat(codes), torch.cat(scales), torch.cat(zeros), bits[0])
+
+
+class Checkpoint:
+    """The base of what weights come from. All raise `ValueError` naming the file if it is incomplete or
+    corrupt."""
 
     config: ModelConfig
     source: str
@@ -39,41 +69,39 @@ class Checkpoint(Protocol):
 
     def names(self) -> Collection[str]:
         """All tensors, by the names that Hugging Face gives them. Empty: any tensor can be read."""
-        ...
+        raise NotImplementedError
 
     def file_of(self, name: str) -> str:
         """The file that has, or would have, this tensor: for error messages."""
-        ...
+        raise NotImplementedError
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape in the header of the file. None: dummy weights, which have any shape."""
-        ...
+        raise NotImplementedError
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
         """These parts of the dimensions of the tensor, in the checkpoint's own dtype. The result may lie in a
         mapped file."""
-        ...
-
-
-class GroupedCheckpoint(Checkpoint, Protocol):
-    """A file with matrices that may have groups of columns with a scale."""
+        raise NotImplementedError
 
     def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
-        """These parts of a matrix. None: it has no groups, or the parts cut one."""
-        ...
+        """These parts of a matrix whose columns have groups. None: it has no groups, or the parts cut one."""
+        return None
 
 
-class LinearMethod(Protocol):
-    """y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
+class LinearMethod:
+    """The base of products y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    grouped: bool | None = None
+    """Whether x is in FP8 with a scale for each group of columns, or for each row. None: x is in the model's
+    dtype."""
 
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
-@runtime_checkable
-class GatedMethod(Protocol):
-    """A `LinearMethod` that can also compute `Kernels.silu_mul` of its result, in fewer launches."""
-
-    def silu_mul(self, x: Tensor) -> Tensor: ...
+    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """`Kernels.silu_mul` of the product. A format may have one kernel for both."""
+        return kernels.silu_mul(self(x))
 
 
 class WeightFormat(Protocol):
@@ -137,10 +165,6 @@ class Weights:
         self.device = device
         self.ranks = ranks
         self.kernels = kernels_for(device, checkpoint.config.head_dim)
-        experts = checkpoint.config.experts
-        self.expert_load = ExpertLoad(experts, device) if experts else None
-        """None: a dense model."""
-        self.step_rows = StepRows()
         self._format = weight_format
         self._checkpoint = checkpoint
         self._names = set(checkpoint.names())
@@ -166,9 +190,9 @@ class Weights:
         return self._format.tied(self, name, rows, columns, embedding)
 
     def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
-        """See `GroupedCheckpoint.groups`; the result is on the device."""
+        """See `Checkpoint.groups`; the result is on the device."""
         self._check(name, tuple(part.size for part in parts))
-        groups = cast("GroupedCheckpoint", self._checkpoint).groups(name, parts)
+        groups = self._checkpoint.groups(name, parts)
         if groups is None:
             return None
         groups = groups.on(self.device)

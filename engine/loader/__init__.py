@@ -13,17 +13,15 @@ import torch
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, DeclaredWeights, WeightFormat, Weights
+from baton.engine.loader.by_rows import Glm4Checkpoint, Phi3Checkpoint, Qwen3NextCheckpoint
 from baton.engine.loader.dummy import DummyCheckpoint
 from baton.engine.loader.formats import choose_format
-from baton.engine.loader.fused import Glm4Checkpoint, Phi3Checkpoint
-from baton.engine.loader.gemma3 import Gemma3Checkpoint
 from baton.engine.loader.gguf_file import GGUFCheckpoint
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
 from baton.engine.loader.hf import OTHER_FORMATS, HFCheckpoint, read_config
 from baton.engine.loader.hybrid import HybridCheckpoint
 from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
-from baton.engine.loader.llama4 import Llama4Checkpoint
-from baton.engine.loader.qwen3_next import Qwen3NextCheckpoint
+from baton.engine.loader.text_models import Gemma3Checkpoint, Llama4Checkpoint
 from baton.engine.model_config import LongRopeScaling
 from baton.engine.models import model_class
 from baton.engine.models.llama import Llama
@@ -98,8 +96,8 @@ def load_model(
     beside: tuple[object, ...] = ()  # what is not in the repr
     if identity.experts:
         beside = (identity.experts, identity.spans, identity.nope)
-    if identity.mamba:
-        beside += (identity.mamba, identity.rotary_dim, identity.multipliers)
+    if identity.state:
+        beside += (identity.state, identity.rotary_dim, identity.multipliers)
     elif identity.rotary_dim is not None:
         beside += (identity.rotary_dim,)
     if identity.local_rope:

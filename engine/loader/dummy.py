@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import Checkpoint
 from baton.engine.model_config import ModelConfig
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(Checkpoint):
     """Each tensor depends only on seed, name and kind of device."""
 
     def __init__(self, config: ModelConfig, source: str, seed: int, device: torch.device) -> None:

@@ -21,10 +21,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from baton.engine.layers.groups import Groups
 from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.gguf_groups import UNPACK
-from baton.engine.loader.interleaved import read_halves
+from baton.engine.loader.rearranged import read_halves
 from baton.engine.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -185,7 +185,7 @@ class GGUFFile:
         return values
 
 
-class GGUFCheckpoint:
+class GGUFCheckpoint(Checkpoint):
     """A `Checkpoint` in one GGUF file."""
 
     def __init__(self, path: Path) -> None:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from baton.engine.kernels import Fp8Experts
 from baton.engine.layers.grouped_linear import bytes_per_parameter, grouped_linear, packs
-from baton.engine.layers.groups import Groups, stacked
 from baton.engine.layers.linear import PlainFormat, PlainLinear
 from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.weights import Groups, LinearMethod, Weights, stacked
 
 GROUP = 32
 """Columns of a group, in all these types."""

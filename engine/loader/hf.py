@@ -1,6 +1,5 @@
 """Checkpoints in Hugging Face format: config.json, generation_config.json, *.safetensors."""
 
-import json
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -10,7 +9,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import Checkpoint
 from baton.engine.loader.hf_config import model_config_from_hf
+from baton.engine.loader.settings import read_json
 from baton.engine.model_config import ModelConfig
 
 INDEX = "model.safetensors.index.json"
@@ -25,12 +26,12 @@ def read_config(directory: Path) -> ModelConfig:
         raise ValueError(f"{directory}: no config.json in there, so it is not a model directory")
     generation = directory / "generation_config.json"
     return model_config_from_hf(
-        _read_json(path), _read_json(generation) if generation.is_file() else {}, str(path)
+        read_json(path), read_json(generation) if generation.is_file() else {}, str(path)
     )
 
 
-class HFCheckpoint:
-    """A `Checkpoint` in a directory. Its files are mapped, so `read` returns tensors in the page cache."""
+class HFCheckpoint(Checkpoint):
+    """A checkpoint in a directory. Its files are mapped, so `read` returns tensors in the page cache."""
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
@@ -77,7 +78,7 @@ class HFCheckpoint:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Name of a tensor → name of the file that has it."""
-    shard_of = _read_json(path).get("weight_map")
+    shard_of = read_json(path).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise ValueError(f"{path}: has no weight_map with the file of each tensor")
     for name, shard in shard_of.items():
@@ -93,13 +94,3 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{path}: corrupt or cut short, download it again: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: must be a JSON object")
-    return value

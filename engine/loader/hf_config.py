@@ -1,14 +1,11 @@
 """Reads `config.json` of Hugging Face transformers, versions 4 and 5."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from baton.engine.loader.hybrid_config import (
     GRANITE,
-    HYBRIDS,
     QWEN3_NEXT,
     gated_delta_config,
     mamba2_config,
@@ -21,6 +18,7 @@ from baton.engine.loader.rope_config import (
     ropes,
     rotary_dim,
 )
+from baton.engine.loader.settings import Settings
 from baton.engine.model_config import (
     ClampedSwiGLU,
     ExpertsConfig,
@@ -33,17 +31,10 @@ from baton.engine.model_config import (
 )
 from baton.engine.models import model_class
 
-Integer = Callable[..., int]
-Number = Callable[..., float]
-"""Reads a key of the configuration: name and default. Without a default, the key is needed."""
-
-COUNTED = ("num_hidden_layers", "num_experts", "num_local_experts")
-MOST_COUNTED = 4096
-"""Of layers or experts. Lists have an entry for each."""
+LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 
 INTERMEDIATE_SIZE = {
-    "Llama4ForCausalLM": "intermediate_size_mlp",
-    "Llama4ForConditionalGeneration": "intermediate_size_mlp",
+    **dict.fromkeys(LLAMA4, "intermediate_size_mlp"),
     GRANITE: "shared_intermediate_size",
 }
 """The key with the inner size of a dense layer, where it has another name."""
@@ -61,6 +52,11 @@ GEMMA3_DEFAULTS = {
 }
 """Of settings that published checkpoints leave out."""
 
+GPT_OSS = "GptOssForCausalLM"
+
+STATES = {"BambaForCausalLM": mamba2_config, GRANITE: mamba2_config, QWEN3_NEXT: gated_delta_config}
+"""What reads the state layers of these architectures."""
+
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 COUNTS_PLAIN_LAYERS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -71,97 +67,87 @@ def model_config_from_hf(
 ) -> ModelConfig:
     """The configuration from parsed `config.json` and `generation_config.json`. Raises `ValueError` naming
     `source` and the key that is wrong or not supported."""
-    named = config.get("architectures") or ["(none named)"]
-    architecture = str(named[0] if isinstance(named, list) else named)
-    model_class(architecture, source)
-    config = {**GEMMA3_DEFAULTS, **config} if architecture in GEMMA3 else config
-    if isinstance(text := config.get("text_config"), Mapping):  # of a model that also sees images
-        config = {**config, **{key: value for key, value in text.items() if value is not None}}
-    is_llama4 = architecture.startswith("Llama4")
-    is_hybrid = architecture in HYBRIDS
-    state_layers = gated_delta_config if architecture == QWEN3_NEXT else mamba2_config
-    experts = EXPERTS.get(architecture)
+    architecture, settings = _settings_of_text(config, source)
+    rotation, local = ropes(settings)
+    _check_supported(settings, rotation, architecture)
+    rope = Settings(rotation, source)
 
-    rope, local = ropes(config)
-    for what in _not_supported(config, rope, architecture):
-        raise ValueError(f"{source}: {what} is not supported")
-
-    def integer(name: str, default: int | None = None) -> int:
-        value = config.get(name)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{source}: {name} must be a positive integer, not {value!r}")
-        if name in COUNTED and value > MOST_COUNTED:
-            raise ValueError(f"{source}: {name} {value} is not supported: it may be {MOST_COUNTED} at most")
-        return value
-
-    def number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
-        value = values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ValueError(f"{source}: {name} must be a number above 0, not {value!r}")
-        return float(value)
-
-    nope = _nope(config, integer, partial(number, config), source) if is_llama4 else None
-    quantization = config.get("quantization_config")
-    if architecture == "GptOssForCausalLM" and quantization and quantization.get("quant_method") == "mxfp4":
-        quantization = None  # `GptOssCheckpoint` reads these as plain matrices
-    num_heads = integer("num_attention_heads")
-    hidden_size = integer("hidden_size")
-    context = integer("max_position_embeddings", 2048)
-    head_dim = integer("head_dim", hidden_size // num_heads)
-    rotated = rotary_dim(config, rope, architecture, head_dim, source)
-    frequencies = (head_dim if rotated is None else rotated) // 2
-    scaling = rope_scaling(rope, partial(number, rope), context, frequencies, source)
+    num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
+    head_dim = settings.integer("head_dim", hidden_size // num_heads)
+    context = settings.integer("max_position_embeddings", 2048)
+    rotated = rotary_dim(settings, rope, architecture, head_dim)
+    scaling = rope_scaling(rope, context, (head_dim if rotated is None else rotated) // 2)
     if isinstance(scaling, YarnScaling):  # the context before scaling may be the one that is named
         context = max(context, round(scaling.factor * scaling.original_context))
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if any(type(token) is not int for token in eos_ids):
-        raise ValueError(f"{source}: eos_token_id must be token ids, not {eos!r}")
-    types = [] if is_hybrid else _layer_types(config, integer, architecture, nope, source)
-    norm_eps = number(config, "rms_norm_eps", 1e-6)
+    norm_eps = settings.number("rms_norm_eps", 1e-6)
+    nope = _nope(settings) if architecture in LLAMA4 else None
+    types = [] if architecture in STATES else _layer_types(settings, architecture, nope)
     shape = ModelConfig(
         architecture=architecture,
-        num_layers=integer("num_hidden_layers"),
+        num_layers=settings.integer("num_hidden_layers"),
         hidden_size=hidden_size,
-        intermediate_size=integer(INTERMEDIATE_SIZE.get(architecture, "intermediate_size")),
+        intermediate_size=settings.integer(INTERMEDIATE_SIZE.get(architecture, "intermediate_size")),
         num_heads=num_heads,
-        num_kv_heads=integer("num_key_value_heads", num_heads),
+        num_kv_heads=settings.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        vocab_size=integer("vocab_size"),
+        vocab_size=settings.integer("vocab_size"),
         max_model_len=context,
         rms_norm_eps=norm_eps,
-        rope_theta=rope_theta(rope, number, number(config, "rope_theta", 10000.0), source),
+        rope_theta=rope_theta(rope, settings.number("rope_theta", 10000.0)),
         rope_scaling=scaling,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        eos_ids=tuple(eos_ids),
-        dtype=config.get("dtype") or config.get("torch_dtype"),
-        spans=_spans(config, integer, types, context) if types else (),
-        experts=experts(config, integer, partial(number, config), source) if experts else None,
+        tie_embeddings=bool(settings.get("tie_word_embeddings", False)),
+        attention_bias=bool(settings.get("attention_bias", False)),
+        eos_ids=_eos_ids(settings, generation),
+        dtype=settings.get("dtype") or settings.get("torch_dtype"),
+        spans=_spans(settings, types, context) if types else (),
+        experts=EXPERTS[architecture](settings) if architecture in EXPERTS else None,
         nope=nope,
-        mamba=state_layers(config, integer, norm_eps, source) if is_hybrid else None,
+        state=STATES[architecture](settings, norm_eps) if architecture in STATES else None,
         rotary_dim=rotated,
-        multipliers=_multipliers(architecture, hidden_size, partial(number, config)),
-        local_rope=local_rope(config, local, types, number, source) if architecture in GEMMA3 else None,
-        quantization=quantization,
+        multipliers=_multipliers(settings, architecture, hidden_size),
+        local_rope=local_rope(settings, local, types) if architecture in GEMMA3 else None,
+        quantization=_quantization(settings, architecture),
     )
     shape.check(source)
     return shape
 
 
-def _layer_types(
-    config: Mapping[str, Any], integer: Integer, architecture: str, nope: NoPEConfig | None, source: str
-) -> list[str]:
+def _settings_of_text(config: Mapping[str, Any], source: str) -> tuple[str, Settings]:
+    """The architecture, and the settings of the text model, also if the model sees images, too."""
+    named = config.get("architectures") or ["(none named)"]
+    architecture = str(named[0] if isinstance(named, list) else named)
+    model_class(architecture, source)
+    config = {**GEMMA3_DEFAULTS, **config} if architecture in GEMMA3 else config
+    if isinstance(text := config.get("text_config"), Mapping):
+        config = {**config, **{key: value for key, value in text.items() if value is not None}}
+    return architecture, Settings(config, source)
+
+
+def _eos_ids(settings: Settings, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    eos = generation.get("eos_token_id", settings.get("eos_token_id"))
+    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if any(type(token) is not int for token in eos_ids):
+        raise ValueError(f"{settings.source}: eos_token_id must be token ids, not {eos!r}")
+    return tuple(eos_ids)
+
+
+def _quantization(settings: Settings, architecture: str) -> Mapping[str, Any] | None:
+    quantization = settings.get("quantization_config")
+    if architecture == GPT_OSS and quantization and quantization.get("quant_method") == "mxfp4":
+        return None  # `GptOssCheckpoint` reads these as plain matrices
+    return quantization
+
+
+def _layer_types(settings: Settings, architecture: str, nope: NoPEConfig | None) -> list[str]:
     """The type of attention of each layer, in the words of transformers."""
-    layers, types = integer("num_hidden_layers"), config.get("layer_types")
+    integer, source = settings.integer, settings.source
+    layers, types = integer("num_hidden_layers"), settings.get("layer_types")
     if types is None and nope is not None:
         types = ["full_attention" if i in nope.layers else "chunked_attention" for i in range(layers)]
     elif types is None and architecture in GEMMA3:
         period = integer("sliding_window_pattern", 6)
         types = ["sliding_attention" if i % period else "full_attention" for i in range(1, layers + 1)]
-    elif types is None and architecture != "GptOssForCausalLM":
+    elif types is None and architecture != GPT_OSS:
         # Older Qwen2 and Qwen3 checkpoints say how many layers come before those with a window.
         plain = min(layers, integer("max_window_layers", 28)) if architecture in COUNTS_PLAIN_LAYERS else 0
         types = ["full_attention"] * plain + ["sliding_attention"] * (layers - plain)
@@ -173,21 +159,20 @@ def _layer_types(
     return types
 
 
-def _spans(
-    config: Mapping[str, Any], integer: Integer, types: Sequence[str], context: int
-) -> tuple[Span | None, ...]:
+def _spans(settings: Settings, types: Sequence[str], context: int) -> tuple[Span | None, ...]:
     """The span of each layer. Empty if none is shorter than the model's context."""
     window, chunk = None, None
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        window = Span(integer("sliding_window"))
-    if config.get("attention_chunk_size"):
-        chunk = Span(integer("attention_chunk_size"), chunked=True)
+    if settings.get("sliding_window") and settings.get("use_sliding_window", True):
+        window = Span(settings.integer("sliding_window"))
+    if settings.get("attention_chunk_size"):
+        chunk = Span(settings.integer("attention_chunk_size"), chunked=True)
     of_type = dict(zip(LAYER_TYPES, (None, window, chunk), strict=True))
     spans = tuple(of_type[kind] for kind in types)
     return spans if any(span and span.length < context for span in spans) else ()
 
 
-def _multipliers(architecture: str, hidden_size: int, number: Number) -> Multipliers | None:
+def _multipliers(settings: Settings, architecture: str, hidden_size: int) -> Multipliers | None:
+    number = settings.number
     if architecture in GEMMA3:
         attention = number("query_pre_attn_scalar", 256.0) ** -0.5
         return Multipliers(embedding=hidden_size**0.5, residual=1.0, attention=attention, logits=1.0)
@@ -201,119 +186,107 @@ def _multipliers(architecture: str, hidden_size: int, number: Number) -> Multipl
     )
 
 
-def _qwen3_experts(config: Mapping[str, Any], integer: Integer, number: Number, source: str) -> ExpertsConfig:
+def _qwen3_experts(settings: Settings) -> ExpertsConfig:
     # transformers 5 writes another name for the number of experts than older versions.
-    count = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    dense = _integers(config, "mlp_only_layers", source)
-    step = integer("decoder_sparse_step", 1)
-    layers = [i for i in range(step - 1, integer("num_hidden_layers"), step) if i not in dense]
-    scoring = Scoring.NORMALIZED_SOFTMAX if config.get("norm_topk_prob") else Scoring.SOFTMAX
-    return _experts(integer, source, layers, scoring, count=count, size="moe_intermediate_size")
+    count = "num_local_experts" if "num_local_experts" in settings.values else "num_experts"
+    dense = settings.integers("mlp_only_layers")
+    step = settings.integer("decoder_sparse_step", 1)
+    layers = [i for i in range(step - 1, settings.integer("num_hidden_layers"), step) if i not in dense]
+    scoring = Scoring.NORMALIZED_SOFTMAX if settings.get("norm_topk_prob") else Scoring.SOFTMAX
+    return _experts(settings, layers, scoring, count=count, size="moe_intermediate_size")
 
 
-def _qwen3_next_experts(
-    config: Mapping[str, Any], integer: Integer, number: Number, source: str
-) -> ExpertsConfig:
-    size = integer("shared_expert_intermediate_size")
-    experts = _qwen3_experts(config, integer, number, source)
+def _qwen3_next_experts(settings: Settings) -> ExpertsConfig:
+    size = settings.integer("shared_expert_intermediate_size")
+    experts = _qwen3_experts(settings)
     return replace(experts, shared_intermediate_size=size, shared_gate=True)
 
 
-def _llama4_experts(
-    config: Mapping[str, Any], integer: Integer, number: Number, source: str
-) -> ExpertsConfig:
-    step = integer("interleave_moe_layer_step", 1)
-    layers: Sequence[int] = range(step - 1, integer("num_hidden_layers"), step)
-    if config.get("moe_layers") is not None:
-        layers = _integers(config, "moe_layers", source)
-    shared = integer("intermediate_size")
-    return _experts(integer, source, layers, Scoring.SIGMOID_ON_INPUT, shared_intermediate_size=shared)
+def _llama4_experts(settings: Settings) -> ExpertsConfig:
+    step = settings.integer("interleave_moe_layer_step", 1)
+    layers: Sequence[int] = range(step - 1, settings.integer("num_hidden_layers"), step)
+    if settings.get("moe_layers") is not None:
+        layers = settings.integers("moe_layers")
+    shared = settings.integer("intermediate_size")
+    return _experts(settings, layers, Scoring.SIGMOID_ON_INPUT, shared_intermediate_size=shared)
 
 
-def _gpt_oss_experts(
-    config: Mapping[str, Any], integer: Integer, number: Number, source: str
-) -> ExpertsConfig:
-    activation = ClampedSwiGLU(number("swiglu_alpha", 1.702), number("swiglu_limit", 7.0))
-    return _experts(integer, source, range(integer("num_hidden_layers")), activation=activation, bias=True)
+def _gpt_oss_experts(settings: Settings) -> ExpertsConfig:
+    activation = ClampedSwiGLU(settings.number("swiglu_alpha", 1.702), settings.number("swiglu_limit", 7.0))
+    return _experts(settings, range(settings.integer("num_hidden_layers")), activation=activation, bias=True)
 
 
-def _granite_experts(
-    config: Mapping[str, Any], integer: Integer, number: Number, source: str
-) -> ExpertsConfig | None:
-    if config.get("num_local_experts") == 0:
+def _granite_experts(settings: Settings) -> ExpertsConfig | None:
+    if settings.get("num_local_experts") == 0:
         return None
-    layers, shared = range(integer("num_hidden_layers")), integer("shared_intermediate_size")
-    return _experts(integer, source, layers, shared_intermediate_size=shared)
+    layers, shared = (
+        range(settings.integer("num_hidden_layers")),
+        settings.integer("shared_intermediate_size"),
+    )
+    return _experts(settings, layers, shared_intermediate_size=shared)
 
 
-EXPERTS: dict[str, Callable[..., ExpertsConfig | None]] = {
+EXPERTS: dict[str, Callable[[Settings], ExpertsConfig | None]] = {
     "Qwen3MoeForCausalLM": _qwen3_experts,
     QWEN3_NEXT: _qwen3_next_experts,
-    "Llama4ForCausalLM": _llama4_experts,
-    "Llama4ForConditionalGeneration": _llama4_experts,
-    "GptOssForCausalLM": _gpt_oss_experts,
+    **dict.fromkeys(LLAMA4, _llama4_experts),
+    GPT_OSS: _gpt_oss_experts,
     GRANITE: _granite_experts,
 }
 """Reads the mixtures of experts of these architectures."""
 
 
 def _experts(
-    integer: Integer, source: str, layers: Sequence[int], scoring: Scoring = Scoring.NORMALIZED_SOFTMAX,
+    settings: Settings, layers: Sequence[int], scoring: Scoring = Scoring.NORMALIZED_SOFTMAX,
     *, count: str = "num_local_experts", size: str = "intermediate_size", **more: Any,
 ) -> ExpertsConfig:  # fmt: skip
     """`count` and `size`: the names of these settings."""
-    num_experts, num_chosen = integer(count), integer("num_experts_per_tok")
+    num_experts, num_chosen = settings.integer(count), settings.integer("num_experts_per_tok")
     if num_chosen > num_experts:
-        raise ValueError(f"{source}: num_experts_per_tok {num_chosen} of {num_experts} experts")
-    return ExpertsConfig(num_experts, num_chosen, integer(size), scoring, tuple(layers), **more)
+        raise ValueError(f"{settings.source}: num_experts_per_tok {num_chosen} of {num_experts} experts")
+    return ExpertsConfig(num_experts, num_chosen, settings.integer(size), scoring, tuple(layers), **more)
 
 
-def _nope(
-    config: Mapping[str, Any],
-    integer: Integer,
-    number: Number,
-    source: str,
-) -> NoPEConfig:
+def _nope(settings: Settings) -> NoPEConfig:
+    integer, number = settings.integer, settings.number
     num_layers = integer("num_hidden_layers")
-    rotated = _integers(config, "no_rope_layers", source)  # despite its name: 1 for each layer that rotates
+    rotated = settings.integers("no_rope_layers")  # despite its name: 1 for each layer that rotates
     if not rotated:
         interval = integer("no_rope_layer_interval", 4)
         rotated = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if len(rotated) < num_layers:
-        raise ValueError(f"{source}: no_rope_layers has {len(rotated)} of {num_layers} layers")
-    tuned = config.get("attn_temperature_tuning", True)
+        raise ValueError(f"{settings.source}: no_rope_layers has {len(rotated)} of {num_layers} layers")
+    tuned = settings.get("attn_temperature_tuning", True)
     return NoPEConfig(
         tuple(layer for layer in range(num_layers) if not rotated[layer]),
         floor_scale=number("floor_scale", 8192.0),
         attention_scale=number("attn_scale", 0.1) if tuned else 0.0,
-        head_norm=bool(config.get("use_qk_norm", True)),
+        head_norm=bool(settings.get("use_qk_norm", True)),
     )
 
 
-def _integers(config: Mapping[str, Any], name: str, source: str) -> list[int]:
-    """None and no value stand for an empty list."""
-    values = config.get(name) or []
-    if not isinstance(values, list) or any(type(value) is not int for value in values):
-        raise ValueError(f"{source}: {name} must be a list of integers, not {values!r}")
-    return values
+def _check_supported(settings: Settings, rope: Any, architecture: str) -> None:
+    """`rope`: the settings of rotation, if they are a mapping."""
+    for what in _not_supported(settings, rope, architecture):
+        raise ValueError(f"{settings.source}: {what} is not supported")
 
 
-def _not_supported(config: Mapping[str, Any], rope: Any, architecture: str) -> Iterator[str]:
-    if not isinstance(config.get("quantization_config", {}), Mapping | None):
-        yield f"quantization_config {config['quantization_config']!r}"
+def _not_supported(settings: Settings, rope: Any, architecture: str) -> Iterator[str]:
+    if not isinstance(settings.get("quantization_config", {}), Mapping | None):
+        yield f"quantization_config {settings.get('quantization_config')!r}"
     key, activation = "hidden_act", "silu"
     if architecture in GEMMA3:
         key, activation = "hidden_activation", "gelu_pytorch_tanh"
         for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-            if config.get(name):
+            if settings.get(name):
                 yield name
-    if config.get(key, activation) != activation:
-        yield f"{key} {config[key]!r}"
-    if config.get("mlp_bias"):
+    if settings.get(key, activation) != activation:
+        yield f"{key} {settings.get(key)!r}"
+    if settings.get("mlp_bias"):
         yield "mlp_bias"
     if not isinstance(rope, Mapping):
         yield f"rope scaling {rope!r}"
     elif architecture not in PARTLY_ROTATED and any(
-        values.get("partial_rotary_factor") not in (None, 1.0) for values in (config, rope)
+        values.get("partial_rotary_factor") not in (None, 1.0) for values in (settings, rope)
     ):
         yield "partial_rotary_factor"

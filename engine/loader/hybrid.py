@@ -16,8 +16,7 @@ from torch import Tensor
 
 from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint
-from baton.engine.loader.rearranged import Rearranged
-from baton.engine.loader.rows import rotated_first
+from baton.engine.loader.rearranged import Rearranged, rotated_first
 
 RENAMED = {
     "model.final_layernorm.": "model.norm.",

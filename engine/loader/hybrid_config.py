@@ -1,14 +1,14 @@
 """Reads the state layers from `config.json`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from baton.engine.model_config import Mamba2Config
+from baton.engine.loader.settings import Settings
+from baton.engine.model_config import StateConfig
 
 GRANITE = "GraniteMoeHybridForCausalLM"
 QWEN3_NEXT = "Qwen3NextForCausalLM"
-HYBRIDS = ("BambaForCausalLM", GRANITE, QWEN3_NEXT)
 KINDS = {
     "mamba": True,
     "linear_attention": True,
@@ -18,48 +18,45 @@ KINDS = {
 """Types of layers, in the words of several versions: whether a layer has states."""
 
 
-def mamba2_config(
-    config: Mapping[str, Any], integer: Callable[..., int], norm_eps: float, source: str
-) -> Mamba2Config:
-    """Raises `ValueError` naming `source` and the key that is wrong or not supported. `integer` reads a
-    key."""
-    layers = _state_layers(config, integer("num_hidden_layers"), source)
+def mamba2_config(settings: Settings, norm_eps: float) -> StateConfig:
+    """Raises `ValueError` naming the key that is wrong or not supported."""
+    integer, source = settings.integer, settings.source
+    layers = _state_layers(settings, integer("num_hidden_layers"))
     heads, inner = integer("mamba_n_heads", 128), integer("mamba_expand", 2) * integer("hidden_size")
-    head_dim = inner // heads if config.get("mamba_d_head") in (None, "auto") else integer("mamba_d_head")
+    head_dim = inner // heads if settings.get("mamba_d_head") in (None, "auto") else integer("mamba_d_head")
     groups = integer("mamba_n_groups", 1)
     if heads * head_dim != inner or heads % groups:
         raise ValueError(
             f"{source}: {heads} Mamba heads of {head_dim} in {groups} groups do not fit mamba_expand, which "
             f"makes {inner} columns"
         )
-    least, most = (_number(limit, source) for limit in config.get("time_step_limit") or (0.0, math.inf))
-    return Mamba2Config(
+    least, most = (_number(limit, source) for limit in settings.get("time_step_limit") or (0.0, math.inf))
+    return StateConfig(
         layers,
         heads,
         head_dim,
         integer("mamba_d_state", 256),
         groups,
         integer("mamba_d_conv", 4),
-        bool(config.get("mamba_conv_bias", True)),
-        bool(config.get("mamba_proj_bias", False)),
+        bool(settings.get("mamba_conv_bias", True)),
+        bool(settings.get("mamba_proj_bias", False)),
         (least, most),
         norm_eps,
     )
 
 
-def gated_delta_config(
-    config: Mapping[str, Any], integer: Callable[..., int], norm_eps: float, source: str
-) -> Mamba2Config:
+def gated_delta_config(settings: Settings, norm_eps: float) -> StateConfig:
     """As `mamba2_config`, for the state layers of Qwen3-Next."""
+    integer = settings.integer
     count, interval = integer("num_hidden_layers"), integer("full_attention_interval", 4)
-    if config.get("layer_types") is None:
+    if settings.get("layer_types") is None:
         kinds = ["attention" if layer % interval == 0 else "mamba" for layer in range(1, count + 1)]
-        config = {**config, "layer_types": kinds}
+        settings = Settings({**settings.values, "layer_types": kinds}, settings.source)
     heads, groups = integer("linear_num_value_heads", 32), integer("linear_num_key_heads", 16)
     if heads % groups:
-        raise ValueError(f"{source}: {heads} value heads on {groups} key heads is not supported")
-    return Mamba2Config(
-        _state_layers(config, count, source),
+        raise ValueError(f"{settings.source}: {heads} value heads on {groups} key heads is not supported")
+    return StateConfig(
+        _state_layers(settings, count),
         heads,
         integer("linear_value_head_dim", 128),
         integer("linear_key_head_dim", 128),
@@ -72,10 +69,11 @@ def gated_delta_config(
     )
 
 
-def _state_layers(config: Mapping[str, Any], count: int, source: str) -> tuple[int, ...]:
-    kinds = config.get("layer_types") or config.get("layers_block_type")
+def _state_layers(settings: Settings, count: int) -> tuple[int, ...]:
+    source = settings.source
+    kinds = settings.get("layer_types") or settings.get("layers_block_type")
     if kinds is None:
-        attention = config.get("attn_layer_indices") or []
+        attention = settings.get("attn_layer_indices") or []
         if not isinstance(attention, list):
             raise ValueError(f"{source}: attn_layer_indices must be a list, not {attention!r}")
         kinds = ["attention" if layer in attention else "mamba" for layer in range(count)]

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import Fp8Experts
+from baton.engine.layers.fp8_linear import OUTPUT
 from baton.engine.layers.grouped_linear import bytes_per_parameter, grouped_linear
-from baton.engine.layers.groups import Groups, stacked
 from baton.engine.layers.linear import PlainFormat, PlainLinear
 from baton.engine.layers.ranks import Part, whole
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.weights import Groups, LinearMethod, Weights, stacked
 
 WORD = 8
 """Integers in a word."""
@@ -66,7 +66,8 @@ class Int4Format:
         groups = stacked(parts)
         assert groups is not None, "all are read with one size"
         bias = bias or weights.has(f"{names[0]}.bias")  # AutoGPTQ writes biases that the model has not
-        return grouped_linear(groups, weights.bias(names, rows, columns) if bias else None, weights)
+        added = weights.bias(names, rows, columns) if bias else None
+        return grouped_linear(groups, added, weights, output=names == [OUTPUT])
 
     def experts(
         self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part

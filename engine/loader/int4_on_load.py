@@ -13,10 +13,9 @@ from torch import Tensor
 
 from baton.engine.layers.fp8_linear import ALIGNED, OUTPUT, Fp8Format
 from baton.engine.layers.grouped_linear import bytes_per_parameter, grouped_linear
-from baton.engine.layers.groups import Groups
 from baton.engine.layers.linear import PlainFormat, PlainLinear
 from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.weights import Groups, LinearMethod, Weights
 
 SIZES = (128, 64, 32)
 """Columns of a group: the first of these that divides the columns of the matrix."""

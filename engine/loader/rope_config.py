@@ -1,46 +1,46 @@
 """Reads from `config.json` how a model rotates queries and keys."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
+from baton.engine.loader.settings import Settings
 from baton.engine.model_config import LocalRope, LongRopeScaling, RopeScaling, YarnScaling
 
 PARTLY_ROTATED = {"BambaForCausalLM": 0.5, QWEN3_NEXT: 0.25, "Glm4ForCausalLM": 0.5, "Phi3ForCausalLM": 1.0}
 """The part of each head that is rotated, where the configuration does not say."""
 
 
-def ropes(config: Mapping[str, Any]) -> tuple[Any, Any]:
+def ropes(settings: Settings) -> tuple[Any, Any]:
     """The settings of rotation, and those of layers with a window where they have their own (Gemma 3).
 
     transformers 5 has all of them in one dictionary, older versions have several keys."""
-    rope, local = config.get("rope_parameters") or config.get("rope_scaling") or {}, {}
+    rope, local = settings.get("rope_parameters") or settings.get("rope_scaling") or {}, {}
     if not isinstance(rope, Mapping):
         return rope, local
     if "full_attention" in rope:
         rope, local = rope["full_attention"], rope.get("sliding_attention") or {}
-    original = config.get("original_max_position_embeddings")  # of Phi-3, where it takes precedence
+    original = settings.get("original_max_position_embeddings")  # of Phi-3, where it takes precedence
     if original is not None and isinstance(rope, Mapping) and "long_factor" in rope:
         rope = {**rope, "original_max_position_embeddings": original}
     return rope, local
 
 
-def rope_theta(values: Mapping[str, Any], number: Callable[..., float], default: float, source: str) -> float:
-    """`number` reads a key of a mapping."""
-    theta = number(values, "rope_theta", default)
+def rope_theta(rope: Settings, default: float) -> float:
+    theta = rope.number("rope_theta", default)
     if theta <= 1:
-        raise ValueError(f"{source}: rope_theta {theta} is not supported (it must be above 1)")
+        raise ValueError(f"{rope.source}: rope_theta {theta} is not supported (it must be above 1)")
     return theta
 
 
 def rope_scaling(
-    rope: Mapping[str, Any], number: Callable[..., float], context: int, frequencies: int, source: str
+    rope: Settings, context: int, frequencies: int
 ) -> RopeScaling | YarnScaling | LongRopeScaling | None:
-    """`number` reads a key of `rope`. `context`: the one that the configuration names. `frequencies`: how
-    many a head has."""
+    """`context`: the one that the configuration names. `frequencies`: how many a head has."""
+    number, source = rope.number, rope.source
     kind = rope.get("rope_type", rope.get("type", "default"))
-    match "longrope" if "long_factor" in rope else kind:  # which older checkpoints name otherwise
+    match "longrope" if "long_factor" in rope.values else kind:  # which older checkpoints name otherwise
         case "default":
             return None
         case "linear":
@@ -59,7 +59,7 @@ def rope_scaling(
             return YarnScaling(
                 factor,
                 original,
-                _yarn_attention_factor(rope, number, factor),
+                _yarn_attention_factor(rope, factor),
                 number("beta_fast", 32.0),
                 number("beta_slow", 1.0),
                 truncate=bool(rope.get("truncate", True)),
@@ -73,47 +73,46 @@ def rope_scaling(
             factor = number("factor", context / original)
             default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
             names = "short_factor", "long_factor"
-            short, long = (_factors(rope, name, frequencies, source) for name in names)
+            short, long = (_factors(rope, name, frequencies) for name in names)
             return LongRopeScaling(short, long, original, number("attention_factor", default))
         case other:
             kinds = "default, linear, llama3, longrope, yarn"
             raise ValueError(f"{source}: rope scaling {other!r} is not supported ({kinds} are)")
 
 
-def _factors(rope: Mapping[str, Any], name: str, count: int, source: str) -> tuple[float, ...]:
+def _factors(rope: Settings, name: str, count: int) -> tuple[float, ...]:
     values = rope.get(name)
     if (
         not isinstance(values, list)
         or len(values) != count
         or not all(type(value) in (int, float) and 0 < value < math.inf for value in values)
     ):
-        raise ValueError(f"{source}: {name} must be a list of {count} numbers above 0, not {values!r}")
+        raise ValueError(f"{rope.source}: {name} must be a list of {count} numbers above 0, not {values!r}")
     return tuple(map(float, values))
 
 
-def _yarn_attention_factor(rope: Mapping[str, Any], number: Callable[..., float], factor: float) -> float:
+def _yarn_attention_factor(rope: Settings, factor: float) -> float:
     """The one in the configuration. Else it follows from the factor, or from two multiples of its logarithm
     (DeepSeek)."""
     if rope.get("attention_factor") is not None:
-        return number("attention_factor")
+        return rope.number("attention_factor")
 
     def scale(multiple: float) -> float:
         return 0.1 * multiple * math.log(factor) + 1 if factor > 1 else 1.0
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return scale(number("mscale")) / scale(number("mscale_all_dim"))
+        return scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
     return scale(1.0)
 
 
-def rotary_dim(
-    config: Mapping[str, Any], rope: Mapping[str, Any], architecture: str, head_dim: int, source: str
-) -> int | None:
+def rotary_dim(settings: Settings, rope: Settings, architecture: str, head_dim: int) -> int | None:
     """`ModelConfig.rotary_dim`."""
+    source = settings.source
     if architecture not in (*PARTLY_ROTATED, GRANITE):
         return None
     if architecture == GRANITE:
-        return None if config.get("position_embedding_type") == "rope" else 0
-    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        return None if settings.get("position_embedding_type") == "rope" else 0
+    factor = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
     factor = PARTLY_ROTATED[architecture] if factor is None else factor
     if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise ValueError(f"{source}: partial_rotary_factor must be above 0 and at most 1, not {factor!r}")
@@ -123,15 +122,12 @@ def rotary_dim(
     return rotated
 
 
-def local_rope(
-    config: Mapping[str, Any],
-    local: Any,
-    types: Sequence[str],
-    number: Callable[..., float],
-    source: str,
-) -> LocalRope:
-    """Of Gemma 3. `local`: from `ropes`. `types`: those of the layers. `number` reads a key of a mapping."""
+def local_rope(settings: Settings, local: Any, types: Sequence[str]) -> LocalRope:
+    """Of Gemma 3. `local`: from `ropes`. `types`: those of the layers."""
     if not isinstance(local, Mapping) or local.get("rope_type", "default") != "default":
-        raise ValueError(f"{source}: rope scaling {local!r} of layers with a window is not supported")
-    theta = rope_theta(local, number, number(config, "rope_local_base_freq", 10000.0), source)
+        raise ValueError(
+            f"{settings.source}: rope scaling {local!r} of layers with a window is not supported"
+        )
+    default = settings.number("rope_local_base_freq", 10000.0)
+    theta = rope_theta(Settings(local, settings.source), default)
     return LocalRope(tuple(i for i, kind in enumerate(types) if kind == "sliding_attention"), theta)

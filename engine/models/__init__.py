@@ -1,6 +1,6 @@
 """The models, by the names that Hugging Face checkpoints have in `architectures`.
 
-One file per architecture. Knows nothing of requests and of the formats of checkpoints.
+Knows nothing of requests and of the formats of checkpoints.
 """
 
 from collections.abc import Sequence
@@ -8,19 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.bamba import Bamba
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec, StateCache
-from baton.engine.models.gemma3 import Gemma3
-from baton.engine.models.glm4 import Glm4
-from baton.engine.models.gpt_oss import GptOss
-from baton.engine.models.granite_moe_hybrid import GraniteMoeHybrid
-from baton.engine.models.llama import Llama
+from baton.engine.models.hybrids import Bamba, GraniteMoeHybrid, Qwen3Next
+from baton.engine.models.llama import Glm4, GptOss, Llama, Qwen2
 from baton.engine.models.llama4 import Llama4
 from baton.engine.models.olmo2 import Olmo2
-from baton.engine.models.qwen2 import Qwen2
-from baton.engine.models.qwen3 import Qwen3
-from baton.engine.models.qwen3_moe import Qwen3Moe
-from baton.engine.models.qwen3_next import Qwen3Next
+from baton.engine.models.qwen3 import Gemma3, Qwen3
 
 MODELS: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
@@ -32,7 +25,7 @@ MODELS: dict[str, type[Llama]] = {
     "Gemma3ForConditionalGeneration": Gemma3,  # its text model
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
-    "Qwen3MoeForCausalLM": Qwen3Moe,
+    "Qwen3MoeForCausalLM": Qwen3,
     "Llama4ForCausalLM": Llama4,
     "Llama4ForConditionalGeneration": Llama4,  # its text model
     "GptOssForCausalLM": GptOss,

@@ -42,7 +42,7 @@ class AttentionCache:
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """A layer with a state of fixed size for each request (`engine.kernels.mamba2`)."""
+    """A layer with a state of fixed size for each request (`engine.kernels.state.mamba2`)."""
 
     conv_inputs: int
     """Inputs of the convolution that a request keeps."""

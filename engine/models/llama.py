@@ -1,4 +1,4 @@
-"""Llama (2, 3.x), and models with the same architecture: SmolLM2, Mistral, Phi-3."""
+"""Llama (2, 3.x), models with its architecture (SmolLM2, Mistral, Phi-3), and those that hardly differ."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import HeadNorm
-from baton.engine.layers.mlp import GatedMLP
-from baton.engine.layers.moe import MoE
+from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, OutputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.vocabulary import Embedding, OutputProjection
-from baton.engine.layers.weights import Weights
+from baton.engine.layers.weights import LinearMethod, Weights
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec
 
@@ -85,7 +84,7 @@ class LlamaLayer:
         def norm(of: str, *, summed: bool) -> RMSNorm:
             return RMSNorm(weights, f"{name}.{of}", config.hidden_size, config.rms_norm_eps, summed=summed)
 
-        def before(of: str | None, product: object) -> InputNorm:
+        def before(of: str | None, product: LinearMethod | None) -> InputNorm:
             return InputNorm(weights, norm(of, summed=norms.summed) if of else None, product)
 
         def after(of: str | None) -> OutputNorm | None:
@@ -94,7 +93,7 @@ class LlamaLayer:
         self.mixer_norm = before(norms.before_mixer, mixer.input)
         self.mixer = mixer
         self.after_mixer = after(norms.after_mixer)
-        self.mlp_norm = before(norms.before_mlp, mlp.gate_up)
+        self.mlp_norm = before(norms.before_mlp, mlp.input)
         self.mlp = mlp
         self.after_mlp = after(norms.after_mlp)
 
@@ -114,6 +113,10 @@ class LlamaLayer:
 class Llama:
     attention: ClassVar[type[LlamaAttention]] = LlamaAttention
     norms: ClassVar[Norms] = Norms()
+    gelu: ClassVar[bool] = False
+    """As in `GatedMLP`."""
+    mlp_name: ClassVar[str] = "mlp"
+    router_name: ClassVar[str] = "gate"
 
     @staticmethod
     def cache_spec(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[CacheSpec, ...]:
@@ -126,14 +129,15 @@ class Llama:
         """The attention of a layer, or what takes its place."""
         return cls.attention(config, weights, f"model.layers.{layer}.self_attn")
 
-    @staticmethod
-    def mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE:
+    @classmethod
+    def mlp(cls, config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE:
         """The feed-forward part of a layer."""
-        return GatedMLP(config, weights, f"model.layers.{layer}.mlp", config.intermediate_size)
+        name, experts = f"model.layers.{layer}.{cls.mlp_name}", config.experts
+        if experts is None or layer not in experts.layers:
+            return GatedMLP(config, weights, name, config.intermediate_size, gelu=cls.gelu)
+        return MoE(config, experts, weights, layer, name, cls.router_name)
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.expert_load = weights.expert_load
-        self.step_rows = weights.step_rows
         self.embedding = Embedding(config, weights, summed=self.norms.summed)
         factors = config.multipliers
         self.embedding_scale = factors.embedding / factors.residual if factors else None
@@ -172,3 +176,39 @@ class Llama:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] → [rows, vocab_size]."""
         return self.head(hidden)
+
+
+class Glm4Attention(LlamaAttention):
+    out_bias = False
+
+
+class Glm4(Llama):
+    """GLM-4, dense: with norms after attention and after the MLP too, and no bias of attention's output."""
+
+    attention = Glm4Attention
+    norms = Norms(after_mixer="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+
+
+class Qwen2Attention(LlamaAttention):
+    qkv_bias = True
+
+
+class Qwen2(Llama):
+    """Qwen2 and Qwen2.5, dense: with biases on query, key and value."""
+
+    attention = Qwen2Attention
+
+
+class GptOssAttention(LlamaAttention):
+    def __init__(self, config: ModelConfig, weights: Weights, name: str) -> None:
+        super().__init__(config, weights, name)
+        self.sinks = weights.stack([f"{name}.sinks"], [[self.q_heads]])
+
+
+class GptOss(Llama):
+    """gpt-oss: with sinks in attention, windows in every other layer, and a mixture of experts.
+
+    Router and experts have biases. The activation of the experts is `ClampedSwiGLU`."""
+
+    attention = GptOssAttention
+    router_name = "router"

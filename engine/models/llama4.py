@@ -11,20 +11,14 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import HeadNorm
-from baton.engine.layers.mlp import GatedMLP
-from baton.engine.layers.moe import MoE
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.llama import Attend, Llama
 
 
 class Llama4(Llama):
-    @staticmethod
-    def mlp(config: ModelConfig, weights: Weights, layer: int) -> GatedMLP | MoE:
-        name = f"model.layers.{layer}.feed_forward"
-        if config.experts is None or layer not in config.experts.layers:
-            return GatedMLP(config, weights, name, config.intermediate_size)
-        return MoE(config, config.experts, weights, name, router="router")
+    mlp_name = "feed_forward"
+    router_name = "router"
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)

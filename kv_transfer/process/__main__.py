@@ -80,7 +80,7 @@ class TransferProcess:
         if config.nixl:
             listen_on(config.host)
             nixl = NixlMemory(
-                config.incarnation, sending.arena, receiving.arena, device=config.nixl_device,
+                secret, config.incarnation, sending.arena, receiving.arena, device=config.nixl_device,
                 slot_bytes=config.exported_slot_bytes, wake=self._loop.interrupt,
             )  # fmt: skip
         self._counters = TransferCounters()

@@ -5,8 +5,11 @@
 
 NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX: RDMA where there is a NIC, else UCX's own
 shared memory or TCP. It has its own connections, which are neither authenticated nor encrypted; `listen_on`
-says where UCX listens for them. A slice that changed on the way, or that its owner overwrote too early, has
-another checksum than SLICES names. With slots on a GPU the engines compute checksums (`nixl_slots`).
+says where UCX listens for them. So the metadata, by which a peer connects and reads, is sealed with the
+cluster secret, and gives access to the slots that peers read alone.
+
+A slice that changed on the way, or that its owner overwrote too early, has another checksum than SLICES
+names. With slots on a GPU the engines compute checksums (`nixl_slots`).
 
 NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process start reads, each
 with a UCX worker of its own. Shared memory is copied by the thread that starts the read, and the bytes are in
@@ -112,6 +115,7 @@ class NixlMemory:
 
     def __init__(
         self,
+        secret: bytes,
         incarnation: int,
         sending: Arena,
         receiving: Arena,
@@ -123,6 +127,8 @@ class NixlMemory:
         """`device` and `slot_bytes`: `nixl_device` and `exported_slot_bytes` of `TransferConfig`. The arenas
         are registered if memory of the device cannot be. Any thread calls `wake` when `opened` or `finished`
         has something."""
+        from baton.kv_transfer.protocol.encryption import Seal  # takes 50 ms
+
         wheel = next(name for name in NIXL_WHEELS if find_spec(name))
         self._nixl: Any = importlib.import_module(f"{wheel}._bindings")
         found = vars(self._nixl).values()
@@ -149,7 +155,10 @@ class NixlMemory:
             out, here = self._registered(sending, receiving, None, slot_bytes)
         self._here = here
         place = _PLACE.pack(out.address, out.device or 0) if out.mark_bytes else _ADDRESS.pack(out.address)
-        handle = place + self._agent.getLocalMD()
+        shown = self._nixl.nixlRegDList(self._segment, [(out.address, out.size, out.device or 0, b"")])
+        metadata = self._agent.getLocalPartialMD(shown, True, self._backend)
+        self._seal = Seal(secret, b"baton nixl metadata")
+        handle = self._seal.seal(place + metadata, _name(incarnation))
         self.export = Export(out.kind, "", handle, out.num_slots, out.slot_bytes, sending.token)
         self.for_sender, self.for_receiver = out.export, here.export
         """Slots with marks, which the engine opens."""
@@ -184,7 +193,8 @@ class NixlMemory:
         """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
         try:
             form = _PLACE if self._here.mark_bytes else _ADDRESS
-            address, *device = form.unpack(export.handle[: form.size])
+            handle = self._seal.open(export.handle, _name(incarnation))
+            address, *device = form.unpack(handle[: form.size])
             token_at = address + export.num_slots * (export.slot_bytes + self._here.mark_bytes)
             if token_at + TOKEN > _END:
                 return (
@@ -192,15 +202,14 @@ class NixlMemory:
                 )
             if self._here.mark_bytes and export.slot_bytes > self.slot_bytes:
                 return f"slots of {export.slot_bytes} bytes, and those here have {self.slot_bytes}"
-            name = self._agent.loadRemoteMD(export.handle[form.size :])
+            name = self._agent.loadRemoteMD(handle[form.size :])
             self._users[name] += 1
-            if name != _name(incarnation):
-                self._release(name)
-                return "the metadata is of another worker"
             self._open[session] = peer = _Peer(name, address, sum(device), export)
             place = self._here.tokens + session % (PAGE // TOKEN) * TOKEN
             is_right = partial(self._is_token, place, export.token)
             self._start(peer, [(place, token_at, TOKEN)], is_right, token_of=session)
+        except ValueError as e:
+            return f"the metadata: {e}"
         except (*self._errors, struct.error) as e:
             return f"NIXL: {e}"
         return ""

@@ -1,4 +1,5 @@
-"""AES-256-GCM for the frames of a lane, and the exchange of its keys. Pure. docs/protocol.md has the bytes.
+"""AES-256-GCM for the frames of a lane and for what no lane may show, and the keys of a lane. Pure.
+docs/protocol.md has the bytes.
 
 Each lane has a key for each direction. The number of the frame is the nonce, and the header is authenticated
 with the payload. So a frame that is changed, repeated, left out or moved has a wrong tag. Headers are not
@@ -8,6 +9,8 @@ The import takes 50 ms, so it waits until a worker encrypts.
 """
 
 from __future__ import annotations
+
+import os
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -21,6 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from baton.kv_transfer.protocol.keys import DirectionKey, LaneKeys
 
 TAG_BYTES = 16
+_NONCE_BYTES = 12
 
 
 class KeyExchange:
@@ -38,6 +42,24 @@ class KeyExchange:
         both = HKDF(SHA256(), 64, salt=bound_to, info=b"baton kv lane keys").derive(shared)
         initiator, listener = DirectionKey(both[:32]), DirectionKey(both[32:])
         return LaneKeys(initiator, listener) if initiates else LaneKeys(listener, initiator)
+
+
+class Seal:
+    """For holders of the cluster secret alone, also on lanes that are not encrypted."""
+
+    def __init__(self, secret: bytes, label: bytes) -> None:
+        self._aead = AESGCM(HKDF(SHA256(), 32, salt=None, info=label).derive(secret))
+
+    def seal(self, plain: bytes, owner: bytes) -> bytes:
+        nonce = os.urandom(_NONCE_BYTES)
+        return nonce + self._aead.encrypt(nonce, plain, owner)
+
+    def open(self, sealed: bytes, owner: bytes) -> bytes:
+        """ValueError: no holder of the secret has sealed it for this owner."""
+        try:
+            return self._aead.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], owner)
+        except (InvalidTag, ValueError):
+            raise ValueError("it is not sealed with this cluster's secret, or is of another worker") from None
 
 
 class FrameEncryptor:

@@ -3,32 +3,64 @@
     no worker of a pool ───▶ without_worker ─ a worker becomes ready ─▶ on_worker
     no retry budget left ──▶ without_budget ─ budget is free again ───▶ on_retry, in order of arrival
 
-A parked generation does not hold up the queue. It may keep a reservation on a decode worker (`Retarget`).
+A parked generation does not hold up the queue. It may keep a reservation on a decode worker (`Retarget`). Its
+`Waits` bounds how long it waits.
 """
 
 import asyncio
 import itertools
 import time
 from bisect import insort
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable
 
-from baton.router.admission.retry_budget import RetryBudget
+from baton.router.errors import ApiError, NoWorker, TimedOut
 
 WOKEN_AT_ONCE = 200
 """Generations. To wake one takes up to 0.1 ms, and thousands may wait for the same worker."""
+WINDOW_S = 10.0
+"""Of the retry budget, as are the following."""
+SHARE = 0.2
+FLOOR = 100
+"""Retries per window that are always allowed, so that a cluster with little load retries at once."""
 
 
-class Parkable(Protocol):
-    arrival: int
-    """The request's number in order of arrival, from `Parked.arrival`."""
+class RetryBudget:
+    """Limits how many prompts are prefilled again after failures.
 
-    def on_worker(self) -> None:
-        """A worker became ready. A generation that still lacks one parks again."""
-        ...
+    Retries add load to the remaining workers, which may then fail too. So retries are limited to a share of
+    the new requests, as in Finagle's RetryBudget: 20 % over 10 s, and 10 per second in any case. The requests
+    of one lost worker retry at once; a storm of retries is slowed down.
 
-    def on_retry(self) -> None:
-        """The generation got a retry from the budget."""
-        ...
+    Pure: the caller passes the time in seconds of `time.monotonic()`, which never goes back.
+    """
+
+    def __init__(self) -> None:
+        self._requests: deque[float] = deque()
+        self._retries: deque[float] = deque()
+
+    def requested(self, now: float) -> None:
+        """Counts a new request."""
+        self._forget(now)
+        self._requests.append(now)
+
+    def take(self, now: float) -> bool:
+        """Takes one retry from the budget. Returns False if none is left."""
+        self._forget(now)
+        if len(self._retries) >= max(FLOOR, int(SHARE * len(self._requests))):
+            return False
+        self._retries.append(now)
+        return True
+
+    def wait(self, now: float) -> float:
+        """Seconds until the window frees a retry. New requests may free one earlier."""
+        self._forget(now)
+        return self._retries[0] + WINDOW_S - now if self._retries else 0.0
+
+    def _forget(self, now: float) -> None:
+        for times in (self._requests, self._retries):
+            while times and times[0] <= now - WINDOW_S:
+                times.popleft()
 
 
 class Parked:
@@ -40,10 +72,10 @@ class Parked:
     """
 
     def __init__(self, budget: RetryBudget) -> None:
-        self.without_worker: dict[Parkable, None] = {}
-        self.without_budget: list[Parkable] = []
+        self.without_worker: dict[Waits, None] = {}
+        self.without_budget: list[Waits] = []
         self._budget = budget
-        self._waking: dict[Parkable, None] = {}  # those of `without_worker` that are woken soon
+        self._waking: dict[Waits, None] = {}  # those of `without_worker` that are woken soon
         self._arrivals = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -54,10 +86,10 @@ class Parked:
             self._retry()
         return next(self._arrivals)
 
-    def for_worker(self, generation: Parkable) -> None:
+    def for_worker(self, generation: "Waits") -> None:
         self.without_worker[generation] = None
 
-    def worker_found(self, generation: Parkable) -> None:
+    def worker_found(self, generation: "Waits") -> None:
         self.without_worker.pop(generation, None)
         self._waking.pop(generation, None)
 
@@ -76,7 +108,7 @@ class Parked:
         if self._waking:
             asyncio.get_running_loop().call_soon(self._wake)
 
-    def take_retry(self, generation: Parkable) -> bool:
+    def take_retry(self, generation: "Waits") -> bool:
         """Takes a retry from the budget. If none is left, parks the generation and returns False."""
         if not self.without_budget and self._budget.take(time.monotonic()):
             return True
@@ -85,7 +117,7 @@ class Parked:
             self._retry_later()
         return False
 
-    def remove(self, generation: Parkable) -> None:
+    def remove(self, generation: "Waits") -> None:
         self.worker_found(generation)
         if generation in self.without_budget:
             self.without_budget.remove(generation)
@@ -95,10 +127,104 @@ class Parked:
             self._timer.cancel()
             self._timer = None
         while self.without_budget and self._budget.take(time.monotonic()):
-            self.without_budget.pop(0).on_retry()
+            self.without_budget.pop(0).retry_granted()
         self._retry_later()
 
     def _retry_later(self) -> None:
         if self.without_budget and self._timer is None:
             delay = self._budget.wait(time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay, self._retry)
+
+
+class Waits:
+    """What one generation waits for outside the queue: a worker, retry budget, and its own deadline.
+
+    Owns two timers: `timeout` seconds in all, and `worker_wait` seconds while no worker is available.
+
+    Attributes:
+        arrival: number of the generation in order of arrival.
+        prefilled: a worker got the prompt once.
+        on_worker: called when a worker became ready. A generation that still lacks one parks again.
+    """
+
+    def __init__(
+        self,
+        parked: Parked,
+        *,
+        name: str,
+        on_worker: Callable[[], None],
+        on_retry: Callable[[], None],
+        on_deadline: Callable[[ApiError], None],
+        timeout: float,
+        worker_wait: float,
+    ) -> None:
+        """`on_retry`: the generation got a retry from the budget. `on_deadline`: it has waited too long."""
+        self.arrival = parked.arrival()
+        self.on_worker = on_worker
+        self._parked = parked
+        self._name = name
+        self._on_retry = on_retry
+        self._on_deadline = on_deadline
+        self._worker_wait = worker_wait
+        self.prefilled = False
+        self._has_retry = False  # taken from the budget and not used yet
+        self._began = time.monotonic()
+        self._deadline = self._began + timeout
+        loop = asyncio.get_running_loop()
+        self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
+        self._worker_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the request came."""
+        return time.monotonic() - self._began
+
+    def may_prefill(self) -> bool:
+        """Whether the prompt may be computed now: once for free, then only with a retry from the budget.
+
+        Without budget it parks the generation, until `on_retry`.
+        """
+        if self.prefilled and not self._has_retry:
+            self._has_retry = self._parked.take_retry(self)
+        return self._has_retry or not self.prefilled
+
+    def free_retry(self) -> None:
+        """The next prefill needs no retry from the budget."""
+        self._has_retry = True
+
+    def retry_granted(self) -> None:
+        self._has_retry = True
+        self._on_retry()
+
+    def prefill_sent(self) -> None:
+        self.prefilled, self._has_retry = True, False
+
+    def wait_for_worker(self, pool: str) -> None:
+        """Parks the generation, until `on_worker`."""
+        self._parked.for_worker(self)
+        if self._worker_timer is None:
+            loop = asyncio.get_running_loop()
+            self._worker_timer = loop.call_later(self._worker_wait, self._no_worker, pool)
+
+    def worker_found(self) -> None:
+        self._parked.worker_found(self)
+        if self._worker_timer is not None:
+            self._worker_timer.cancel()
+            self._worker_timer = None
+
+    def end(self) -> None:
+        self._deadline_timer.cancel()
+        self.worker_found()
+        self._parked.remove(self)
+
+    def _no_worker(self, pool: str) -> None:
+        text = f"no {pool} worker became available within {self._worker_wait:g} s"
+        self._on_deadline(NoWorker(text, retry_after=max(1, round(self._worker_wait))))
+
+    def _timed_out(self, timeout: float) -> None:
+        seconds = f"{round(timeout, 1):g}" if timeout >= 0.1 else f"{timeout:.1g}"
+        self._on_deadline(TimedOut(f"request {self._name} was not finished within {seconds} s"))

@@ -22,14 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Protocol
 
-from baton.router.admission.account import MAX_RETRY_AFTER, Account, Clock
 from baton.router.admission.drain_rate import DrainRate
 from baton.router.admission.fairness import FairQueue
-from baton.router.admission.keys import ApiKey
-from baton.router.admission.parked import Parked
-from baton.router.admission.retry_budget import RetryBudget
+from baton.router.admission.keys import MAX_RETRY_AFTER, Account, ApiKey, Clock
+from baton.router.admission.parked import Parked, RetryBudget
 from baton.router.errors import Overloaded, RateLimited
 from baton.router.policy import FreeCapacity
 
@@ -48,14 +45,6 @@ class TurnResult(Enum):
     QUEUED = auto()  # a prefill worker has it, and no decode worker: it joins the queue again for that
     NO_CAPACITY = auto()  # decode workers have no capacity now: it stays first in the queue
     PARKED = auto()  # it waits for a worker or for retry budget, and joins the queue again after that
-
-
-class TurnTaker(Protocol):
-    """A generation, as the queue sees it."""
-
-    def on_turn(self) -> TurnResult:
-        """Sends the generation to workers, if possible."""
-        ...
 
 
 class Turn:
@@ -81,24 +70,27 @@ class Turn:
         self._answered = False  # it has its first token
         self._running = False
         self._ended = False
-        self._taker: TurnTaker | None = None
+        self._on_turn: Callable[[], TurnResult] | None = None
 
-    def wait(self, taker: TurnTaker) -> None:
-        """Joins the queue, which calls `taker.on_turn`, perhaps at once. Does nothing if it waits already."""
+    def wait(self, on_turn: Callable[[], TurnResult]) -> None:
+        """Joins the queue, which calls `on_turn`, perhaps at once. Does nothing if it waits already.
+
+        `on_turn` sends the generation to workers, if possible.
+        """
         admission = self._admission
         if self._ended or self.waits:
             return
         self._release()
-        self._taker = taker
+        self._on_turn = on_turn
         self._ticket = admission.queue.push(self.account, self._rank, self, self._ticket, self._priority)
         admission.dispatch()
 
     def take(self) -> bool:
         """Starts the generation, which the queue has popped. False: it is back in the queue."""
         queue, account = self._admission.queue, self.account
-        assert self._taker is not None, "it waited"
+        assert self._on_turn is not None, "it waited"
         assert self._ticket is not None
-        result = self._taker.on_turn()
+        result = self._on_turn()
         if result is TurnResult.NO_CAPACITY:
             queue.put_back(account, self._rank, self, self._ticket, self._priority)
             return False

@@ -3,10 +3,10 @@
 Life of a request here:
 
 1. A body is validated (`validation`) into a model of `bodies`, which is made of `sampling`, `fields`,
-   `messages`, `structured` and `tools`. A gRPC message becomes the same model (`grpc_body`). `unsupported`
-   refuses fields that Baton does not have.
+   `messages` and `structured`. A gRPC message becomes the same model. Fields that Baton does not have are
+   refused.
 2. The bodies of OpenAI's Responses API (`openai_responses`) and of Anthropic's Messages API (`anthropic`)
-   become chat completions. `chat_names` gives the errors of that chat completion the names of their fields.
+   become chat completions. The errors of that chat completion get the names of their fields (`validation`).
 3. `jobs` makes one `Job` for each choice: token ids and sampling parameters.
 
 `responses` has the models of responses. `openapi` describes both.

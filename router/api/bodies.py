@@ -1,10 +1,12 @@
 """The bodies of requests: OpenAI's fields, and vLLM's beside them.
 
-Types are strict. Fields in `unsupported` are refused by name. Unknown fields are ignored, as in vLLM.
+The message of a gRPC call becomes one of them. Types are strict. Fields in a list of `validation` are
+refused by name. Unknown fields are ignored, as in vLLM.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from google.protobuf.message import DecodeError
 from pydantic import (
     AliasChoices,
     BaseModel,
@@ -26,11 +28,12 @@ from baton.router.api.fields import (
     prompts,
     unsupported,
 )
-from baton.router.api.messages import Message
+from baton.router.api.messages import Message, NamedTool, Tool, ToolChoice
 from baton.router.api.sampling import Body, OpenAIBody
 from baton.router.api.structured import ResponseFormat, Structure
-from baton.router.api.tools import NamedTool, Tool, ToolChoice
-from baton.router.api.unsupported import CHAT, COMPLETION, GENERATION, TOKENIZE, refusing
+from baton.router.api.validation import CHAT, COMPLETION, GENERATION, TOKENIZE, refusing, validate
+from baton.router.errors import InvalidRequest
+from baton.rpc import inference_pb2 as pb
 
 MAX_LOGPROBS = 20
 MAX_NAMED = 128
@@ -331,3 +334,35 @@ class DetokenizeBody(Body):
     tokens: list[TokenId] = Field(validation_alias=AliasChoices("tokens", "token_ids"), fail_fast=True)
     skip_special_tokens: Nullable[bool] = False
     """False as in vLLM; SGLang's default is true."""
+
+
+def parse_message(raw: bytes) -> ChatBody | CompletionBody:
+    """Turns the message of a gRPC call into a body. Raises InvalidRequest.
+
+    Validates the fields that are set, under their JSON names."""
+    try:
+        request = pb.GenerateRequest.FromString(raw)
+    except DecodeError:
+        raise InvalidRequest("the message is not a baton.v1.GenerateRequest") from None
+    fields: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
+    for name in ("stop", "stop_token_ids"):
+        if name in fields:
+            fields[name] = list(fields[name])
+    if "logit_bias" in fields:
+        fields["logit_bias"] = {str(token_id): bias for token_id, bias in fields["logit_bias"].items()}
+    if "structured_outputs" in fields:
+        given = {field.name: value for field, value in fields["structured_outputs"].ListFields()}
+        if "choice" in given:
+            given["choice"] = list(given["choice"].texts)
+        fields["structured_outputs"] = given
+    if "chat" in fields:
+        messages = fields.pop("chat").messages
+        fields["messages"] = [{"role": m.role, "content": m.content} for m in messages]
+        if "logprobs" in fields:
+            fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
+        return validate(ChatBody, fields)
+    if "token_ids" in fields:
+        fields["prompt"] = list(fields.pop("token_ids").ids)
+    elif "text" in fields:
+        fields["prompt"] = fields.pop("text")
+    return validate(CompletionBody, fields)

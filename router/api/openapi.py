@@ -21,7 +21,8 @@ from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.openai_responses.reply import DeletedResponse, ResponseEvent, ResponseObject
 
 _SCHEMA = "#/components/schemas/{model}"
-_REQUEST = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+REQUEST_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+"""HTTP statuses of the errors of an endpoint with a body."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,15 @@ class Operation:
 OPERATIONS = (
     Operation(
         "post", "/v1/chat/completions", "Complete a chat.", responses.ChatResponse,
-        body=ChatBody, chunk=responses.ChatChunk, errors=_REQUEST,
+        body=ChatBody, chunk=responses.ChatChunk, errors=REQUEST_ERRORS,
     ),
     Operation(
         "post", "/v1/completions", "Complete a text.", responses.CompletionResponse,
-        body=CompletionBody, chunk=responses.CompletionChunk, errors=_REQUEST,
+        body=CompletionBody, chunk=responses.CompletionChunk, errors=REQUEST_ERRORS,
     ),
     Operation(
         "post", "/v1/responses", "Respond to an input, and keep the response.", ResponseObject,
-        body=ResponsesBody, chunk=ResponseEvent, errors=_REQUEST,
+        body=ResponsesBody, chunk=ResponseEvent, errors=REQUEST_ERRORS,
     ),
     Operation(
         "get", "/v1/responses/{id}", "A response that is kept, or runs in the background.", ResponseObject,
@@ -75,15 +76,15 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/messages", "Complete a chat, in Anthropic's form.", AnthropicMessage,
-        body=MessagesBody, chunk=MessageEvent, errors=_REQUEST, error=AnthropicErrorResponse,
+        body=MessagesBody, chunk=MessageEvent, errors=REQUEST_ERRORS, error=AnthropicErrorResponse,
     ),
     Operation(
         "post", "/v1/messages/count_tokens", "How long a prompt is, in Anthropic's form.", TokenCount,
-        body=CountTokensBody, errors=_REQUEST, error=AnthropicErrorResponse,
+        body=CountTokensBody, errors=REQUEST_ERRORS, error=AnthropicErrorResponse,
     ),
     Operation(
         "post", "/invocations", "As /v1/chat/completions if the body has messages, else as /v1/completions.",
-        "application/json", errors=_REQUEST,
+        "application/json", errors=REQUEST_ERRORS,
     ),
     Operation("get", "/v1/models", "The model that is served.", responses.ModelList, errors=(401,)),
     Operation(
@@ -92,11 +93,11 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/tokenize", "Text or messages to token ids.", responses.TokenizeResponse,
-        body=TokenizeBody, errors=_REQUEST,
+        body=TokenizeBody, errors=REQUEST_ERRORS,
     ),
     Operation(
         "post", "/detokenize", "Token ids to text.", responses.DetokenizeResponse,
-        body=DetokenizeBody, errors=_REQUEST,
+        body=DetokenizeBody, errors=REQUEST_ERRORS,
     ),
     Operation("get", "/health", "The process serves.", open=True),
     Operation("get", "/ping", "As /health.", open=True),

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from baton.router.api.fields import Items, Part, invalid, one_of
-from baton.router.api.tools import WHITESPACE
-from baton.router.api.unsupported import refusing
+from baton.router.api.messages import WHITESPACE
+from baton.router.api.validation import refusing
 from baton.rpc import worker_pb2 as pb
 
 Schema = dict[str, Any]

@@ -1,13 +1,146 @@
-"""Validates bodies, and explains what is wrong with one."""
+"""Validates bodies, refuses fields that Baton does not have, and explains what is wrong with a body.
 
+To ignore a field of OpenAI, vLLM or SGLang would return a result that the client did not ask for. Fields that
+do not change the result are not listed, and are ignored:
+
+- `stream_interval` (size of chunks), `session_id` (requests that belong together)
+- `spaces_between_special_tokens` (no effect on byte-exact text)
+- `mm_payload`, `return_mm_kwargs` and `return_token_offsets` (of endpoints that only render)
+- `custom_labels` (of metrics), `ngram_corpus_id` (for speculation)
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
-from baton.router.api.sampling import Body
-from baton.router.errors import InvalidRequest, Unsupported
+from baton.router.api.fields import unsupported
+from baton.router.errors import ApiError, InvalidRequest, Unsupported
 
-B = TypeVar("B", bound=Body)
+# For each field the values that have no effect, and are accepted.
+GENERATION: dict[str, tuple[Any, ...]] = {
+    "audio": (), "best_of": (1,), "bootstrap_host": (),
+    "bootstrap_port": (), "bootstrap_room": (), "chat_template": (),
+    "custom_logit_processor": (), "custom_params": ({},), "data_parallel_rank": (),
+    "disagg_prefill_dp_rank": (), "documents": ([],), "ebnf": (),
+    "ec_transfer_params": ({},), "extra_key": (), "function_call": ("none",), "functions": ([],),
+    "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (), "images_config": ({},),
+    "input_ids": (), "json_schema": (), "kv_transfer_params": ({},), "length_penalty": (1,),
+    "logits_processors": ([],), "lora_path": (), "lora_request": (), "max_dynamic_patch": (),
+    "media_io_kwargs": ({},), "min_dynamic_patch": (), "mm_processor_kwargs": ({},),
+    "modalities": (["text"],), "moderation": (), "no_stop_trim": (False,), "prediction": (),
+    "prompt_embeds": (), "regex": (), "repetition_detection": (),
+    "request_id": (), "return_cached_tokens_details": (False,), "return_hidden_states": (False,),
+    "return_meta_info": (False,), "return_prompt_text": (False,), "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,), "return_weight_versions": (False,), "rid": (), "routed_dp_rank": (),
+    "routed_experts_prompt_start": (0,), "routed_experts_start_len": (0,), "session_params": ({},),
+    "stop_regex": ([],), "suffix": ("",),
+    "use_audio_in_video": (False,), "use_beam_search": (False,),
+    "vllm_xargs": ({},), "watermarking": (False,), "web_search_options": (),
+}  # fmt: skip
+COMPLETION: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "include_reasoning": (True,),
+    "max_completion_tokens": (), "thinking_token_budget": (-1,), "tool_choice": ("none", "auto"),
+    "tools": ([],), "top_logprobs": (0,), "verbosity": ("medium",),
+}  # fmt: skip
+CHAT: dict[str, tuple[Any, ...]] = {
+    "echo": (False,), "reasoning": ({},), "task": (),
+}  # fmt: skip
+TOKENIZE: dict[str, tuple[Any, ...]] = {"chat_template": ()}
+COUNT_TOKENS: dict[str, tuple[Any, ...]] = {
+    "context_management": (
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
+    "mcp_servers": ([],), "output_format": (), "speed": ("standard",), "user_profile_id": (),
+    "workspace_id": (),
+}  # fmt: skip
+MESSAGES: dict[str, tuple[Any, ...]] = COUNT_TOKENS | {
+    "container": (), "diagnostics": (), "inference_geo": (), "kv_transfer_params": ({},), "thread": (),
+}  # fmt: skip
+RESPONSES: dict[str, tuple[Any, ...]] = {
+    "access_programs": (), "context_management": ([],), "conversation": (),
+    "enable_response_messages": (False,), "image": (), "kv_transfer_params": ({},), "max_tool_calls": (),
+    "mm_processor_kwargs": ({},), "moderation": (), "previous_input_messages": ([],), "prompt": (),
+    "prompt_cache_options": ({},), "request_id": (), "vllm_xargs": ({},),
+}  # fmt: skip
+REFUSED = {
+    "/v1/chat/completions": GENERATION | CHAT,
+    "/v1/completions": GENERATION | COMPLETION,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT_TOKENS,
+    "/tokenize": TOKENIZE,
+}
+"""The refused fields of each endpoint."""
+
+_ROUTED = "Baton chooses the workers and moves the KV cache by itself; leave it out"
+_NAMED = "name the request in the header x-request-id"
+# What the client can do instead, added to the error message.
+REMEDIES = {
+    "bootstrap_host": _ROUTED,
+    "bootstrap_port": _ROUTED,
+    "bootstrap_room": _ROUTED,
+    "conversation": "use previous_response_id",
+    "data_parallel_rank": _ROUTED,
+    "disagg_prefill_dp_rank": _ROUTED,
+    "ebnf": "use structured_outputs.grammar",
+    "echo": "the response holds only the new text; put the last message before it",
+    "ec_transfer_params": _ROUTED,
+    "guided_choice": "use structured_outputs.choice",
+    "guided_grammar": "use structured_outputs.grammar",
+    "guided_json": "use structured_outputs.json",
+    "guided_regex": "use structured_outputs.regex",
+    "input_ids": "send the token ids as prompt to /v1/completions",
+    "json_schema": "use structured_outputs.json",
+    "kv_transfer_params": _ROUTED,
+    "max_completion_tokens": "use max_tokens",
+    "max_tool_calls": "there are no built-in tools",
+    "output_format": "use output_config.format",
+    "previous_input_messages": "use previous_response_id",
+    "prompt": "there are no prompt templates; use instructions",
+    "reasoning": "use reasoning_effort, or chat_template_kwargs.enable_thinking",
+    "regex": "use structured_outputs.regex",
+    "repetition_detection": "use repetition_penalty or stop",
+    "request_id": _NAMED,
+    "return_prompt_token_ids": "use return_token_ids",
+    "rid": _NAMED,
+    "routed_dp_rank": _ROUTED,
+    "stop_regex": "use stop",
+    "thread": "send the whole conversation",
+    "top_logprobs": "use logprobs",
+    "vllm_xargs": "Baton has no such extensions; leave it out",
+}
+
+
+def refuse(data: Any, fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
+    """Returns `data` without these fields, unless one of them has a value that has an effect.
+
+    Raises the error for a validator otherwise. `nested`: `data` is a part of the body, and the error names
+    its path instead of the field.
+    """
+    if not isinstance(data, dict):
+        return data
+    for name, harmless in fields.items():
+        value = data.get(name)
+        if value is not None and value not in harmless:
+            remedy = f": {REMEDIES[name]}" if name in REMEDIES else ""
+            raise unsupported(f"{name} is not supported{remedy}", None if nested else name)
+    return {name: value for name, value in data.items() if name not in fields}
+
+
+def refusing(fields: dict[str, tuple[Any, ...]], *, nested: bool = False) -> Any:
+    """Makes a validator that passes a body, or a part of it, through `refuse`."""
+
+    def check(cls: type, data: Any) -> Any:
+        return refuse(data, fields, nested=nested)
+
+    return model_validator(mode="before")(classmethod(check))
+
+
+B = TypeVar("B", bound=BaseModel)
 
 
 def parse(kind: type[B], raw: bytes | bytearray) -> B:
@@ -57,3 +190,38 @@ def _path(location: tuple[int | str, ...]) -> str:
 def _shown(value: Any) -> str:
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."
+
+
+_ANTHROPIC = {
+    r"messages\[\d+\].*|continue_final_message": "messages",
+    r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1].input_schema",
+    r"response_format(\.json_schema\.schema)?": "output_config.format",
+    r"reasoning_effort": "output_config.effort",
+    r"thinking_token_budget": "thinking.budget_tokens",
+}
+_NAMES = {
+    "messages": _ANTHROPIC,
+    "count_tokens": _ANTHROPIC,
+    "responses": {
+        r"messages(\[\d+\].*)?": "input",
+        r"tools\[(\d+)\]\.function(\.parameters)?": r"tools[\1]\2",
+        r"response_format(\.json_schema\.schema)?": "text.format",
+        r"reasoning_effort": "reasoning.effort",
+    },
+}
+"""For each kind of body, the fields of a chat completion as regular expressions, and their names there."""
+
+
+@contextmanager
+def named_as_in(kind: str) -> Iterator[None]:
+    """Errors that are raised inside name the fields of a body of this kind, instead of a chat's."""
+    try:
+        yield
+    except ApiError as error:
+        for pattern, name in _NAMES.get(kind, {}).items():
+            if error.param is not None and (found := re.fullmatch(pattern, error.param)):
+                field = found.expand(name) if found.re.groups else name
+                error.message = error.message.replace(error.param, field, 1)
+                error.param = field
+                break
+        raise

@@ -7,5 +7,5 @@ Life of a request here:
    bytes.
 3. `http_generation` or, for a response that is kept, `http_openai_responses` calls them for HTTP.
 4. The endpoint takes the deltas of the `ActiveRequest` and sends them: `grpc_server` as messages,
-   `http_response` as one JSON object or as server-sent events, which `builders` build.
+   `http_generation` as one JSON object or as server-sent events, which `builders` build.
 """

@@ -11,13 +11,12 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 from baton.router.active_request import ActiveRequest, Services
-from baton.router.admission.account import Account
-from baton.router.admission.keys import ANY_CLIENT, ApiKey, KeyRing
+from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions, CompletionOptions
-from baton.router.api.chat_names import named_as_in
 from baton.router.api.jobs import make_jobs
 from baton.router.api.structured import Structure, calls_or_answer
+from baton.router.api.validation import named_as_in
 from baton.router.config import RouterConfig
 from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker

@@ -14,7 +14,7 @@ from baton.router.admission.queue import Entry
 from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.errors import ApiError, TooSlow
-from baton.router.generation.choice import Delta
+from baton.router.generation.output import Delta
 from baton.router.workers.pool import WorkerPool
 from baton.rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
 from baton.rpc import inference_pb2 as pb
@@ -80,7 +80,8 @@ class GrpcEndpoint:
     async def start(self, host: str, port: int) -> str:
         """Listens, and returns the address. Raises ValueError when the port cannot be had."""
         try:
-            bound = add_port(self._server, host, port, self._tls)
+            pems = None if self._tls is None else self._tls.pems()
+            bound = add_port(self._server, host, port, pems)
         except OSError as error:
             raise ValueError(cannot_listen("--grpc-port", host, port, error)) from error
         await self._server.start()

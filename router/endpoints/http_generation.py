@@ -1,16 +1,205 @@
-"""The HTTP endpoints that generate, except /v1/responses, which also stores."""
+"""The HTTP endpoints that generate: read a request, generate, and send the response.
+
+A response is sent whole, or as a stream of server-sent events.
+"""
+
+import asyncio
+import logging
+from contextvars import ContextVar
 
 from aiohttp import web
 
+from baton.router import errors
 from baton.router.active_request import ActiveRequest, Services
+from baton.router.admission.keys import Account
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions
+from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.config import RouterConfig
 from baton.router.endpoints.builders import AnthropicBuilder, ChatBuilder, CompletionBuilder, ResponseBuilder
+from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body, timeout_of
-from baton.router.endpoints.http_response import respond
+from baton.router.endpoints.http_runner import ENCODINGS, unsupported_encoding
+from baton.router.errors import ApiError
+from baton.router.generation.output import Delta
 from baton.router.preparation.prepare import Generated
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id")
+ACCOUNT: ContextVar[Account] = ContextVar("account")
+
+
+def authorization(request: web.Request) -> str:
+    """Returns the value of the Authorization header, which Anthropic's clients send as x-api-key."""
+    if (key := request.headers.get("x-api-key")) is not None and "authorization" not in request.headers:
+        return f"Bearer {key}"
+    return request.headers.get("authorization", "")
+
+
+async def read_body(request: web.Request, config: RouterConfig, entry: Entry) -> bytearray:
+    """Returns the body. Its type must be JSON, and it must arrive within the client's timeout.
+
+    `entry` counts its bytes as they arrive, and may refuse them.
+    """
+    _check_type(request.headers.get("content-type"))
+    if request.headers.get("content-encoding", "identity").lower() not in ENCODINGS:
+        raise unsupported_encoding()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(config.client_timeout):
+            async for piece in request.content.iter_any():  # `request.read` would copy it and keep it
+                body += piece
+                if len(body) > config.max_body_bytes:
+                    raise errors.BodyTooLarge(f"the body is larger than {config.max_body_bytes} bytes")
+                entry.receive(len(piece))
+    except TimeoutError:
+        raise errors.TooSlow(f"the body did not arrive within {config.client_timeout:g} s") from None
+    except web.RequestPayloadError as error:
+        encoding = request.headers.get("content-encoding", "identity")
+        text = f"the body cannot be read: it is not what Content-Encoding says ({encoding[:20]})"
+        raise errors.InvalidRequest(text) from error
+    return body
+
+
+def timeout_of(request: web.Request) -> float | None:
+    """Returns the value of x-request-timeout, a header for clients that cannot add a field to the body."""
+    header = request.headers.get("x-request-timeout")
+    if header is None:
+        return None
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMEOUT:
+        text = f"x-request-timeout: must be seconds above 0, at most {MAX_TIMEOUT:g}, not {header[:20]!r}"
+        raise errors.InvalidRequest(text, param="x-request-timeout")
+    return seconds
+
+
+def _check_type(header: str | None) -> None:
+    """Raises UnsupportedMediaType unless the body is JSON, as vLLM does.
+
+    A browser sends a body of another type to another origin without asking for permission first.
+    """
+    sent = "none" if header is None else repr(header[:80])
+    if header is None or header.partition(";")[0].strip().lower() != "application/json":
+        text = f"the Content-Type must be application/json, not {sent}"
+        raise errors.UnsupportedMediaType(f"{text}: curl needs -H 'Content-Type: application/json'")
+
+
+log = logging.getLogger(__name__)
+
+KEEPALIVE_SECONDS = 5.0
+"""Without a delta for this time, a stream sends a comment."""
+LOW_WATER_BYTES = 16 << 10
+"""A transport with fewer buffered bytes never makes a writer wait (low-water mark of asyncio and uvloop)."""
+_KEEPALIVE = b": waiting\n\n"
+
+
+async def respond(
+    request: web.Request,
+    active: ActiveRequest,
+    builder: ResponseBuilder,
+    headers: dict[str, str],
+    client_timeout: float,
+) -> web.StreamResponse:
+    """Generates, and sends the response. Raises ApiError if nothing has been sent yet.
+
+    Cuts the connection when the client reads nothing for `client_timeout` seconds.
+    """
+    with active.generating():
+        if active.body.stream:
+            return await _stream(request, active, builder, headers, client_timeout)
+        await _collect(active, builder)
+        body = encode(builder.whole())
+    response = web.Response(body=body, content_type="application/json", headers=headers)
+    try:
+        async with asyncio.timeout(client_timeout):
+            await response.prepare(request)
+            await response.write_eof()
+    except TimeoutError:
+        _cut(request, active)
+    return response
+
+
+async def collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
+    """Generates, and gives all deltas to the builder. Raises ApiError."""
+    with active.generating():
+        await _collect(active, builder)
+
+
+async def _collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
+    while not active.finished:
+        for index, delta in await _deltas(active, builder):
+            builder.add(index, delta)
+
+
+async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple[int, Delta]]:
+    """Takes deltas. The builder has what comes before them: log probabilities of their prompts."""
+    deltas = await active.take(KEEPALIVE_SECONDS)
+    for index, delta in deltas:
+        for part in delta.token.prompt:
+            builder.add_prompt(index, part)
+            await asyncio.sleep(0)  # other tasks run between the parts of a long prompt
+    return deltas
+
+
+async def _stream(
+    request: web.Request,
+    active: ActiveRequest,
+    builder: ResponseBuilder,
+    headers: dict[str, str],
+    client_timeout: float,
+) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={
+            **headers,
+            "Content-Type": "text/event-stream",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+        }
+    )
+    try:
+        while not active.finished:
+            deltas = await _deltas(active, builder)
+            if not response.prepared:
+                await response.prepare(request)
+            events = b"".join(builder.events(index, delta) for index, delta in deltas)
+            await _write(request, response, events or _KEEPALIVE, client_timeout)
+        end = builder.end()
+    except ApiError as error:
+        if not response.prepared:
+            raise
+        active.metrics.failed(error)
+        end = builder.failed(error)
+    except ConnectionResetError:
+        return response  # the client disconnected, and aiohttp has not cancelled this task yet
+    except TimeoutError:
+        _cut(request, active)
+        return response
+    try:
+        await _write(request, response, end, client_timeout)
+    except TimeoutError:
+        _cut(request, active)
+    return response
+
+
+async def _write(
+    request: web.Request, response: web.StreamResponse, data: bytes, client_timeout: float
+) -> None:
+    """Raises TimeoutError when the transport's buffer is full and stays full for `client_timeout` seconds."""
+    transport = request.transport
+    if transport is not None and transport.get_write_buffer_size() + len(data) < LOW_WATER_BYTES:
+        await response.write(data)  # a timer for each token would cost more than the write
+    else:
+        async with asyncio.timeout(client_timeout):
+            await response.write(data)
+
+
+def _cut(request: web.Request, active: ActiveRequest) -> None:
+    log.info("request %s: the client does not read its response", active.name)
+    if request.transport is not None:
+        request.transport.abort()
+
 
 _BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[AnthropicBuilder]] = {
     "chat": ChatBuilder,

@@ -23,9 +23,7 @@ from baton.router.config import RouterConfig
 from baton.router.endpoints.builders import OpenAIResponsesBuilder
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.http_generation import HttpGeneration
-from baton.router.endpoints.http_request import ACCOUNT, REQUEST_ID, read_body
-from baton.router.endpoints.http_response import collect
+from baton.router.endpoints.http_generation import ACCOUNT, REQUEST_ID, HttpGeneration, collect, read_body
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
 from baton.rpc.ports import url_host

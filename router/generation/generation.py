@@ -7,20 +7,22 @@ import logging
 import os
 
 from baton.router import prompt_logprobs
-from baton.router.admission.parked import Parked
+from baton.router.admission.parked import Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
-from baton.router.errors import ApiError, Failed, InvalidRequest
-from baton.router.generation.attempt import DecodeAttempt, PrefillAttempt
-from baton.router.generation.chooser import Chooser
-from baton.router.generation.emit import Verdict
-from baton.router.generation.failure_count import FailureCount, is_failure
-from baton.router.generation.pair import AttemptPair
-from baton.router.generation.token_queue import TokenQueue
-from baton.router.generation.token_writer import TokenWriter
-from baton.router.generation.waits import Waits
+from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
+from baton.router.generation.attempts import (
+    AttemptPair,
+    Chooser,
+    DecodeAttempt,
+    FailureCount,
+    PrefillAttempt,
+    is_failure,
+)
+from baton.router.generation.output import TokenQueue, TokenWriter, Verdict
 from baton.router.job import Job
 from baton.router.metrics import Metrics
 from baton.router.policy import Placement, PrefillWork
+from baton.router.workers.attempts import AttemptEvent, Lost
 from baton.router.workers.candidates import PrefillTarget
 from baton.router.workers.connection import WorkerConnection
 from baton.router.workers.pool import Place, WorkerPool
@@ -36,8 +38,6 @@ class Generation:
 
     Attributes:
         name: the request id that the client knows.
-        span: of the request. The spans of its attempts are children of it.
-        arrival: number of the request in order of arrival.
         cached_tokens: prompt tokens that the first prefill found in its prefix cache.
         done: the generation has ended.
     """
@@ -59,8 +59,6 @@ class Generation:
     ) -> None:
         self.id = os.urandom(16)
         self.name = name
-        self.span = span
-        self.arrival = parked.arrival()
         self.cached_tokens = 0
         self.done = False
         self._job = job
@@ -68,10 +66,18 @@ class Generation:
         self._pool = pool
         self._writer = TokenWriter(tokens, index, job.sampling.max_tokens, metrics, span)
         self._metrics = metrics
-        self._pair = AttemptPair(self, job, pool)
+        self._pair = AttemptPair(self._on_event, span, job, pool)
         self._failures = FailureCount()
         self._choose = Chooser(job, pool, self._pair, self._failures, span)
-        self._waits = Waits(parked, self, metrics, timeout=timeout, worker_wait=worker_wait)
+        self._waits = Waits(
+            parked,
+            name=name,
+            on_worker=self._on_worker,
+            on_retry=self._advance,
+            on_deadline=self._waited_too_long,
+            timeout=timeout,
+            worker_wait=worker_wait,
+        )
         self._retried = False
         self._scores = prompt_logprobs.Received()
 
@@ -99,14 +105,14 @@ class Generation:
         if prefill is not None and not prefill.handover:
             return
         if decode is None:
-            self._turn.wait(self)
+            self._turn.wait(self._on_turn)
         elif prefill is None and self._choose.next_token_alone:
             self._pair.end_decode(cancel=True)
             self._prefill_alone(self._choose.prefill())
         elif prefill is None:
             self._retarget(decode)
 
-    def on_turn(self) -> TurnResult:
+    def _on_turn(self) -> TurnResult:
         alone = self._pair.prefill is None and self._choose.next_token_alone
         target = self._choose.prefill() if alone else None
         return self._reserve() if target is None else self._prefill_alone(target)
@@ -179,8 +185,7 @@ class Generation:
     def _prefill_and_decode_on(self, place: Place) -> None:
         """One worker computes the prompt and decodes."""
         assert place.work is not None
-        self._computes(place.work)
-        self._waits.prefill_sent()
+        self._prompt_sent(place.work)
         if place.why.reason is not None:
             self._metrics.overflow[place.why.reason].inc()
         self._waits.worker_found()
@@ -206,11 +211,13 @@ class Generation:
     def _send_prefill(self) -> None:
         prefill = self._pair.prefill
         assert prefill is not None
-        self._computes(prefill.work)
-        self._waits.prefill_sent()
+        self._prompt_sent(prefill.work)
         self._pair.send_prefill(self._request(self.output_ids, prefill.within, last=not prefill.handover))
 
-    def _computes(self, work: PrefillWork) -> None:
+    def _prompt_sent(self, work: PrefillWork) -> None:
+        if not self._waits.prefilled:
+            self._metrics.queue.observe(self._waits.waited)
+        self._waits.prefill_sent()
         if not self.output_ids:  # a prompt that is computed again after that costs its key nothing
             self._turn.computes(work.tokens)
 
@@ -247,23 +254,31 @@ class Generation:
             last=last,
         )
 
-    # ------------------------------------------------------------ the end of a wait
-
-    def on_worker(self) -> None:
+    def _on_worker(self) -> None:
+        """The wait for a worker has ended."""
         self._advance()
         if self._turn.waits:  # in the queue, and no longer for a worker
             self._waits.worker_found()
 
-    def on_retry(self) -> None:
-        self._waits.retry_granted()
-        self._advance()
-
     # ------------------------------------------------------------ reports of the connections
 
-    def on_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
-        self._scores.add(message)
+    def _on_event(self, event: AttemptEvent) -> None:
+        match event:
+            case pb.TokenEvent():
+                self._on_token(event)
+            case pb.PromptLogprobs():
+                self._scores.add(event)
+            case pb.Reserved():
+                self._on_reserved(event.decode_id)
+            case pb.PrefillStarted():
+                if self._pair.prefill is not None and self._pair.prefill.queued:
+                    self._advance()
+            case pb.AttemptFailed():
+                self._on_failed(event)
+            case Lost():
+                self._on_lost(event.attempt_id)
 
-    def on_token(self, event: pb.TokenEvent) -> None:
+    def _on_token(self, event: pb.TokenEvent) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
         from_prefill = prefill is not None and event.attempt_id == prefill.id
         if from_prefill:
@@ -321,9 +336,9 @@ class Generation:
         assert self._pair.prefill is not None
         self._pair.prefill.worker.forget(self._pair.prefill.id)
         self._pair.end_prefill()
-        self._waits.retry_granted()  # the next prefill is no retry
+        self._waits.free_retry()
 
-    def on_reserved(self, decode_id: bytes) -> None:
+    def _on_reserved(self, decode_id: bytes) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
         if self.done or decode is None or decode.id != decode_id or prefill is None or prefill.sent:
             return
@@ -333,11 +348,7 @@ class Generation:
             self._pair.end_prefill()
             self._advance()
 
-    def on_prefill_started(self) -> None:
-        if self._pair.prefill is not None and self._pair.prefill.queued:
-            self._advance()
-
-    def on_failed(self, failure: pb.AttemptFailed) -> None:
+    def _on_failed(self, failure: pb.AttemptFailed) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
         code, cause = failure.code, pb.FailureCode.Name(failure.code).removeprefix("FAILURE_CODE_").lower()
         if self.done:
@@ -356,7 +367,7 @@ class Generation:
                 # The prefill worker may have released KV that is fetched a second time: no failure.
                 self._prefill_failed(cause, counts=not prefill.refetched, message=failure.message)
 
-    def on_lost(self, attempt_id: bytes) -> None:
+    def _on_lost(self, attempt_id: bytes) -> None:
         if self._pair.prefill is not None and attempt_id == self._pair.prefill.id:
             self._prefill_failed("lost", counts=False, message=f"{self._pair.prefill.worker} was lost")
         elif self._pair.decode is not None and attempt_id == self._pair.decode.id:
@@ -409,6 +420,10 @@ class Generation:
                 log.warning("%r: %s", self, error.message, extra=of_request(self.name))
             self._writer.error(error)
             self._end()
+
+    def _waited_too_long(self, error: ApiError) -> None:
+        self._metrics.deadlines["request" if isinstance(error, TimedOut) else "worker_wait"].inc()
+        self.fail(error)
 
     def _end(self) -> None:
         """Cancels all attempts and waits. Idempotent."""

@@ -12,8 +12,7 @@ in `simulator`.
    of the decode worker (`MixedPace`) and its cache (`DecodeCaches`).
 """
 
-from baton.router.policy.decode_caches import DecodeCaches
-from baton.router.policy.decode_load import DecodeLoad, FreeCapacity, free_capacity
+from baton.router.policy.decode import DecodeCaches, DecodeLoad, FreeCapacity, free_capacity, two_choices
 from baton.router.policy.placement import (
     DecodeOffer,
     MixedPace,
@@ -23,7 +22,14 @@ from baton.router.policy.placement import (
     place,
     place_without_room,
 )
-from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill import (
+    PrefillPolicy,
+    PrefillRequest,
+    PrefillSnapshot,
+    Ring,
+    round_robin,
+    sticky,
+)
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.policy.reports import (
     PrefillWindow,
@@ -35,10 +41,6 @@ from baton.router.policy.reports import (
     prefill_window,
     report_seconds,
 )
-from baton.router.policy.ring import Ring
-from baton.router.policy.round_robin import round_robin
-from baton.router.policy.sticky import sticky
-from baton.router.policy.two_choices import two_choices
 
 PREFILL_POLICIES: dict[str, PrefillPolicy] = {"sticky": sticky, "round-robin": round_robin}
 

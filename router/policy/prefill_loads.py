@@ -16,14 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.content import CHUNK_TOKENS, Tier
+from baton.machine import Average
 from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
-from baton.router.policy.ring import Ring
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, Ring
 
 UNKNOWN_SPEED = 1_000.0
 """Tokens/s of a worker that has no measured speed, if no other worker has one."""
 UTILISATION_SECONDS = 5.0
 """Time constant of the average."""
+_UTILISATION_DECAY = math.exp(-1 / UTILISATION_SECONDS)  # for each second
 FIRST_SHARE = 0.9
 """The most that counts as computed of a prompt without a first token."""
 
@@ -63,7 +64,7 @@ class PrefillLoads:
         self._measured = np.zeros(0, bool)
         self._load_speeds: list[Mapping[Tier, float]] = []
         self._computed: list[int] = []  # prompt tokens since its start, as last reported
-        self._utilisation: list[float] = []
+        self._utilisation: list[Average] = []
         self._reported_at: list[float] = []
         self._block_sizes: list[int] = []
         self._block_size = 1  # the largest, so that the cached tokens are not overestimated
@@ -81,7 +82,7 @@ class PrefillLoads:
         self._sent[row], self._first_at[row] = [], now
         self._tokens[row], self._at[row] = 0.0, now
         self._load_speeds[row] = {}
-        self._computed[row], self._utilisation[row] = 0, 0.0
+        self._computed[row], self._utilisation[row] = 0, Average(_UTILISATION_DECAY)
         self._reported_at[row] = now
         self._measured[row] = False
         self._block_sizes[row] = block_size
@@ -107,7 +108,7 @@ class PrefillLoads:
         self._block_sizes.append(1)
         self._load_speeds.append({})
         self._computed.append(0)
-        self._utilisation.append(0.0)
+        self._utilisation.append(Average(_UTILISATION_DECAY))
         self._reported_at.append(0.0)
         self._tokens.append(0.0)
         self._at.append(0.0)
@@ -170,9 +171,8 @@ class PrefillLoads:
         self._changed(row)
         passed = now - self._reported_at[row]
         if passed > 0:
-            busy = min(1.0, max(0, computed - self._computed[row]) / (self._speed[row] * passed))
-            weight = 1 - math.exp(-passed / UTILISATION_SECONDS)
-            self._utilisation[row] += weight * (busy - self._utilisation[row])
+            busy = min(passed, max(0, computed - self._computed[row]) / self._speed[row])
+            self._utilisation[row].add(busy, passed, steps=passed)
             self._computed[row], self._reported_at[row] = computed, now
 
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
@@ -221,7 +221,7 @@ class PrefillLoads:
 
     def utilisation(self, row: int) -> float:
         """Share of its recent time in which the worker computed prompts."""
-        return self._utilisation[row]
+        return self._utilisation[row].value
 
     @property
     def serving(self) -> int:

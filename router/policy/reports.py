@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from baton.content import Tier
 from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.decode_load import DecodeLoad
+from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.placement import DecodeOffer, MixedPace, PrefillOffer
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads

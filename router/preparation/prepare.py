@@ -16,14 +16,13 @@ from baton.router.api.bodies import (
     DetokenizeBody,
     RenderedBody,
     TokenizeBody,
+    parse_message,
 )
-from baton.router.api.chat_names import named_as_in
-from baton.router.api.grpc_body import parse_message
 from baton.router.api.jobs import output_room
 from baton.router.api.messages import Message
 from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.sampling import Body
-from baton.router.api.validation import parse
+from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from baton.router.preparation.peek import kind_of, peek
 from baton.router.text.tokenizer import ModelTokenizer

@@ -25,9 +25,8 @@ import setproctitle
 from aiohttp import web
 
 from baton.router.config import RouterConfig
-from baton.router.processes.control import ControlClient
-from baton.router.processes.listen import listen, reserve
 from baton.router.processes.merged_metrics import MergedMetrics
+from baton.router.processes.sockets import ControlClient, listen, reserve
 from baton.router.status import scrape_targets
 from baton.rpc.ports import url_host
 from baton.rpc.process_end import process_end

@@ -2,7 +2,7 @@
 
 - `model_files` finds the tokenizer files of a model, and `tokenizer` loads them (`gguf_tokenizer` from a GGUF
   file).
-- `chat_template` renders the messages of a chat as one text. `chat_encoder` turns it into tokens, and keeps
-  those of earlier turns.
+- `chat` renders the messages of a chat as one text. It turns the text into tokens, and keeps those of earlier
+  turns.
 - `detokenizer` turns tokens back into text as they arrive, and finds stop strings.
 """

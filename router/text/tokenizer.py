@@ -8,8 +8,7 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from baton.router.text.chat_encoder import ChatEncoder
-from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.chat import ChatEncoder, ChatTemplate
 from baton.router.text.gguf_tokenizer import read_gguf
 from baton.router.text.model_files import locate, read_directory
 from baton.router.tools import FORMATS, REASONING, ReasoningParser, ToolParser, format_of, reasoning_of

@@ -8,7 +8,9 @@ A *format* is the way in which a family of models writes tool calls. Each format
 `reasoning` divides the text before that into reasoning and content.
 """
 
-from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.hermes import HermesParser
+from baton.router.tools.llama import LlamaParser
+from baton.router.tools.mistral import MistralParser
 from baton.router.tools.parser import Piece, ToolParser
 from baton.router.tools.reasoning import (
     REASONING,
@@ -18,6 +20,21 @@ from baton.router.tools.reasoning import (
     continues_reasoning,
     reasoning_of,
 )
+
+FORMATS: dict[str, type[ToolParser]] = {p.name: p for p in (HermesParser, LlamaParser, MistralParser)}
+"""The formats of tool calls, by name."""
+# A text that is in the chat templates of models with this format.
+_MARKS = {
+    "<tool_call>": HermesParser,
+    "[TOOL_CALLS]": MistralParser,
+    '{"name": function name, "parameters":': LlamaParser,
+}
+
+
+def format_of(template: str) -> type[ToolParser] | None:
+    """Returns the format that this chat template uses, or None if it is unknown."""
+    return next((parser for mark, parser in _MARKS.items() if mark in template), None)
+
 
 __all__ = [
     "FORMATS",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from baton.router.api.tools import Tool
+from baton.router.api.messages import Tool
 from baton.router.tools.parser import SPACE, CallReader, Marker, Piece, ToolParser, arguments_grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

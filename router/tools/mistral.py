@@ -7,8 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from baton.router.api.messages import FUNCTION_NAME
-from baton.router.api.tools import Tool
+from baton.router.api.messages import FUNCTION_NAME, Tool
 from baton.router.tools.parser import SPACE, CallReader, Marker, Piece, ToolParser, arguments_grammar
 
 CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from baton.router.api.messages import FUNCTION_NAME
-from baton.router.api.tools import Tool
+from baton.router.api.messages import FUNCTION_NAME, Tool
 
 SPACE = " \t\r\n"
 _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789eEtruefalsn' + SPACE)

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from baton import rpc
+from baton.router.workers.checks import explain
 from baton.router.workers.discovery import Discovery
-from baton.router.workers.refusal import explain
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
@@ -65,7 +65,7 @@ class _Asker:
             async with rpc.connect(address, self._secret, self._tls) as channel:
                 return await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
-            reason, remedy = explain(error, tls=self._tls is not None)
+            reason, remedy = explain(error, files=self._tls is not None)
             if self._logged.get(address) != reason:
                 self._logged[address] = reason
                 log.warning("worker at %s: %s. %s", address, reason, remedy)

@@ -1,38 +1,34 @@
-"""The attempts that this router has open at one worker, and the load that they add there.
+"""What the router knows of its work at one worker: the open attempts, their load, and whether they fail.
 
-    submitted ─▶ first token (prefill work is over) ─▶ ended
-        └─ failed, cancelled, or lost with the stream ─▶ ended
-
-Pure: no I/O and no clock. `WorkerConnection` sends and receives the messages.
+Pure: no I/O and no clock. `WorkerConnection` sends and receives the messages, and passes the time.
 """
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.router.policy import DecodeLoad, PrefillWork
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tracing import Span
 
 
-class AttemptOwner(Protocol):
-    """A generation, which is told what happens to its attempts. Called on the event loop; must not wait."""
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The stream of an attempt ended."""
 
-    span: Span
-    """Of the request. The spans of its attempts are children of it."""
-    name: str
-    """The request id that the client knows."""
+    attempt_id: bytes
 
-    def on_token(self, event: pb.TokenEvent) -> None: ...
-    def on_prompt_logprobs(self, message: pb.PromptLogprobs) -> None: ...
-    def on_reserved(self, decode_id: bytes) -> None: ...
-    def on_prefill_started(self) -> None: ...
-    def on_failed(self, failure: pb.AttemptFailed) -> None: ...
-    def on_lost(self, attempt_id: bytes) -> None: ...
+
+AttemptEvent = pb.TokenEvent | pb.PromptLogprobs | pb.Reserved | pb.PrefillStarted | pb.AttemptFailed | Lost
+OnEvent = Callable[[AttemptEvent], None]
+"""Tells a generation what happened to one of its attempts. Called on the event loop; must not wait."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    owner: AttemptOwner
+    name: str
+    """The request id that the client knows."""
+    on_event: OnEvent
     span: Span
     tokens: int = 0
     """KV positions that a decode reserves. 0 for a prefill."""
@@ -41,7 +37,10 @@ class Attempt:
 
 
 class AttemptTable:
-    """Owns the open attempts by id.
+    """The attempts that this router has open at one worker, by id, and the load that they add there.
+
+        submitted ─▶ first token (prefill work is over) ─▶ ended
+            └─ failed, cancelled, or lost with the stream ─▶ ended
 
     Attributes:
         load: the decode load of an attached worker, in either pool; None without a stream.
@@ -57,16 +56,12 @@ class AttemptTable:
     def get(self, attempt_id: bytes) -> Attempt | None:
         return self._attempts.get(attempt_id)
 
-    def add_prefill(self, attempt_id: bytes, owner: AttemptOwner, span: Span, work: PrefillWork) -> None:
-        self._attempts[attempt_id] = Attempt(owner, span, work=work)
-
-    def add_decode(
-        self, attempt_id: bytes, owner: AttemptOwner, span: Span, tokens: int, work: PrefillWork | None
-    ) -> None:
-        """Reserves `tokens` KV positions. The worker computes the prompt itself if there is `work`."""
-        assert self.load is not None
-        self.load.sent(tokens)
-        self._attempts[attempt_id] = Attempt(owner, span, tokens, work)
+    def add(self, attempt_id: bytes, attempt: Attempt) -> None:
+        """A decode counts as load from now on."""
+        if attempt.tokens:
+            assert self.load is not None
+            self.load.sent(attempt.tokens)
+        self._attempts[attempt_id] = attempt
 
     def prefilled(self, attempt: Attempt) -> PrefillWork | None:
         """Records that a prompt is computed. Returns the finished work, once."""
@@ -109,3 +104,64 @@ class AttemptTable:
         for attempt in lost.values():
             attempt.span.end("the worker was lost")
         return lost
+
+
+FAILURES = 3
+WINDOW_S = 30.0
+OPEN_S = 10.0
+TOGETHER_S = 1.0
+"""Failures within this time count as one: they have one cause, such as a failed batch or a lost stream."""
+
+
+class CircuitBreaker:
+    """Keeps requests away from a worker that fails repeatedly, for a while. Then it gets one probe.
+
+        closed ─ 3 failures in 30 s ─▶ open ─ 10 s ─▶ half-open ─ one probe ─▶ closed, if the probe succeeds
+                                         ▲                            │
+                                         └──────── the probe fails ───┘
+
+    Times are seconds of `time.monotonic()`, and never go back. Source: M. Nygard, Release It! (2007).
+    """
+
+    __slots__ = ("_failures", "_open_until", "_probing", "_tripped")
+
+    def __init__(self) -> None:
+        self._failures: deque[float] = deque()
+        self._tripped = self._probing = False
+        self._open_until = 0.0
+
+    def open_for(self, now: float) -> float:
+        """Seconds until the worker may get an attempt; 0 if it may now."""
+        return max(0.0, self._open_until - now) if self._tripped else 0.0
+
+    def attempt_sent(self, now: float) -> bool:
+        """Returns True if this attempt is the probe. The breaker is then open again, for OPEN_S at most.
+
+        The limit is needed because a probe may be cancelled, and then gives no result.
+        """
+        if self._tripped and now >= self._open_until:
+            self._open_until = now + OPEN_S
+            self._probing = True
+            return True
+        return False
+
+    def attempt_succeeded(self) -> bool:
+        """Returns True if this closes the breaker."""
+        if not self._probing:
+            return False
+        self._tripped = self._probing = False
+        self._failures.clear()
+        return True
+
+    def attempt_failed(self, now: float) -> bool:
+        """Counts a failed attempt or a lost stream. Returns True if this opens the breaker."""
+        if self._failures and now - self._failures[-1] < TOGETHER_S:
+            return False
+        while self._failures and self._failures[0] <= now - WINDOW_S:
+            self._failures.popleft()
+        self._failures.append(now)
+        if not self._tripped and len(self._failures) < FAILURES:
+            return False
+        self._tripped, self._probing = True, False
+        self._open_until = now + OPEN_S
+        return True

@@ -24,8 +24,8 @@ from baton.router.policy import (
     decode_offer,
     prefill_offer,
 )
+from baton.router.workers.checks import RefusedWorker
 from baton.router.workers.connection import WorkerConnection
-from baton.router.workers.refusal import RefusedWorker
 from baton.rpc import worker_pb2 as pb
 
 DRAWN = 2

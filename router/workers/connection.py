@@ -24,11 +24,17 @@ import grpc.aio
 from baton import rpc
 from baton.router import prompt_logprobs
 from baton.router.policy import DecodeLoad, PrefillWork
-from baton.router.workers.attempts import Attempt, AttemptOwner, AttemptTable
-from baton.router.workers.breaker import CircuitBreaker
-from baton.router.workers.cache_sequence import CacheAction, CacheSequence
-from baton.router.workers.refusal import DRAINED, SEE_WORKER_LOG, RefusedWorker, explain
-from baton.router.workers.reports import clear_invalid_rates, token_defect
+from baton.router.workers.attempts import Attempt, AttemptTable, CircuitBreaker, Lost, OnEvent
+from baton.router.workers.checks import (
+    DRAINED,
+    SEE_WORKER_LOG,
+    CacheAction,
+    CacheSequence,
+    RefusedWorker,
+    clear_invalid_rates,
+    explain,
+    token_defect,
+)
 from baton.router.workers.send_queue import SendQueue
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.logs import of_request
@@ -184,19 +190,27 @@ class WorkerConnection:
 
     # ------------------------------------------------------------ attempts
 
-    def submit_prefill(self, submit: pb.SubmitPrefill, owner: AttemptOwner, work: PrefillWork) -> None:
-        span = self._begin_span("prefill attempt", owner, submit.request)
-        self.attempts.add_prefill(submit.prefill_id, owner, span, work)
-        self._submit(submit.prefill_id, owner, pb.RouterMessage(prefill=submit))
+    def submit_prefill(
+        self, submit: pb.SubmitPrefill, on_event: OnEvent, request_span: Span, work: PrefillWork
+    ) -> None:
+        """`on_event` is told what happens to the attempt. `request_span`: the span of the request."""
+        span = self._begin_span("prefill attempt", request_span, submit.request)
+        self.attempts.add(submit.prefill_id, Attempt(submit.request.name, on_event, span, work=work))
+        self._submit(submit.prefill_id, submit.request.name, pb.RouterMessage(prefill=submit))
         self._observer.prefill_sent(self, work)
 
     def submit_decode(
-        self, submit: pb.SubmitDecode, owner: AttemptOwner, tokens: int, work: PrefillWork | None
+        self,
+        submit: pb.SubmitDecode,
+        on_event: OnEvent,
+        request_span: Span,
+        tokens: int,
+        work: PrefillWork | None,
     ) -> None:
         """The worker reserves `tokens` KV positions, and computes the prompt itself if there is `work`."""
-        span = self._begin_span("decode attempt", owner, submit.request)
-        self.attempts.add_decode(submit.decode_id, owner, span, tokens, work)
-        self._submit(submit.decode_id, owner, pb.RouterMessage(decode=submit))
+        span = self._begin_span("decode attempt", request_span, submit.request)
+        self.attempts.add(submit.decode_id, Attempt(submit.request.name, on_event, span, tokens, work))
+        self._submit(submit.decode_id, submit.request.name, pb.RouterMessage(decode=submit))
         if work is not None:
             self._observer.prefill_sent(self, work)
         self._observer.load_changed(self)
@@ -240,19 +254,19 @@ class WorkerConnection:
             log.warning("%s failed repeatedly and gets no requests for a while", self)
             self._observer.breaker_changed(self)
 
-    def _begin_span(self, name: str, owner: AttemptOwner, request: pb.Request) -> Span:
+    def _begin_span(self, name: str, request_span: Span, request: pb.Request) -> Span:
         worker = {"baton.worker": str(self), "baton.output_tokens": len(request.output_ids)}
-        span = owner.span.child(name, worker, "client")
+        span = request_span.child(name, worker, "client")
         request.traceparent = span.traceparent
         return span
 
-    def _submit(self, attempt_id: bytes, owner: AttemptOwner, message: pb.RouterMessage) -> None:
+    def _submit(self, attempt_id: bytes, name: str, message: pb.RouterMessage) -> None:
         assert self.ready, "work goes to ready workers only"
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "request %s, attempt %s: %s at %s",
-                owner.name, attempt_id.hex(), message.WhichOneof("kind"), self,
-                extra=of_request(owner.name, attempt_id),
+                name, attempt_id.hex(), message.WhichOneof("kind"), self,
+                extra=of_request(name, attempt_id),
             )  # fmt: skip
         if self.breaker.attempt_sent(time.monotonic()):
             self._observer.breaker_changed(self)
@@ -296,7 +310,7 @@ class WorkerConnection:
                     await self._serve_stream()
                     self.reason, self.remedy = "the worker ended the stream", SEE_WORKER_LOG
                 except grpc.aio.AioRpcError as error:
-                    self.reason, self.remedy = explain(error, tls=self._tls is not None)
+                    self.reason, self.remedy = explain(error, files=self._tls is not None)
                     drains = self.state is WorkerState.DRAINING
                     if (drained or drains) and error.code() is grpc.StatusCode.UNAVAILABLE:
                         self.reason, self.remedy = "the worker drained and ended", DRAINED
@@ -367,9 +381,9 @@ class WorkerConnection:
             self.attempt_failed()
         for attempt_id, attempt in lost.items():
             try:
-                attempt.owner.on_lost(attempt_id)
+                attempt.on_event(Lost(attempt_id))
             except Exception:  # the other requests must still learn that their attempts are lost
-                log.exception("request %s: a defect in the router", attempt.owner.name)
+                log.exception("request %s: a defect in the router", attempt.name)
 
     def _receive(self, message: pb.WorkerMessage) -> None:
         match message.WhichOneof("kind"):
@@ -381,11 +395,11 @@ class WorkerConnection:
             case "reserved":
                 attempt = self.attempts.get(message.reserved.decode_id)
                 if attempt is not None:
-                    attempt.owner.on_reserved(message.reserved.decode_id)
+                    attempt.on_event(message.reserved)
             case "prefill_started":
                 attempt = self.attempts.get(message.prefill_started.prefill_id)
                 if attempt is not None:
-                    attempt.owner.on_prefill_started()
+                    attempt.on_event(message.prefill_started)
             case "failed":
                 self._receive_failure(message.failed)
             case "cache":
@@ -412,7 +426,7 @@ class WorkerConnection:
             return
         if attempt.work is not None:
             self._prefilled(attempt, computed=True)
-        attempt.owner.on_token(event)
+        attempt.on_event(event)
 
     def _receive_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
         attempt = self.attempts.get(message.attempt_id)
@@ -421,7 +435,7 @@ class WorkerConnection:
         if defect := prompt_logprobs.defect(message, self.description.vocab_size):
             self._reject(message.attempt_id, defect)
         else:
-            attempt.owner.on_prompt_logprobs(message)
+            attempt.on_event(message)
 
     def _reject(self, attempt_id: bytes, defect: str) -> None:
         """Ends an attempt whose result cannot go to a client."""
@@ -437,7 +451,7 @@ class WorkerConnection:
         if failure.code == pb.FAILURE_CODE_DRAINING and self.state is WorkerState.READY:
             self.state = WorkerState.DRAINING
             self._observer.availability_changed(self)
-        attempt.owner.on_failed(failure)
+        attempt.on_event(failure)
 
     def _receive_cache(self, events: pb.CacheEvents) -> None:
         action = self._cache.follow(events)

@@ -5,7 +5,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from baton.content import CHUNK_TOKENS, prompt_hints
@@ -26,9 +26,9 @@ from baton.router.policy import (
     two_choices,
 )
 from baton.router.workers.candidates import Candidates, PrefillTarget, PrefixSource
+from baton.router.workers.checks import RouterModel, check_fit
 from baton.router.workers.connection import POOL_NAMES, WorkerConnection, WorkerState
 from baton.router.workers.discovery import Discovery
-from baton.router.workers.fit import RouterModel, check_fit
 from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
 
@@ -312,22 +312,25 @@ class WorkerPool:
         check_fit(connection.description, self._model, {str(c): c.description for c in others})
 
     def availability_changed(self, connection: WorkerConnection) -> None:
+        """A worker came, went, drains, or moved to another pool. Requests then see only what is there now."""
         self._serve(connection, connection.ready)
         self._had_decode |= self.has_decode
-        described = [c.description for c in self._connections.values() if c.state is not WorkerState.REFUSED]
-        sizes = [min(d.max_model_len, d.num_blocks * d.block_size) for d in described if d.num_blocks]
-        self._max_positions = min(sizes, default=None)
-        roots = Counter(d.content_root for d in described if d.num_blocks)
-        computing = Counter(c.description.content_root for c in self.ready(pb.POOL_PREFILL))
-        # Of two formats in one cluster, requests find the cached prefixes of most prefill workers.
-        self._content_root = max(roots, key=lambda root: (computing[root], roots[root], root), default=b"")
-        # Before `_apply_breakers`, which calls `on_capacity`.
-        self._budgets = [c.description.max_num_batched_tokens for c in self.ready(pb.POOL_PREFILL)]
-        self._window_until = 0.0
+        self._derive_limits()  # first: the next line calls `on_capacity`, and requests start
         self._apply_breakers()
         self.changed.set()
         if connection.ready:
             self.on_ready()
+
+    def _derive_limits(self) -> None:
+        """Derives from the workers' descriptions: the longest request, the names of KV, and the window."""
+        connected = [c.description for c in self._connections.values() if c.state is not WorkerState.REFUSED]
+        described = [worker for worker in connected if worker.num_blocks]
+        prefilling = [c.description for c in self.ready(pb.POOL_PREFILL)]
+        sizes = (min(worker.max_model_len, worker.num_blocks * worker.block_size) for worker in described)
+        self._max_positions = min(sizes, default=None)
+        self._content_root = _root_of_most(described, prefilling)
+        self._budgets = [worker.max_num_batched_tokens for worker in prefilling]
+        self._window_until = 0.0
 
     def load_changed(self, connection: WorkerConnection) -> None:
         self.on_capacity()
@@ -387,6 +390,17 @@ class WorkerPool:
     def _serve(self, connection: WorkerConnection, serves: bool) -> None:
         (self._serving.add if serves else self._serving.discard)(connection)
         self._candidates.availability_changed(connection, serves=serves)
+
+
+def _root_of_most(
+    described: Sequence[pb.WorkerDescription], prefilling: Sequence[pb.WorkerDescription]
+) -> bytes:
+    """The root of the KV names of most prefill workers, so that requests find the prefixes that these cache.
+
+    Workers with another format have another root. Without prefill workers the other workers decide."""
+    roots = Counter(worker.content_root for worker in described)
+    computing = Counter(worker.content_root for worker in prefilling)
+    return max(roots, key=lambda root: (computing[root], roots[root], root), default=b"")
 
 
 def _content_source(source: PrefixSource) -> pb.ContentSource:

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from baton.bench.load.target.answer import Answer
+from baton.bench.load.target.answer import MAX_EVENT_BYTES, Answer, SSEError, SSEParser
 from baton.bench.load.target.record import Failure, Record
-from baton.bench.load.target.sse import MAX_EVENT_BYTES, SSEError, SSEParser
 
 
 def _event(**chunk: object) -> bytes:

@@ -24,7 +24,7 @@ async def _plan(server: MockServer, **more: object) -> Plan:
 
 
 async def _prompt_lengths(plan: Plan) -> set[int | None]:
-    records = await run_client(plan.client_configs()[0])
+    records = await run_client(plan.clients()[0])
     assert all(r.ok for r in records)
     return {r.prompt_tokens for r in records}
 
@@ -34,9 +34,9 @@ async def test_prompt_lengths_are_exact_with_tokenize(api: Api, overhead: int) -
     """Words of more than one token are found out, and so is what the server adds itself."""
     async with MockServer(Behavior(ttft=0)) as server:
         plan = await _plan(server, api=api)
-        assert (plan.tokenization.kind, plan.tokenization.overhead) == ("text", overhead)
-        assert plan.tokenization.statement.startswith("exact")
-        assert all(len(w) <= 5 for w in plan.tokenization.words)
+        assert (plan.client.tokenization.kind, plan.client.tokenization.overhead) == ("text", overhead)
+        assert plan.client.tokenization.statement.startswith("exact")
+        assert all(len(w) <= 5 for w in plan.client.tokenization.words)
         assert plan.notes == ()
         assert await _prompt_lengths(plan) == {77}
 
@@ -44,7 +44,7 @@ async def test_prompt_lengths_are_exact_with_tokenize(api: Api, overhead: int) -
 async def test_prompt_lengths_are_exact_with_token_ids() -> None:
     async with MockServer(Behavior(ttft=0, tokenize=False)) as server:
         plan = await _plan(server)
-        assert plan.tokenization.kind == "ids"
+        assert plan.client.tokenization.kind == "ids"
         assert await _prompt_lengths(plan) == {77}
         assert isinstance(server.served[-1].prompt, list)
 
@@ -53,9 +53,9 @@ async def test_prompt_lengths_are_exact_with_token_ids() -> None:
 async def test_approximate_prompt_lengths_are_reported_as_such(api: Api) -> None:
     async with MockServer(Behavior(ttft=0, tokenize=False, token_ids=False)) as server:
         plan = await _plan(server, api=api)
-        assert not plan.tokenization.statement.startswith("exact")
-        assert "approximate" in plan.tokenization.statement
-        assert plan.tokenization.tokens_per_word > 1
+        assert not plan.client.tokenization.statement.startswith("exact")
+        assert "approximate" in plan.client.tokenization.statement
+        assert plan.client.tokenization.tokens_per_word > 1
         lengths = await _prompt_lengths(plan)
     assert all(n is not None and 60 <= n <= 95 for n in lengths)
 
@@ -63,15 +63,15 @@ async def test_approximate_prompt_lengths_are_reported_as_such(api: Api) -> None
 async def test_a_server_without_token_counts() -> None:
     async with MockServer(Behavior(ttft=0, tokenize=False, token_ids=False, usage=False)) as server:
         plan = await _plan(server)
-    assert "assumed" in plan.tokenization.statement
+    assert "assumed" in plan.client.tokenization.statement
     assert any("no usage" in note for note in plan.notes)
 
 
 async def test_a_strict_server_gets_requests_without_extensions() -> None:
     async with MockServer(Behavior(ttft=0, strict=True)) as server:
         plan = await _plan(server)
-        records = await run_client(plan.client_configs()[0])
-    dialect = plan.target.dialect
+        records = await run_client(plan.clients()[0])
+    dialect = plan.client.target.dialect
     assert (dialect.usage, dialect.running_usage, dialect.ignore_eos) == (True, False, False)
     assert any("ignore_eos" in note for note in plan.notes)
     assert [r.output_tokens for r in records] == [3, 3, 3]
@@ -85,7 +85,7 @@ async def test_a_server_that_ignores_unknown_fields() -> None:
 
 async def test_the_first_or_the_named_model_is_used() -> None:
     async with MockServer(Behavior(ttft=0)) as server:
-        assert (await _plan(server)).target.model == "mock"
+        assert (await _plan(server)).client.target.model == "mock"
         with pytest.raises(EndpointError, match="--model 'other': the server has mock"):
             await _plan(server, model="other")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.load.measurement.search import LEAST_RATE, MOST_RATE, highest_rate
+from baton.bench.load.commands import LEAST_RATE, MOST_RATE, highest_rate
 
 
 def _search(capacity: float, first: float) -> tuple[float | None, list[float]]:

@@ -12,9 +12,9 @@ from baton.cluster.autoscaling.balancer import FLIP_EVERY, Balancer
 from baton.cluster.autoscaling.scaling import GROW_AFTER
 from baton.cluster.options import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
-from baton.simulator.arrivals import Load
 from baton.simulator.placement import SEATS, simulate
 from baton.simulator.step_worker import PlacementOutcome
+from baton.simulator.trace import Load
 
 TTFT, GAP = 0.25, 0.02  # objectives of a request in seconds; the gap is the mean of a request
 PROMPTS = Load(2000, 50, 24)  # needs 3 prefill workers and 1 decode worker

@@ -169,7 +169,7 @@ def test_one_node_has_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = socket.socketpair()
     with here, there:
         there.sendall((3).to_bytes(4, "little") + b"abc")
-        [found] = nixl.measure(here, here.recv, reads=True)
+        [found] = nixl.measure(here, here.recv, b"", reads=True)
     assert (found.level, found.found) == ("note", "not installed here")
 
 

@@ -95,7 +95,7 @@ async def test_errors_name_the_remedy(cluster: Flipped) -> None:
     assert f"decode-1 ({cluster.workers[2].address})" in unknown.stderr
     secret = await cluster.flip("decode-1", "prefill", secret=b"another secret of theirs")
     assert "decode 1" in secret.stderr
-    assert "refuses the secret" in secret.stderr
+    assert "does not prove this secret" in secret.stderr
     assert "BATON_CLUSTER_SECRET" in secret.stderr
     assert "A `baton serve` without that variable" in secret.stderr
     cluster.workers[2].index = 0

@@ -32,8 +32,8 @@ async def test_a_role_is_silent_once_it_stops_answering(certificates: Certificat
 
 
 async def worker_stops(tls: rpc.TlsFiles | None) -> None:
-    server = rpc.create_server(SECRET)
-    port = rpc.add_port(server, "127.0.0.1", 0, tls)
+    server = rpc.create_server(SECRET, tls)
+    port = rpc.add_port(server, "127.0.0.1", 0, rpc.cluster_pems(SECRET, tls))
     await server.start()
     watching = asyncio.create_task(silent({"address": f"127.0.0.1:{port}"}, tls))
     await asyncio.sleep(1.2)

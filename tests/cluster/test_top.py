@@ -155,7 +155,7 @@ async def worker_page() -> AsyncIterator[tuple[Metrics, str]]:
     """The metrics page of a real worker, and where it is."""
     metrics = Metrics("decode", "fake")
     metrics.transfer_stats = sent(1_000)
-    yield metrics, f"127.0.0.1:{await metrics.listen('127.0.0.1', 0)}"
+    yield metrics, f"127.0.0.1:{await metrics.listen('127.0.0.1', 0, lambda: True)}"
     metrics.close()
 
 

@@ -52,8 +52,7 @@ async def pod(
         cwd=home,
     )  # fmt: skip
     try:
-        port = container["readinessProbe"]["grpc"]["port"]
-        await ready(f"{address}:{port}", process)
+        await ready(address, container["readinessProbe"], process)
         yield address
     finally:
         with suppress(ProcessLookupError):
@@ -62,19 +61,29 @@ async def pod(
     assert code == 0, "it drains and ends well"
 
 
-async def ready(address: str, process: asyncio.subprocess.Process) -> None:
+async def ready(address: str, probe: Object, process: asyncio.subprocess.Process) -> None:
     """As the kubelet probes it."""
-    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(90):
-        stub = health_pb2_grpc.HealthStub(channel)
+    asks = over_grpc if "grpc" in probe else over_http
+    port = (probe.get("grpc") or probe["httpGet"])["port"]
+    async with asyncio.timeout(90):
         while process.returncode is None:
-            try:
-                answer = await stub.Check(health_pb2.HealthCheckRequest())  # pyrefly: ignore[missing-attribute]
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            with suppress(grpc.aio.AioRpcError, aiohttp.ClientError):
+                if await asks(f"{address}:{port}"):
                     return
-            except grpc.aio.AioRpcError:
-                pass
             await asyncio.sleep(0.1)
     raise AssertionError(f"it ended with {process.returncode}")
+
+
+async def over_grpc(address: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())  # pyrefly: ignore[missing-attribute]
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def over_http(address: str) -> bool:
+    async with aiohttp.ClientSession() as http, http.get(f"http://{address}/health") as answer:
+        return answer.status == 200
 
 
 async def test_cpu_demo_serves(overlays: dict[str, list[Object]], tmp_path: Path) -> None:

@@ -2,9 +2,50 @@
 
 from __future__ import annotations
 
-from docs.reference.generate import HERE, pages
+import pytest
+import typer
+from typer.core import TyperGroup
+
+from baton.bench.load.cli import app as bench_app
+from baton.cluster.cli import app as baton_app
+from baton.router.api.openapi import description
+from docs.reference.generate import HERE, options, pages
 
 
 def test_reference_pages_are_current() -> None:
     for name, text in pages().items():
         assert (HERE / name).read_text() == text, f"docs/reference/{name} is old: run `make reference`"
+
+
+@pytest.mark.parametrize(("app", "prefix"), [(baton_app, "baton"), (bench_app, "baton bench")])
+def test_each_option_stands_once_with_its_command_or_in_a_group_that_this_links(
+    app: typer.Typer, prefix: str
+) -> None:
+    page = pages()["cli.md"]
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    for name, command in group.commands.items():
+        section = page.split(f"\n## {prefix} {name}\n")[1].split("\n## ")[0]
+        for _, line in options(command):
+            assert page.splitlines().count(line) == 1, line
+            if line not in section.splitlines():
+                before = page.partition(f"\n{line}\n")[0]
+                users = before.rpartition("\nOf ")[2].partition(":")[0]
+                panel = before.rpartition("\n### ")[2].partition("\n")[0]
+                assert users == "every command" or f"`{name}`" in users.split(", "), (name, line)
+                assert users == "every command" or f"[{panel}](#" in section, (name, line)
+
+
+def test_each_field_of_a_body_stands_in_its_type_or_in_one_that_it_names() -> None:
+    sections: dict[str, str] = {}
+    for section in pages()["api.md"].split("\n### ")[1:]:
+        name, _, sections[name] = section.partition("\n\n")
+
+    def text(name: str) -> str:
+        above = [line for line in sections[name].splitlines() if line.startswith("The fields of [")]
+        named = [other for line in above for other in sections if f"[{other}]" in line]
+        return "\n".join([sections[name], *map(text, named)])
+
+    for name, schema in description("", keys=True, admin=True)["components"]["schemas"].items():
+        missing = [field for field in schema.get("properties", {}) if f"- `{field}`" not in text(name)]
+        assert not missing, name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.engine.execution.inputs import attention_metadata, read_by_device
 from baton.engine.kernels import HeadNorm, Kernels
-from baton.engine.kernels.attention import first_seen
+from baton.engine.kernels.attention.paged import first_seen
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span
 from baton.engine.step import Draws, Variant, arrange

@@ -45,22 +45,23 @@ def main() -> None:
         FP8,
         KV,
         AttentionMetadata,
+        Experts,
         Fp8Experts,
         Fp8KV,
         GatedDelta,
         HeadNorm,
         LayerState,
         Mamba2,
-        gather_kv,
         parts,
-        sampling,
     )
-    from baton.engine.kernels.fp8_linear import Fp8Linear
-    from baton.engine.kernels.int4_linear import Int4Linear
+    from baton.engine.kernels.attention import gather_kv
     from baton.engine.kernels.peer_copy import PeerCopy
+    from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
+    from baton.engine.kernels.quantized.int4_linear import Int4Linear
+    from baton.engine.kernels.sampling import race
+    from baton.engine.kernels.sampling.thresholds import thresholds
     from baton.engine.kernels.skinny_linear import SkinnyLinear
     from baton.engine.kernels.sum_norm import SumNorm
-    from baton.engine.kernels.thresholds import thresholds
     from baton.engine.kernels.triton_kernels import TritonKernels
     from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
     from baton.kv_transfer.device import copy_kernels
@@ -164,25 +165,23 @@ def main() -> None:
             gate_up = torch.zeros(16, 2 * 768, 2048, dtype=dtype)
             down = torch.zeros(16, 2048, 768, dtype=dtype)
             for chosen, scoring in ((8, Scoring.NORMALIZED_SOFTMAX), (1, Scoring.SIGMOID_ON_INPUT)):
-                counts = torch.zeros(16, dtype=torch.int32)
-                kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring)
-                kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring, shared=x.clone)
+                counts, experts = torch.zeros(16, dtype=torch.int32), Experts(gate_up, down, chosen, scoring)
+                kernels.mix_experts(x, logits, experts, counts)
+                kernels.mix_experts(x, logits, experts, counts, shared=x.clone)
                 for groups, rows in ((1, 1), (16, 1), (16, 128)):
                     of_gate_up = Fp8Experts(gate_up.to(FP8), torch.zeros(16, groups, 2 * 768 // rows))
                     of_down = Fp8Experts(down.to(FP8), torch.zeros(16, min(groups, 6), 2048 // rows))
-                    kernels.mix_experts(x, logits, of_gate_up, of_down, counts, chosen, scoring)
-            kernels.mix_experts(
-                x,
-                logits,
+                    kernels.mix_experts(x, logits, Experts(of_gate_up, of_down, chosen, scoring), counts)
+            experts = Experts(
                 gate_up,
                 down,
-                counts,
                 4,
                 Scoring.NORMALIZED_SOFTMAX,
                 gate_up_bias=gate_up[:, :, 0].contiguous(),
                 down_bias=down[:, :, 0].contiguous(),
                 activation=ClampedSwiGLU(1.702, 7.0),
             )
+            kernels.mix_experts(x, logits, experts, counts)
 
     print("-- Mamba-2")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -222,9 +221,9 @@ def main() -> None:
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)
     whole = torch.zeros(4, dtype=torch.int32)
-    sampling.greedy(logits.bfloat16())
-    sampling.draw(logits, limit, whole)
-    sampling.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
+    race.greedy(logits.bfloat16())
+    race.draw(logits, limit, whole)
+    race.draw(logits, limit, whole, logits, thresholds(logits, whole, limit, limit))
 
 
 if __name__ == "__main__":

@@ -50,9 +50,10 @@ def main() -> int:
     for owner, name in ((torch, "{}"), (torch, "{}_like"), (torch.Tensor, "new_{}")):
         setattr(owner, name.format("empty"), getattr(owner, name.format("zeros")))
 
-    from baton.engine import EngineConfig, build, build_engine
+    from baton.engine import EngineConfig, build_engine
+    from baton.engine.execution import start
     from baton.engine.execution.warmup import Rehearsal, warm_up
-    from baton.engine.kernels import sampling
+    from baton.engine.kernels.sampling import race
     from baton.engine.kernels.triton_kernels import TritonKernels
     from baton.engine.layers import weights
     from tests.engine.conftest import request, save_tiny
@@ -60,16 +61,16 @@ def main() -> int:
     def kernels_for(_: torch.device, head_dim: int) -> TritonKernels:
         return TritonKernels(torch.device("cpu"), head_dim)
 
-    race: Any = sampling._race
+    original: Any = race._race
 
     def made_up(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, finite = race(*args)
+        tokens, finite = original(*args)
         return tokens.fill_(TOKEN), finite.fill_(True)
 
     for module, name, instead in (
-        (build, "kernels_for", kernels_for),
+        (start, "kernels_for", kernels_for),
         (weights, "kernels_for", kernels_for),
-        (sampling, "_race", made_up),
+        (race, "_race", made_up),
     ):
         setattr(module, name, instead)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.kernels import AttentionMetadata, HeadNorm, Kernels
-from baton.engine.kernels.attention import first_seen
+from baton.engine.kernels.attention.paged import first_seen
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span
 from tests.engine.attention_step import RAGGED, Step
@@ -41,7 +41,7 @@ def test_a_batch_padded_as_for_a_graph(
 ) -> None:
     """Padding rows have no slot, padding requests no context, padding tiles are zeros. They write nothing and
     do not change the other rows."""
-    from baton.engine.kernels.tiles import SHORT, tile_work
+    from baton.engine.kernels.attention.tiles import SHORT, tile_work
 
     step = Step([*RAGGED, (30, 33)], (4, 2), 64, 16, dtype, decodes=[(30, 33)])
     expected, expected_kv, _ = step.run(triton_kernels, kernel_device)
@@ -84,7 +84,7 @@ def test_chunks_longer_than_a_tile(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, long_from: int
 ) -> None:
     """Chunks of several tiles. Each sees whole tiles of keys, and tiles that the causal mask cuts."""
-    from baton.engine.kernels import tiles
+    from baton.engine.kernels.attention import tiles
 
     monkeypatch.setattr(tiles, "LONG_FROM", long_from)
     Step([(0, 70), (130, 200)], (4, 1), 64, 128, F16).check(triton_kernels, kernel_device)
@@ -109,7 +109,7 @@ def test_few_tokens_after_many(
     with_sinks: bool,
 ) -> None:
     """Several programs share the keys of a tile. A layer with a span gets the same work."""
-    from baton.engine.kernels import tiles
+    from baton.engine.kernels.attention import tiles
 
     monkeypatch.setattr(tiles, "LEAST_KEYS", 128)
     monkeypatch.setattr(triton_kernels, "_multiprocessors", 16)
@@ -129,7 +129,7 @@ def test_keys_are_cut_for_several_waves_where_these_are_over_sooner(
     tokens: int, pieces: int, longest: int
 ) -> None:
     """The choices are the fastest ones, measured on an H200, which has 33 programs for each of 8 KV heads."""
-    from baton.engine.kernels import tiles
+    from baton.engine.kernels.attention import tiles
 
     work = tiles.tile_work([(8000, 8000 + tokens)], 0, 16, 33)
     assert len(work) == pieces <= tiles.most_pieces(tokens, 16, 33)
@@ -170,7 +170,7 @@ def test_a_program_that_rotates_several_tokens(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """As many do not fill the last; Qwen3's norm, three query heads."""
-    from baton.engine.kernels import rope
+    from baton.engine.kernels.attention import rope
 
     monkeypatch.setattr(rope, "MANY", 1)
     step = Step([(9, 10), (0, 6)], (3, 1), 64, 16, dtype)
@@ -202,7 +202,7 @@ def test_any_batch(
 )
 @pytest.mark.parametrize("span", [None, Span(100), Span(300, chunked=True)], ids=repr)
 def test_pieces_cover_each_context_once(kernel_device: str, contexts: list[int], span: Span | None) -> None:
-    from baton.engine.kernels.decode_attention import BLOCK_N, PIECES_PER_SM, partition
+    from baton.engine.kernels.attention.decode import BLOCK_N, PIECES_PER_SM, partition
 
     multiprocessors, kv_heads = 3, 2
     pieces = partition(
@@ -234,7 +234,7 @@ def test_combining_more_pieces_than_fit_one_pass(
     triton_kernels: Kernels, kernel_device: str, few: int, heads: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from baton.engine.kernels import decode_attention
+    from baton.engine.kernels.attention import decode as decode_attention
 
     monkeypatch.setattr(decode_attention, "COMBINED", 2)
     monkeypatch.setattr(decode_attention, "COMBINED_LAST", 8)
@@ -249,7 +249,7 @@ def test_a_captured_decode_step_serves_other_lengths(
     triton_kernels: Kernels, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph of a step with three requests, replayed for longer requests, and for two with padding."""
-    from baton.engine.kernels import decode_attention
+    from baton.engine.kernels.attention import decode as decode_attention
 
     monkeypatch.setattr(decode_attention, "FEW_REQUESTS", few)
     steps = [

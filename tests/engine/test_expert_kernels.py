@@ -1,14 +1,13 @@
 """Triton's kernels of mixtures of experts against the torch kernels that define them (`kernel_checks`)."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Kernels
-from baton.engine.kernels.experts import route
+from baton.engine.kernels import Experts, Kernels
+from baton.engine.kernels.moe.experts import route
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import ClampedSwiGLU, Scoring
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
@@ -32,7 +31,7 @@ def expert_logits(tokens: int, leaning: Tensor) -> Tensor:
 @pytest.mark.parametrize("scoring", Scoring)
 def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, scoring: Scoring) -> None:
     """Each pair is in the list of its expert, once. 300 tokens take several programs."""
-    from baton.engine.kernels.shuffle import shuffle
+    from baton.engine.kernels.moe.shuffle import shuffle
 
     logits = expert_logits(tokens, leaning)
     expected = route(logits, chosen, scoring)
@@ -47,7 +46,7 @@ def test_shuffle(kernel_device: str, leaning: Tensor, tokens: int, chosen: int, 
 
 
 def test_rows_that_pad_a_graph_have_no_expert(kernel_device: str) -> None:
-    from baton.engine.kernels.shuffle import shuffle
+    from baton.engine.kernels.moe.shuffle import shuffle
 
     logits, slots = expert_logits(5, LEANINGS["even"]), torch.tensor([7, 3, -1, 0, -1])
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
@@ -61,7 +60,7 @@ def test_rows_that_pad_a_graph_have_no_expert(kernel_device: str) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_shuffle_chooses_an_expert_for_any_logits(kernel_device: str) -> None:
     """The rows that pad a graph may have any logits. Of equal logits, the first are chosen."""
-    from baton.engine.kernels.shuffle import shuffle
+    from baton.engine.kernels.moe.shuffle import shuffle
 
     logits = torch.tensor([[torch.nan] * 6, [torch.inf] * 6, [1.0] * 6, [-torch.inf] * 6])
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
@@ -109,14 +108,16 @@ def test_mix_experts(
     expected_counts = torch.zeros(6, dtype=torch.int32)
     shared = normal(tokens, size, seed=3).to(dtype)
     expected = TorchKernels().mix_experts(
-        x.double(), logits, gate_up.double(), down.double(), expected_counts, chosen, scoring,
+        x.double(), logits, Experts(gate_up.double(), down.double(), chosen, scoring), expected_counts,
         shared=shared.double,
     )  # fmt: skip
     x, logits, gate_up, down, beside = (
         tensor.to(kernel_device) for tensor in (x, logits, gate_up, down, shared)
     )
     counts = torch.zeros(6, dtype=torch.int32, device=kernel_device)
-    y = triton_kernels.mix_experts(x, logits, gate_up, down, counts, chosen, scoring, shared=lambda: beside)
+    y = triton_kernels.mix_experts(
+        x, logits, Experts(gate_up, down, chosen, scoring), counts, shared=lambda: beside
+    )
     close(y, expected)
     assert counts.tolist() == expected_counts.tolist()
 
@@ -134,11 +135,12 @@ def test_a_mixture_does_not_depend_on_timing(tokens: int) -> None:
     x, gate_up, down = x.to(BF16), (gate_up / 32).to(BF16), down.to(BF16)
     counts = torch.zeros(32, dtype=torch.int32, device="cuda")
     expected = TorchKernels().mix_experts(
-        x.double(), logits, gate_up.double(), down.double(), counts.clone(), 4, Scoring.SOFTMAX
+        x.double(), logits, Experts(gate_up.double(), down.double(), 4, Scoring.SOFTMAX), counts.clone()
     )
     kernels = TritonKernels(torch.device("cuda"), 128)
     first, *others = (
-        kernels.mix_experts(x, logits, gate_up, down, counts.clone(), 4, Scoring.SOFTMAX) for _ in range(30)
+        kernels.mix_experts(x, logits, Experts(gate_up, down, 4, Scoring.SOFTMAX), counts.clone())
+        for _ in range(30)
     )
     close(first, expected.cpu())
     assert all(torch.equal(first, other) for other in others)
@@ -160,9 +162,11 @@ def test_the_sums_over_parts_of_the_experts_add_up(
     def mixed(kernels: Kernels, device: str, first: int, last: int) -> Tensor:
         held = slice(first, last)
         counts = torch.zeros(6, dtype=torch.int32)
-        inputs = [tensor.to(device) for tensor in (x, logits, gate_up[held], down[held], counts)]
-        mix: Any = kernels.mix_experts
-        return mix(*inputs, chosen, scoring, first=first).cpu()
+        tokens, router, one, other, counted = (
+            tensor.to(device) for tensor in (x, logits, gate_up[held], down[held], counts)
+        )
+        experts = Experts(one, other, chosen, scoring, first)
+        return kernels.mix_experts(tokens, router, experts, counted).cpu()
 
     whole = mixed(TorchKernels(), "cpu", 0, 6)
     for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
@@ -180,11 +184,10 @@ def test_experts_with_biases_and_a_clamped_activation(
     activation = ClampedSwiGLU(1.702, 7.0)  # a quarter of the values are beyond the limit
 
     def mixed(kernels: Kernels, *tensors: Tensor) -> Tensor:
-        x, logits, counts, gate_up, down, *biases = tensors
-        return kernels.mix_experts(
-            x, logits, gate_up, down, counts, chosen, Scoring.NORMALIZED_SOFTMAX,
-            gate_up_bias=biases[0], down_bias=biases[1], activation=activation,
-        )  # fmt: skip
+        x, logits, counts, gate_up, down, gate_up_bias, down_bias = tensors
+        scoring = Scoring.NORMALIZED_SOFTMAX
+        experts = Experts(gate_up, down, chosen, scoring, 0, gate_up_bias, down_bias, activation)
+        return kernels.mix_experts(x, logits, experts, counts)
 
     expected = mixed(TorchKernels(), x.double(), logits, counts.clone(), *(e.double() for e in experts))
     on_device = (tensor.to(kernel_device) for tensor in (x, logits, counts, *experts))

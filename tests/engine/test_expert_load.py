@@ -8,8 +8,7 @@ import torch
 
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution import expert_meter
-from baton.engine.execution.expert_meter import ExpertMeter
-from baton.engine.layers.expert_load import ExpertLoad
+from baton.engine.execution.expert_meter import ExpertLoad, ExpertMeter
 from baton.engine.model_config import ExpertsConfig, Scoring
 from tests.device import DEVICE
 
@@ -32,9 +31,9 @@ def test_each_computed_token_counts_for_each_of_its_experts(
     assert (stats.tokens, stats.imbalance, stats.used) == ([0] * 8, 0.0, 0.0)
     # Prefills of 9, 8 and 7 tokens, then 5 decodes of one token each. Graphs pad these to 4 rows.
     run(engine, [request_of(i, range(3, 12 - i), max_tokens=6, ignore_eos=True) for i in range(3)])
-    load = engine._runner.model.expert_load
+    load = engine._runner.expert_load
     assert load is not None
-    load.begin_step(torch.empty(0))
+    load.begin_step()
     tokens, reads = load.totals.cpu()
     assert tokens.shape == (2, 8)
     assert tokens.sum(dim=1).tolist() == [3 * (9 + 8 + 7 + 3 * 5)] * 2
@@ -60,12 +59,12 @@ def test_statistics_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) 
     load = ExpertLoad(ExpertsConfig(4, 1, 8, Scoring.SOFTMAX, (0, 1)), torch.device("cpu"))
     late: Any = LateEvent()
     meter = ExpertMeter(load, lambda: late)
-    first, second = load.next_layer(), load.next_layer()
+    first, second = load.counts
     for counts in ([4, 0, 0, 0], [2, 2, 0, 0]):
-        load.begin_step(torch.empty(0))
+        load.begin_step()
         first += torch.tensor(counts)
         second += torch.tensor([1, 1, 1, 1])
-    load.begin_step(torch.empty(0))
+    load.begin_step()
     for _ in range(3):
         assert meter.read().tokens == [0] * 4, "the copy is not over"
     late.passed = True

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import FP8, Fp8Experts, Kernels, Quantized
+from baton.engine.kernels import FP8, Experts, Fp8Experts, Kernels, Quantized
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Scoring
 from tests.device import DEVICE
@@ -117,7 +117,7 @@ def test_linear(
 ) -> None:
     """With tiles that W does not fill, with one part and with several. The counters are 0 afterwards. All of
     these run by the kernel."""
-    from baton.engine.kernels.fp8_linear import Fp8Linear
+    from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
 
     grouped, blocks = scales_of != "rows", scales_of == "blocks"
     if blocks:
@@ -136,7 +136,7 @@ def test_linear(
 
 def test_many_rows_take_the_kernel_if_all_tiles_run_at_once() -> None:
     """The products of Llama-3.1-8B, as measured on an H200."""
-    from baton.engine.kernels.fp8_linear import runs_at_once
+    from baton.engine.kernels.quantized.fp8_linear import runs_at_once
 
     fits = [size for size in (1024, 4096, 6144, 28672) if runs_at_once(256, size, 132)]
     assert fits == [4096]
@@ -176,7 +176,7 @@ def test_mix_experts(
         one, other = (Fp8Experts(*(t.to(device) for t in weight)) for weight in (gate_up, down))
         counts = torch.zeros(6, dtype=torch.int32, device=device)
         rows, routes = x.to(device, dtype), logits.to(device, dtype)
-        return kernels.mix_experts(rows, routes, one, other, counts, chosen, scoring, first=first)
+        return kernels.mix_experts(rows, routes, Experts(one, other, chosen, scoring, first), counts)
 
     expected = mix(TorchKernels(), "cpu", F32)
     ours = mix(triton_kernels, kernel_device, dtype)
@@ -202,7 +202,7 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(
 ) -> None:
     """A token does not depend on the number of rows by more than the order of a sum. cuBLAS needs a
     multiple of 4 rows if x has groups, unlike 203."""
-    from baton.engine.kernels.fp8_linear import Fp8Linear
+    from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
 
     weight, scales = (tensor.cuda() for tensor in random_weight(inner, 4096, blocks, blocks=blocks))
     x = TorchKernels().quantize(normal(rows, inner), grouped=blocks)

@@ -88,7 +88,7 @@ def test_long_chunks_gather_their_blocks(
     triton_kernels: Kernels, kernel_device: str, block_size: int, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from baton.engine.kernels.gather_kv import gather
+    from baton.engine.kernels.attention.gather_kv import gather
 
     used: list[int] = []
 
@@ -102,7 +102,7 @@ def test_long_chunks_gather_their_blocks(
 
 
 def test_which_chunks_gather_their_blocks() -> None:
-    from baton.engine.kernels.gather_kv import MOST_POSITIONS, plan_gather
+    from baton.engine.kernels.attention.gather_kv import MOST_POSITIONS, plan_gather
 
     tables = torch.zeros(2, 1 + MOST_POSITIONS // 128, dtype=torch.int32)
     for chunk, gathers in (((1000, 1128), True), ((1000, 1127), False), ((0, MOST_POSITIONS + 1), False)):

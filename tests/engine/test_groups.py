@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 
 from baton.engine import EngineConfig, build_engine
 from baton.engine.layers import grouped_linear
+from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.grouped_linear import (
     MOST_DECODES,
     TILE,
@@ -23,11 +24,9 @@ from baton.engine.layers.grouped_linear import (
     for_prompts,
     packs,
 )
-from baton.engine.layers.groups import Groups
 from baton.engine.layers.linear import PlainFormat, PlainLinear
 from baton.engine.layers.ranks import Part, Ranks, whole
-from baton.engine.layers.step_rows import StepRows
-from baton.engine.layers.weights import Weights
+from baton.engine.layers.weights import Groups, Weights
 from baton.engine.loader import choose_format, open_checkpoint
 from baton.engine.loader.gguf_groups import UNPACK
 from tests.engine.test_disaggregation import Pair
@@ -83,22 +82,23 @@ def test_a_row_does_not_depend_on_the_other_rows_of_its_step(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not on the number of decodes up to `MOST_DECODES`, nor on the prompts of the step and their chunks."""
-    groups, rows = random_groups(96, 256, 32), StepRows()
+    groups = random_groups(96, 256, 32)
     monkeypatch.setattr(grouped_linear, "dtype_of_prompts", lambda: dtype)
-    linear = ByRows(PackedLinear(groups, None), for_prompts(groups.values(), None), rows)
+    linear = ByRows(PackedLinear(groups, None), for_prompts(groups.values(), None))
     x = torch.randn(3 * TILE, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rows.decodes = 1
-    decoded = torch.cat([linear(row[None]) for row in x[:MOST_DECODES]])
-    rows.decodes = 0
-    prompts = linear(x)
+
+    def of_step(x: torch.Tensor, decodes: int) -> torch.Tensor:
+        with computing(CurrentStep(decodes)):
+            return linear(x)
+
+    decoded = torch.cat([of_step(row[None], 1) for row in x[:MOST_DECODES]])
+    prompts = of_step(x, 0)
     torch.testing.assert_close(prompts, (x.float() @ groups.values().T).bfloat16(), rtol=0.02, atol=0.02)
     for decodes, count in ((0, 1), (0, 200), (1, 0), (1, 5), (MOST_DECODES, 0), (MOST_DECODES, TILE + 3)):
-        rows.decodes = decodes
-        y = linear(torch.cat((x[:decodes], x[7 : 7 + count])))
+        y = of_step(torch.cat((x[:decodes], x[7 : 7 + count])), decodes)
         assert y[:decodes].equal(decoded[:decodes])
         assert y[decodes:].equal(prompts[7 : 7 + count])
-    rows.decodes = 2 * MOST_DECODES
-    assert linear(x[: 2 * MOST_DECODES + 3]).shape == (2 * MOST_DECODES + 3, 96)
+    assert of_step(x[: 2 * MOST_DECODES + 3], 2 * MOST_DECODES).shape == (2 * MOST_DECODES + 3, 96)
 
 
 def test_which_gguf_files_stay_packed(embedded_model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

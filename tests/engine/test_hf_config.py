@@ -312,6 +312,6 @@ def test_the_fingerprint_covers_how_experts_are_weighted(experts_path: Path, tmp
 @pytest.mark.parametrize("path", ["experts_path", "llama4_path"])
 def test_dummy_experts_differ(path: str, request: pytest.FixtureRequest) -> None:
     moe = load(request.getfixturevalue(path), load_format="dummy")._runner.model.layers[0].mlp
-    assert moe.gate_up.shape == (8, 2 * 24, 64)
-    assert moe.down.shape == (8, 64, 24)
-    assert len({float(weight.sum()) for weight in (*moe.gate_up, *moe.down)}) == 16
+    assert moe.experts.gate_up.shape == (8, 2 * 24, 64)
+    assert moe.experts.down.shape == (8, 64, 24)
+    assert len({float(weight.sum()) for weight in (*moe.experts.gate_up, *moe.experts.down)}) == 16

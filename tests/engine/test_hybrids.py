@@ -340,7 +340,7 @@ def test_copies_need_memory(
 def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path, save_tiny: Any) -> None:
     save_tiny(tmp_path, "Bamba", mamba_n_heads=2, mamba_d_head=64)
     check_model(EngineConfig(str(tmp_path), tensor_parallel_size=2))
-    with pytest.raises(ValueError, match=r"size 4: .* 2 Mamba heads in 2 groups; choose one of 1, 2$"):
+    with pytest.raises(ValueError, match=r"size 4: .* 2 state heads in 2 groups; choose one of 1, 2$"):
         check_model(EngineConfig(str(tmp_path), tensor_parallel_size=4))
 
 

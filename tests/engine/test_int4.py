@@ -13,8 +13,9 @@ from torch import Tensor
 
 from baton.engine import EngineConfig, build_engine
 from baton.engine.kernels import FP8
+from baton.engine.layers.current_step import CurrentStep, computing
 from baton.engine.layers.fp8_linear import Fp8Linear
-from baton.engine.layers.grouped_linear import packs
+from baton.engine.layers.grouped_linear import ByRows, packs
 from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, Ranks, whole
 from baton.engine.layers.weights import Weights
@@ -85,13 +86,17 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor, Tensor, Tensor], dict[s
 }
 
 
-def save_quantized(directory: Path, kind: str, save_tiny: Any, model: str = "Llama", **changes: Any) -> Path:
-    """Writes a tiny checkpoint. Returns a directory with the values that its weights stand for."""
+def save_quantized(
+    directory: Path, kind: str, save_tiny: Any, model: str = "Llama", *, head: bool = False, **changes: Any
+) -> Path:
+    """Writes a tiny checkpoint. Returns a directory with the values that its weights stand for. `head`: the
+    output projection is quantized, too."""
     settings, stored = KINDS[kind]
     save_tiny(directory, model, **{**SIZES, **changes})
     exact = shutil.copytree(directory, directory / "exact")
     tensors, values = load_file(directory / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    suffixes = ("_proj.weight", "lm_head.weight") if head else "_proj.weight"
+    for name in [name for name in tensors if name.endswith(suffixes)]:
         weight = tensors.pop(name).unflatten(1, (-1, SIZE))
         least, most = weight.amin(dim=2), weight.amax(dim=2)
         scales = ((most - least) / 13).to(torch.float16)
@@ -143,8 +148,18 @@ def test_packed_products_of_decodes_and_prompts(kind: str, tmp_path: Path, save_
     expected = torch.cat([values[f"{stem}.{name}_proj.weight"] for name in ("gate", "up")])
     x = torch.randn(20, 128).bfloat16()
     for decodes in (0, 3):
-        weights.step_rows.decodes = decodes
-        torch.testing.assert_close(linear(x).float(), x.float() @ expected.T, rtol=0.03, atol=0.3)
+        with computing(CurrentStep(decodes)):
+            torch.testing.assert_close(linear(x).float(), x.float() @ expected.T, rtol=0.03, atol=0.3)
+
+
+@pytest.mark.skipif(not packs(4, torch.bfloat16, CPU), reason="this CPU has no AVX-512")
+def test_a_packed_output_projection_gets_one_row_of_each_request(tmp_path: Path, save_tiny: Any) -> None:
+    """No row is of a prompt, whatever the decodes of the step, and also when prompts are scored."""
+    save_quantized(tmp_path, "symmetric", save_tiny, head=True, vocab_size=208, tie_word_embeddings=False)
+    linear = weights_of(tmp_path, torch.bfloat16).linear(["lm_head"], [whole(208)], whole(128))
+    assert isinstance(linear, ByRows)
+    x = torch.randn(3, 128).bfloat16()
+    assert linear(x).equal(linear.packed(x))
 
 
 def weights_of(directory: Path, dtype: torch.dtype) -> Weights:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton.engine.layers.groups import Groups
+from baton.engine.layers.weights import Groups
 from tests.engine.test_groups import random_groups
 
 F16 = torch.float16
@@ -29,7 +29,7 @@ def test_int4_products(
 ) -> None:
     """By each of the kernels: up to 2 rows, few rows, which may be split, and many rows. SwiGLU at the end of
     a product gives the same as SwiGLU of its result."""
-    from baton.engine.kernels.int4_linear import Int4Linear
+    from baton.engine.kernels.quantized.int4_linear import Int4Linear
     from baton.engine.kernels.silu import silu_mul
 
     codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(kernel_device))

@@ -282,8 +282,8 @@ def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels, k
 
 def test_padding_of_a_graph_changes_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
     """A graph has static work for more requests and chunks than a step has."""
-    from baton.engine.kernels.ssd import chunk_tokens
-    from baton.engine.kernels.tiles import scan_work
+    from baton.engine.kernels.state.mamba2 import scan_work
+    from baton.engine.kernels.state.ssd import chunk_tokens
 
     step = Step([(4, 5), (0, 40), (3, 9)], layer_of(1, F32))
     expected = step.run(TorchKernels())

@@ -193,7 +193,7 @@ def test_a_shared_expert_beside_the_others_gives_the_same_tokens(
         return [result.tokens for result in run(build_engine(config), requests).values()]
 
     found = [tokens(cuda_graphs=True), tokens(cuda_graphs=True), tokens(cuda_graphs=False)]
-    monkeypatch.setattr("baton.engine.layers.moe.MOST_BESIDE", 0)
+    monkeypatch.setattr("baton.engine.layers.mlp.MOST_BESIDE", 0)
     assert found == [tokens(cuda_graphs=True), tokens(cuda_graphs=True), tokens(cuda_graphs=False)]
 
 

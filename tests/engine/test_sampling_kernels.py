@@ -16,7 +16,7 @@ from baton.engine.kernels.torch_kernels import TorchKernels, exponentials
 @pytest.fixture
 def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if kernel_device == "cpu":  # the interpreter needs the same time for programs of any size
-        from baton.engine.kernels import thresholds
+        from baton.engine.kernels.sampling import thresholds
 
         monkeypatch.setattr(thresholds, "BLOCK", 4096)
         monkeypatch.setattr(thresholds, "PIVOTS", 64)
@@ -59,7 +59,7 @@ def limits(params: list[SamplingParams], vocabulary: int, device: str) -> tuple[
 )
 def test_thresholds(device: str, vocabulary: int, spread: float) -> None:
     """Flat, ordinary and peaked rows. In the last, many probabilities underflow to 0."""
-    from baton.engine.kernels.thresholds import thresholds
+    from baton.engine.kernels.sampling.thresholds import thresholds
 
     probs = logits(len(LIMITS), vocabulary, vocabulary, spread).softmax(-1)
     ours = thresholds(probs.to(device), *limits(LIMITS, vocabulary, device)).cpu()
@@ -73,7 +73,7 @@ def test_thresholds(device: str, vocabulary: int, spread: float) -> None:
 
 def test_thresholds_keep_all_equal_values(kernel_device: str) -> None:
     """In a row of few different values, all tokens as likely as the last kept one are kept."""
-    from baton.engine.kernels.thresholds import thresholds
+    from baton.engine.kernels.sampling.thresholds import thresholds
 
     probs = torch.tensor([0.25, 0.125, 0.125, 0.125, 0.125, 0.0625, 0.0625, 0.0625, 0.0625, 0.0])
     params = [SamplingParams(top_k=k) for k in (1, 2, 5, 6, 10)]
@@ -86,7 +86,7 @@ def test_thresholds_keep_all_equal_values(kernel_device: str) -> None:
 
 
 def test_thresholds_of_rows_that_are_not_dense(device: str) -> None:
-    from baton.engine.kernels.thresholds import thresholds
+    from baton.engine.kernels.sampling.thresholds import thresholds
 
     params = LIMITS[2::4]
     probs = logits(len(params), 700).softmax(-1).to(device)[:, :500]
@@ -97,7 +97,7 @@ def test_thresholds_of_rows_that_are_not_dense(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1, 1000, 6001])
 def test_greedy(device: str, dtype: torch.dtype, vocabulary: int) -> None:
-    from baton.engine.kernels.sampling import greedy
+    from baton.engine.kernels.sampling.race import greedy
 
     values = logits(6, vocabulary).to(dtype)
     values[1:4, vocabulary // 2] = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)
@@ -125,8 +125,8 @@ def race(values: Tensor, temperatures: Tensor, keys: Tensor, least: Tensor) -> T
 
 @pytest.mark.parametrize("limited", [False, True])
 def test_draw(device: str, limited: bool) -> None:
-    from baton.engine.kernels.sampling import draw
-    from baton.engine.kernels.thresholds import thresholds
+    from baton.engine.kernels.sampling.race import draw
+    from baton.engine.kernels.sampling.thresholds import thresholds
 
     rows, vocabulary = 12, 2500
     values = logits(rows, vocabulary)
@@ -146,7 +146,7 @@ def test_draw(device: str, limited: bool) -> None:
 
 def test_masked_columns_never_win(device: str) -> None:
     """A grammar sets logits to −∞. The row is drawn from the other columns, though it is not finite."""
-    from baton.engine.kernels.sampling import draw
+    from baton.engine.kernels.sampling.race import draw
 
     values = torch.full((24, 2500), -math.inf)
     values[:, 1234] = -50.0

@@ -123,8 +123,9 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
             **config,
         )
         results = run(engine, requests)
-        load, gate_up = engine._runner.model.expert_load, engine._runner.model.layers[-1].mlp.gate_up
+        load, gate_up = engine._runner.expert_load, engine._runner.model.layers[-1].mlp.experts.gate_up
         experts = gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up
+        assert load is not None
         assert len(experts) * size == 8
         tokens = [results[request.id].tokens for request in requests]
         return engine.model_fingerprint, tokens, load.totals.tolist()

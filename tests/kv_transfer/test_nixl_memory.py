@@ -15,11 +15,14 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.cuda_memory import CudaError
 from baton.kv_transfer.process import nixl_slots
 from baton.kv_transfer.process.nixl_memory import NixlMemory, SliceToRead, checksum, listen_on
+from baton.kv_transfer.protocol.encryption import Seal
 
 from .conftest import until
 
 OWNER, READER = 0xABCDEF, 6  # incarnations
-OWNER_NAME = b"abcdef"  # of its agent
+SECRET = b"a cluster secret for tests"
+NOT_SEALED = "the metadata: it is not sealed with this cluster's secret, or is of another worker"
+SEAL, OWNER_NAME = Seal(SECRET, b"baton nixl metadata"), b"abcdef"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,10 @@ def pair() -> tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]:
     arenas = [kv.Arena.create(4, 4096) for _ in range(4)]
     with patch.dict(os.environ):
         listen_on("127.0.0.1")
-        return NixlMemory(OWNER, *arenas[:2]), arenas[0], NixlMemory(READER, *arenas[2:]), arenas[3]
+        return (
+            NixlMemory(SECRET, OWNER, *arenas[:2]), arenas[0],
+            NixlMemory(SECRET, READER, *arenas[2:]), arenas[3],
+        )  # fmt: skip
 
 
 def opened(reader: NixlMemory) -> list[tuple[int, str]]:
@@ -63,7 +69,7 @@ def test_arenas_are_registered_where_memory_of_the_gpu_cannot_be(
 
     monkeypatch.setattr(nixl_slots, "enter_device", fail)
     arenas = [kv.Arena.create(4, 4096) for _ in range(2)]
-    memory = NixlMemory(OWNER, arenas[0], arenas[1], device="cuda:0")
+    memory = NixlMemory(SECRET, OWNER, arenas[0], arenas[1], device="cuda:0")
     assert (memory.export.kind, memory.for_sender, memory.for_receiver) == ("nixl", None, None)
     assert "no GPU" in caplog.text
 
@@ -72,7 +78,7 @@ def test_devices_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx9_0:1")
     arenas = [kv.Arena.create(4, 4096) for _ in range(2)]
     with pytest.raises(RuntimeError, match=r"UCX does not start .*UCX_NET_DEVICES=mlx9_0:1"):
-        NixlMemory(OWNER, arenas[0], arenas[1])
+        NixlMemory(SECRET, OWNER, arenas[0], arenas[1])
 
 
 @pytest.mark.parametrize(
@@ -94,17 +100,48 @@ def test_it_listens_on_one_interface(pair: object) -> None:
     assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
 
 
+def test_metadata_shows_nothing_without_the_secret(
+    pair: tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena],
+) -> None:
+    """Lanes without --kv-encrypt can be read. The metadata says where UCX listens, and names the memory."""
+    owner, _, reader, _ = pair
+    plain = SEAL.open(owner.export.handle, OWNER_NAME)
+    for told in (plain[:8], OWNER_NAME):
+        assert told in plain
+        assert told not in owner.export.handle
+    stranger = Seal(b"another secret of a test", b"baton nixl metadata")
+    forged = msgspec.structs.replace(owner.export, handle=stranger.seal(plain, OWNER_NAME))
+    assert reader.open(1, OWNER, forged) == NOT_SEALED
+
+
+def test_the_metadata_names_no_memory_but_the_slots_that_peers_read(
+    pair: tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena],
+) -> None:
+    owner, _, reader, _ = pair
+    into = owner._here  # the slots that it reads into, which are registered, too
+    plain = SEAL.open(owner.export.handle, OWNER_NAME)
+    handle = SEAL.seal(into.address.to_bytes(8, "little") + plain[8:], OWNER_NAME)
+    beside = msgspec.structs.replace(owner.export, handle=handle, token=into.arena.token)
+    assert reader.open(1, OWNER, beside) == ""
+    assert opened(reader) == [(1, "NIXL did not read the token")]
+    reader.close(1)
+
+
 def test_metadata_that_is_not_of_this_peer(pair: tuple[NixlMemory, kv.Arena, NixlMemory, kv.Arena]) -> None:
     """It is refused, and the next peer is read."""
     owner, _, reader, _ = pair
-    assert reader.open(1, OWNER + 1, owner.export) == "the metadata is of another worker"
+    assert reader.open(1, OWNER + 1, owner.export) == NOT_SEALED
     for size in (2, 8, 50):
         bad = msgspec.structs.replace(owner.export, handle=owner.export.handle[:size])
-        assert reader.open(2, OWNER, bad).startswith("NIXL: ")
-    name = msgspec.structs.replace(owner.export, handle=owner.export.handle.replace(OWNER_NAME, b"\xff" * 6))
-    assert reader.open(2, OWNER, name) == "the metadata is of another worker", "that is no text"
-    beyond = msgspec.structs.replace(owner.export, handle=b"\xff" * 8 + owner.export.handle[8:])
-    assert reader.open(2, OWNER, beyond) == "4 slots of 4096 bytes do not fit behind their address"
+        assert reader.open(2, OWNER, bad) == NOT_SEALED
+    plain = SEAL.open(owner.export.handle, OWNER_NAME)
+    for handle, why in (
+        (b"", "NIXL: "),
+        (plain[:50], "NIXL: "),
+        (b"\xff" * 8 + plain[8:], "4 slots of 4096 bytes do not fit behind their address"),
+    ):
+        bad = msgspec.structs.replace(owner.export, handle=SEAL.seal(handle, OWNER_NAME))
+        assert reader.open(2, OWNER, bad).startswith(why)
     wrong = msgspec.structs.replace(owner.export, token=bytes(16))
     assert reader.open(3, OWNER, wrong) == ""
     assert opened(reader) == [(3, "NIXL did not read the token")]

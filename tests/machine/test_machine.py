@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.machine import available_memory, usable_cpus
+from baton.machine import Average, available_memory, usable_cpus
 
 GIB = 1 << 30
 
@@ -127,3 +127,18 @@ def test_memory_is_what_is_free_within_each_limit(
     meminfo = f"MemTotal: 99999999 kB\nMemAvailable:  {64 << 20} kB"
     files |= {"proc/self/cgroup": groups, "proc/meminfo": meminfo}
     assert available_memory(written(tmp_path, files)) == gib * GIB
+
+
+def test_older_samples_of_an_average_weigh_less() -> None:
+    seconds = Average(0.5)
+    assert seconds.value == 0
+    seconds.add(4.0)
+    assert seconds.value == 4
+    seconds.add(1.0)
+    assert seconds.value == (0.5 * 4 + 1) / 1.5
+    speed = Average(0.5)
+    speed.add(100, 2.0)
+    speed.add(100, 1.0, steps=2)
+    assert speed.value == (25 + 100) / (0.5 + 1)
+    speed.add(0.0, 0.0)
+    assert speed.value == (25 + 100) / (0.5 + 1)

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
-from baton.router.api.defaults import SamplingDefaults
+from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.server import RunningRouter, running
 from baton.router.text.gguf_tokenizer import read_gguf

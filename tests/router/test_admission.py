@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.admission.account import MAX_RETRY_AFTER, Account
 from baton.router.admission.drain_rate import DrainRate
-from baton.router.admission.keys import ANY_CLIENT, ApiKey
+from baton.router.admission.keys import ANY_CLIENT, MAX_RETRY_AFTER, Account, ApiKey
 from baton.router.admission.queue import Admission, Turn, TurnResult
 from baton.router.errors import Overloaded, RateLimited
 from baton.router.policy import FreeCapacity
@@ -64,7 +63,7 @@ def test_waiting_tokens_are_bounded_and_given_back():
     admission = Admission(1000, lambda prompt: math.inf, clock=clock)
     with admitted(admission, no_limit(), [600, 300]) as turns:
         for turn in turns:
-            turn.wait(Generation(turn, "", []))
+            turn.wait(Generation(turn, "", []).on_turn)
         with pytest.raises(Overloaded), admitted(admission, no_limit(), [200]):
             pass
         clock.now += 2
@@ -153,7 +152,7 @@ class Router:
     ) -> Generation:
         [turn] = self._stack.enter_context(admitted(self.admission, account, [tokens], priority))
         generation = Generation(turn, name, self.started, self.slots, lambda: self.away, queued)
-        turn.wait(generation)
+        turn.wait(generation.on_turn)
         return generation
 
     def new(self) -> list[str]:
@@ -249,8 +248,8 @@ def test_interrupted_generations_go_before_new_ones_in_their_old_order():
         router.slots[0] = 0
         router.ask(account, "new")
         for generation in reversed(generations[:2]):
-            generation.turn.wait(generation)
-        generations[0].turn.wait(generations[0])
+            generation.turn.wait(generation.on_turn)
+        generations[0].turn.wait(generations[0].on_turn)
         assert router.new() == ["0", "1", "2"]
         router.slots[0] = 3
         router.admission.dispatch()
@@ -298,7 +297,7 @@ def test_a_queued_prefill_takes_no_share_of_the_decode_workers():
         assert (account.running, account.positions, account.sent_tokens) == (0, 0, 300)
         router.room = FreeCapacity(0, 0)
         queued[1].queued = False
-        queued[1].turn.wait(queued[1])
+        queued[1].turn.wait(queued[1].on_turn)
         assert router.new() == ["1"]
         queued[1].turn.generated()
         assert (account.running, account.positions, account.sent_tokens) == (1, 101, 200)
@@ -331,7 +330,7 @@ def test_a_parked_generation_uses_no_slot_and_no_window():
         assert flood.running == flood.sent_tokens == len(router.admission.queue) == 0
         router.window, router.away = 400.0, False
         for generation in waiting:
-            generation.turn.wait(generation)
+            generation.turn.wait(generation.on_turn)
         assert router.new() == ["f0", "f1", "o"]
         assert (flood.running, flood.sent_tokens) == (2, 200)
 
@@ -409,7 +408,7 @@ def test_generations_that_end_during_a_turn_do_not_start():
             *(Generation(turn, "other", started) for turn in turns[1:]),
         ]
         for generation in generations:
-            generation.turn.wait(generation)
+            generation.turn.wait(generation.on_turn)
     assert started == ["0"]
     assert (admission.waiting_tokens, admission._sent_tokens, len(admission.queue)) == (0, 0, 0)
 
@@ -437,7 +436,7 @@ def test_the_tokens_per_minute_of_a_key_are_limited():
 
     def ask(prompt: int, output: int) -> None:
         with admitted(admission, account, [prompt]) as [turn]:
-            turn.wait(Generation(turn, "", []))
+            turn.wait(Generation(turn, "", []).on_turn)
             for _ in range(output):
                 turn.generated()
 

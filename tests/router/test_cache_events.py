@@ -17,8 +17,8 @@ from baton.router.policy import apply_cache_events
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import candidates, connection
-from baton.router.workers.cache_sequence import CacheAction, CacheSequence
 from baton.router.workers.candidates import PrefixSource
+from baton.router.workers.checks import CacheAction, CacheSequence
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed

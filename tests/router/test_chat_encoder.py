@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from baton.router.text.chat_encoder import MOST_BYTES, ChatEncoder
+from baton.router.text.chat import MOST_BYTES, ChatEncoder
 from baton.router.text.tokenizer import ModelTokenizer
 
 PIECES = [

@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.generation.choice import Choice, Delta
-from baton.router.generation.token_queue import Token
+from baton.router.generation.output import Choice, Delta, Token
 from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 

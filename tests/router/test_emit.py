@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.router.generation.emit import EmitOnce, Verdict
+from baton.router.generation.output import EmitOnce, Verdict
 
 
 def true_token(index: int) -> int:

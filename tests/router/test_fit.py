@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from baton.router.workers.fit import RouterModel, check_fit
-from baton.router.workers.refusal import RefusedWorker
+from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit
 from baton.rpc import worker_pb2 as pb
 
 MODEL = RouterModel("ours", vocab_size=1000, vocabulary_fingerprint="v1")

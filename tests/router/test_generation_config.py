@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.router.api import responses
-from baton.router.api.defaults import sampling_defaults, shown
+from baton.router.api.jobs import sampling_defaults, shown
 from baton.router.text.tokenizer import ModelTokenizer
 
 from .conftest import make_cluster

@@ -1,12 +1,12 @@
 """The retry budget, and the generations that wait for it."""
 
 import asyncio
+from dataclasses import dataclass, field
 
 import pytest
 
 from baton.router.admission import parked as parked_module
-from baton.router.admission.parked import Parked
-from baton.router.admission.retry_budget import FLOOR, WINDOW_S, RetryBudget
+from baton.router.admission.parked import FLOOR, WINDOW_S, Parked, RetryBudget, Waits
 
 
 def take_all(budget: RetryBudget, now: float) -> int:
@@ -40,67 +40,66 @@ def test_requests_before_the_window_do_not_count() -> None:
     assert take_all(budget, WINDOW_S + 1) == FLOOR
 
 
-class Retrier:
-    def __init__(self, arrival: int, served: list[int]) -> None:
-        self.arrival = arrival
-        self.served = served
+@dataclass
+class Waiting:
+    """A generation that waits. It parks again `times` times for a worker."""
+
+    parked: Parked
+    times: int = 0
+    served: list["Waiting"] = field(default_factory=list)
+    woken: int = 0
+
+    def __post_init__(self) -> None:
         self.done = asyncio.Event()
+        self.waits = Waits(
+            self.parked,
+            name="0",
+            on_worker=self._on_worker,
+            on_retry=self._on_retry,
+            on_deadline=lambda error: None,
+            timeout=60.0,
+            worker_wait=60.0,
+        )
 
-    def on_worker(self) -> None:
-        raise AssertionError("it waits for the budget")
+    def _on_worker(self) -> None:
+        self.woken += 1
+        if self.woken <= self.times:
+            self.waits.wait_for_worker("prefill")
 
-    def on_retry(self) -> None:
-        self.served.append(self.arrival)
+    def _on_retry(self) -> None:
+        self.served.append(self)
         self.done.set()
 
 
-class Workerless:
-    """Waits for a worker, and parks again `times` times."""
-
-    def __init__(self, parked: Parked, times: int) -> None:
-        self.arrival = parked.arrival()
-        self.woken = 0
-        self._parked = parked
-        self._times = times
-
-    def on_worker(self) -> None:
-        self.woken += 1
-        if self.woken <= self._times:
-            self._parked.for_worker(self)
-
-    def on_retry(self) -> None:
-        raise AssertionError("it waits for a worker")
-
-
-def test_each_ready_worker_wakes_all_that_wait_for_one_once() -> None:
+async def test_each_ready_worker_wakes_all_that_wait_for_one_once() -> None:
     parked = Parked(RetryBudget())
-    satisfied, waits, gone = (Workerless(parked, times) for times in (0, 5, 0))
+    satisfied, waits, gone = (Waiting(parked, times) for times in (0, 5, 0))
     for generation in (satisfied, waits, gone, satisfied):
-        parked.for_worker(generation)
-    parked.worker_found(gone)
+        generation.waits.wait_for_worker("prefill")
+    gone.waits.worker_found()
     parked.worker_ready()
-    assert list(parked.without_worker) == [waits]
+    assert list(parked.without_worker) == [waits.waits]
     parked.worker_ready()
     assert (satisfied.woken, waits.woken, gone.woken) == (1, 2, 0)
-    parked.remove(waits)
+    waits.waits.end()
     assert not parked.without_worker
 
 
 async def test_thousands_that_wait_for_a_worker_are_woken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parked_module, "WOKEN_AT_ONCE", 2)
     parked = Parked(RetryBudget())
-    waits, gone, *others = (Workerless(parked, times) for times in (5, 0, 0, 0, 0))
+    waits, gone, *others = (Waiting(parked, times) for times in (5, 0, 0, 0, 0))
     for generation in (waits, *others, gone):
-        parked.for_worker(generation)
+        generation.waits.wait_for_worker("prefill")
     parked.worker_ready()
     assert [generation.woken for generation in (waits, *others)] == [1, 1, 0, 0]
     parked.worker_ready()  # another worker, before all were woken
-    parked.worker_found(gone)
+    gone.waits.worker_found()
     for _ in range(4):
         await asyncio.sleep(0)
     assert [generation.woken for generation in (*others, gone)] == [1, 1, 1, 0]
     assert waits.woken == 2, "once for each worker"
-    assert list(parked.without_worker) == [waits]
+    assert list(parked.without_worker) == [waits.waits]
 
 
 class Scripted(RetryBudget):
@@ -119,27 +118,27 @@ class Scripted(RetryBudget):
 
 
 async def test_parked_generations_retry_in_order_of_arrival() -> None:
-    budget, served = Scripted(), list[int]()
+    budget, served = Scripted(), list[Waiting]()
     parked = Parked(budget)
-    late, early, gone = (Retrier(n, served) for n in (9, 1, 5))
-    for retrier in (late, early, gone, late):
-        assert not parked.take_retry(retrier)
-    parked.remove(gone)
+    early, gone, late = (Waiting(parked, served=served) for _ in range(3))
+    for generation in (late, early, gone, late):
+        assert not parked.take_retry(generation.waits)
+    gone.waits.end()
     assert len(parked.without_budget) == 2
     budget.left = 2
     await asyncio.wait_for(late.done.wait(), 10)
-    assert served == [1, 9]
+    assert served == [early, late]
     assert len(parked.without_budget) == 0
 
 
 async def test_new_requests_free_retries_for_the_first_that_waits() -> None:
-    budget, served = RetryBudget(), list[int]()
+    budget, served = RetryBudget(), list[Waiting]()
     parked = Parked(budget)
-    first, second = Retrier(1, served), Retrier(2, served)
+    first, second = Waiting(parked, served=served), Waiting(parked, served=served)
     for _ in range(FLOOR):
-        assert parked.take_retry(first)
-    assert not parked.take_retry(first)
+        assert parked.take_retry(first.waits)
+    assert not parked.take_retry(first.waits)
     for _ in range(6 * FLOOR - 1):
         parked.arrival()
-    assert served == [1]
-    assert parked.take_retry(second)
+    assert served == [first]
+    assert parked.take_retry(second.waits)

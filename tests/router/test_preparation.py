@@ -21,8 +21,7 @@ from pydantic import ValidationError
 
 from baton.kv_transfer.wait import wait
 from baton.router.active_request import ActiveRequests
-from baton.router.admission.account import Account
-from baton.router.admission.keys import ANY_CLIENT, ApiKey
+from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey
 from baton.router.api.bodies import ChatBody, ChatOptions, CompletionBody
 from baton.router.api.fields import MAX_ITEMS
 from baton.router.api.sampling import Body

@@ -25,7 +25,7 @@ from baton.rpc import worker_pb2 as pb
 from .conftest import TEXT
 
 LAUNCH = """
-import json, sys
+import asyncio, json, sys
 from baton.router import main
 from baton.router.admission.keys import api_keys
 from baton.router.config import RouterConfig
@@ -34,7 +34,8 @@ if keys := given.pop("keys", None):
     given["read_api_keys"] = lambda: api_keys([], keys)
 secret, workers = given.pop("secret").encode(), tuple(given.pop("workers"))
 names = tuple(given.pop("served_model_name"))
-sys.exit(main(RouterConfig(secret=secret, workers=workers, served_model_name=names, **given)))
+with asyncio.Runner() as runner:
+    sys.exit(main(RouterConfig(secret=secret, workers=workers, served_model_name=names, **given), runner))
 """
 ROOT = Path(__file__).parents[2]
 

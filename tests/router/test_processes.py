@@ -24,8 +24,8 @@ import pytest
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.bench.roles import spawn
 from baton.router.config import RouterConfig
-from baton.router.processes import control, supervise
-from baton.router.processes.listen import listen, reserve
+from baton.router.processes import sockets, supervise
+from baton.router.processes.sockets import listen, reserve
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
@@ -251,7 +251,7 @@ async def test_a_process_that_hangs_is_restarted(start: Callable[..., Any]):
 
 async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch: pytest.MonkeyPatch):
     """It was stopped, or its machine was, while a process had to reply."""
-    monkeypatch.setattr(control, "REPLY_SECONDS", 0.4)
+    monkeypatch.setattr(sockets, "REPLY_SECONDS", 0.4)
     asked = asyncio.Event()
 
     async def ping() -> bytes:
@@ -260,8 +260,8 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
         return b"here"
 
     ours, theirs = socket.socketpair()
-    serving = asyncio.create_task(control.serve_commands(theirs.detach(), {"ping": ping}))
-    client = await control.ControlClient.connect(ours)
+    serving = asyncio.create_task(sockets.serve_commands(theirs.detach(), {"ping": ping}))
+    client = await sockets.ControlClient.connect(ours)
     sent = asyncio.create_task(client.send("ping"))
     await asked.wait()
     time.sleep(0.5)  # noqa: ASYNC251  the pause

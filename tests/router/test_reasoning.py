@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.router.api import responses
-from baton.router.endpoints.builders.chat import ChatBuilder
-from baton.router.endpoints.builders.output_parser import OutputParser, Part
+from baton.router.endpoints.builders.base import OutputParser, Part
+from baton.router.endpoints.builders.completions import ChatBuilder
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.tools import REASONING, Beginning, continues_reasoning, reasoning_of
 from baton.rpc import worker_pb2 as pb

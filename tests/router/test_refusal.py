@@ -18,7 +18,7 @@ from baton import rpc
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.supervision.python_path import PACKAGES
 from baton.router.config import RouterConfig
-from baton.router.workers import refusal
+from baton.router.workers import checks
 from baton.router.workers.ask import first_description
 from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
@@ -74,25 +74,6 @@ async def router_port() -> AsyncIterator[str]:
     await server.stop(None)
 
 
-class _RefusesUnsigned(grpc.aio.ServerInterceptor):
-    async def intercept_service(self, continuation, handler_call_details):
-        async def abort(_requests: object, context: grpc.aio.ServicerContext) -> None:
-            text = "the call is not signed with the cluster secret"
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-
-        return grpc.stream_stream_rpc_method_handler(abort)
-
-
-@contextlib.asynccontextmanager
-async def older_worker() -> AsyncIterator[str]:
-    """A worker without server ids. It refuses the call for the id, like every unsigned call."""
-    server = grpc.aio.server(interceptors=[_RefusesUnsigned()])
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(None)
-
-
 @contextlib.asynccontextmanager
 async def free_port() -> AsyncIterator[str]:
     async with worker() as address:
@@ -109,26 +90,30 @@ async def told(address: str, tls: TlsFiles | None = None, secret: bytes = SECRET
     with pytest.raises(grpc.aio.AioRpcError) as error:
         async with rpc.connect(address, secret, tls) as channel:
             await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=5)
-    return refusal.explain(error.value, tls=tls is not None)
+    return checks.explain(error.value, files=tls is not None)
 
 
-async def test_a_different_secret_is_named() -> None:
-    async with worker() as address:
-        reason, remedy = await told(address, secret=b"another cluster secret")
-    assert "another cluster secret" in reason
-    assert remedy == refusal.SECRET
+async def test_a_different_secret_is_named(certificates: Certificates) -> None:
+    tls = files(certificates.worker, certificates.ca)
+    for both, named in (
+        (None, "the worker does not prove the cluster secret"),
+        (tls, "the worker has another cluster secret"),
+    ):
+        async with worker(both) as address:
+            reason, remedy = await told(address, both, secret=b"another cluster secret")
+        assert reason.startswith(named)
+        assert remedy.startswith(checks.SECRET)
 
 
 @pytest.mark.parametrize(
     ("place", "reason", "remedy"),
     [
-        (older_worker, "the worker is of an older version", refusal.UPGRADE),
-        (free_port, "nothing listens at this address", refusal.START),
-        (loading_worker, "the worker is still starting", refusal.WAIT),
-        (no_name, "the host name is unknown", refusal.START),
-        (metrics_port, "another service answers", refusal.PORT),
-        (kv_port, "another service answers", refusal.PORT),
-        (router_port, "another service answers", refusal.PORT),
+        (free_port, "nothing listens at this address", checks.START),
+        (loading_worker, "the worker is still starting", checks.WAIT),
+        (no_name, "the host name is unknown", checks.START),
+        (metrics_port, "another service answers", checks.PORT),
+        (kv_port, "another service answers", checks.PORT),
+        (router_port, "another service answers", checks.PORT),
     ],
 )
 async def test_a_wrong_address_is_named(
@@ -147,16 +132,16 @@ async def test_a_tls_mismatch_is_named(
     tls = files(ours.worker, ours.ca)
     wrong_name = files(ours.server, ours.ca)
     for there, here, reason, remedy in (
-        (None, tls, "the router uses TLS, this port does not", refusal.TLS),
-        (tls, None, "the worker closed the connection: it may require TLS", refusal.TLS),
-        (files(theirs.worker, ours.ca), tls, "the worker's certificate is not trusted", refusal.CERTIFICATE),
+        (None, tls, "the worker's certificate is not trusted", checks.TLS),
+        (tls, None, "the worker does not prove the cluster secret", checks.TLS),
+        (files(theirs.worker, ours.ca), tls, "the worker's certificate is not trusted", checks.CERTIFICATE),
         (
             tls,
             files(theirs.worker, ours.ca),
             "the worker closed the connection: it may not trust",
-            refusal.TLS,
+            checks.TLS,
         ),
-        (wrong_name, tls, "the worker's certificate is for another name", refusal.CERTIFICATE),
+        (wrong_name, tls, "the worker's certificate is for another name", checks.CERTIFICATE),
     ):
         async with worker(there) as address:
             found = await told(address, here)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from baton.router.admission import retry_budget
-from baton.router.workers import breaker
+from baton.router.admission import parked
+from baton.router.workers import attempts
 from baton.rpc import worker_pb2 as pb
 
 from .conftest import Cluster
@@ -24,7 +24,7 @@ async def test_a_request_in_two_crashed_steps_runs_alone(cluster: Cluster) -> No
 async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(attempts, "TOGETHER_S", 0.0)
     bad, other = pair.decodes
     connections = {c.address: c for c in pair.router.services.pool.connections}
     other.status.blocks_free = 256
@@ -52,7 +52,7 @@ async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
 async def test_if_all_breakers_are_open_all_workers_get_requests(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(attempts, "TOGETHER_S", 0.0)
     cluster.decodes[0].fail_after = 2
     await answered_whole(cluster)
     [connection] = cluster.router.services.pool.ready(pb.POOL_DECODE)
@@ -63,8 +63,8 @@ async def test_a_worker_serves_again_although_the_timer_of_its_breaker_fires_ear
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """uvloop fires timers up to a millisecond early. The worker has no request whose end could help."""
-    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
-    monkeypatch.setattr(breaker, "OPEN_S", 0.2)
+    monkeypatch.setattr(attempts, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(attempts, "OPEN_S", 0.2)
     loop = asyncio.get_running_loop()
     call_later = loop.call_later
     monkeypatch.setattr(
@@ -86,7 +86,7 @@ async def test_a_worker_serves_again_although_the_timer_of_its_breaker_fires_ear
 async def test_a_lost_stream_that_opens_the_breaker_starts_nothing_there(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "FAILURES", 1)
+    monkeypatch.setattr(attempts, "FAILURES", 1)
     pool, [lost, _] = pair.router.services.pool, pair.decodes
     [connection] = [c for c in pool.connections if c.address == lost.address]
     dispatched: list[bool] = []
@@ -98,8 +98,8 @@ async def test_a_lost_stream_that_opens_the_breaker_starts_nothing_there(
 
 
 async def test_retries_wait_for_the_budget(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_budget, "FLOOR", 1)
-    monkeypatch.setattr(retry_budget, "WINDOW_S", 0.5)
+    monkeypatch.setattr(parked, "FLOOR", 1)
+    monkeypatch.setattr(parked, "WINDOW_S", 0.5)
     retries = cluster.router.services.admission.parked.without_budget
     cluster.prefills[0].fail = (2, pb.FAILURE_CODE_DROPPED)
     request = asyncio.create_task(answered_whole(cluster))
@@ -112,7 +112,7 @@ async def test_retries_wait_for_the_budget(cluster: Cluster, monkeypatch: pytest
 async def test_a_client_that_leaves_removes_its_parked_request(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry_budget, "FLOOR", 1)
+    monkeypatch.setattr(parked, "FLOOR", 1)
     decode, retries = cluster.decodes[0], cluster.router.services.admission.parked.without_budget
     decode.fail_after = 2
     request = asyncio.create_task(cluster.complete())

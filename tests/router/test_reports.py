@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from baton.router.workers.reports import clear_invalid_rates, token_defect
+from baton.router.workers.checks import clear_invalid_rates, token_defect
 from baton.rpc import worker_pb2 as pb
 
 

@@ -15,8 +15,7 @@ import pytest
 from baton.router import active_request
 from baton.router.admission.keys import ApiKey
 from baton.router.errors import ApiError
-from baton.router.generation.choice import Delta
-from baton.router.generation.token_queue import MAX_TAKEN, Token, TokenQueue
+from baton.router.generation.output import MAX_TAKEN, Delta, Token, TokenQueue
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.inference_pb2_grpc import InferenceStub

@@ -8,8 +8,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.bench.fakes.worker import FakeWorker, Lanes
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.rpc import TlsFiles
+from baton.rpc import TlsFiles, worker_pb2
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.inference_pb2_grpc import InferenceStub
 from tests.conftest import Certificates
@@ -83,4 +84,31 @@ async def test_tls_to_workers(tokenizer: ModelTokenizer, tmp_path: Path, certifi
         cluster_tls=TlsFiles(*certificates.client, certificates.ca),
     ) as cluster:
         assert (await cluster.complete())["choices"][0]["text"] == TEXT
+        await cluster.idle()
+
+
+async def test_an_impostor_at_the_address_of_a_worker_gets_no_prompt(
+    tokenizer: ModelTokenizer, tmp_path: Path
+):
+    """A worker ends, and a process without the secret listens at its address."""
+    async with make_cluster(tokenizer, tmp_path, prefill=2) as cluster:
+        gone = cluster.prefills[1]
+        await gone.kill()
+        impostor = FakeWorker(worker_pb2.POOL_PREFILL, Lanes(), cluster.output_ids, secret=b"a guess at it")
+        await impostor.start(port=int(gone.address.rpartition(":")[2]))
+        try:
+            pool = cluster.router.services.pool
+            [connection] = [c for c in pool.connections if c.address == gone.address]
+            await cluster.until(lambda: "does not prove the cluster secret" in connection.reason)
+            for _ in range(4):
+                assert (await cluster.complete())["choices"][0]["text"] == TEXT
+            async with cluster.http.get(cluster.url + "/status") as response:
+                [shown] = [w for w in (await response.json())["workers"] if w["address"] == gone.address]
+            assert shown["state"] == "connecting"
+            assert "does not prove the cluster secret" in shown["reason"]
+            assert "--cluster-secret-file" in shown["remedy"]
+            assert impostor.described == 0
+            assert impostor.submitted == []
+        finally:
+            await impostor.kill()
         await cluster.idle()

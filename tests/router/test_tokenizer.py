@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from baton.engine.loader.tokenizer_json import vocabulary
-from baton.router.text.chat_template import ChatTemplate, ChatTemplateError
+from baton.router.text.chat import ChatTemplate, ChatTemplateError
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import vocabulary_fingerprint
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.router.api.tools import Tool
+from baton.router.api.messages import Tool
 from baton.router.tools import FORMATS, Piece, format_of
 
 WEATHER = {"city": 'Paris "} </tool_call> [TOOL_CALLS] é\\', "days": [1, {"x": "]"}], "deep": {"a": {}}}

@@ -293,7 +293,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 async def test_a_connection_is_opened_again_after_a_defect(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    fail_once(monkeypatch, "on_token")
+    fail_once(monkeypatch, "_on_token")
     assert (await cluster.complete(timeout=5))["choices"][0]["text"] == TEXT
     assert "the test wants it" in caplog.text
     await cluster.until(lambda: cluster.router.services.pool.complete)
@@ -328,7 +328,7 @@ async def test_a_defect_in_one_request_does_not_hide_a_lost_worker_from_the_othe
     decode.steps = asyncio.Semaphore(0)
     requests = [asyncio.create_task(cluster.complete(timeout=5)) for _ in range(2)]
     await decode.until(lambda w: len(w.submitted) == 2)
-    fail_once(monkeypatch, "on_lost")
+    fail_once(monkeypatch, "_on_lost")
     port = int(decode.address.rpartition(":")[2])
     await decode.kill()
     await cluster.until(lambda: "the test wants it" in caplog.text)

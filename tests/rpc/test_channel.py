@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.rpc import channel, connect, create_server
+from baton.rpc import add_port, channel, cluster_pems, connect, create_server
 from baton.rpc.channel import MAX_MESSAGE_BYTES
 from baton.rpc.worker_pb2 import DescribeRequest, WorkerDescription, WorkerMessage
 from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
@@ -31,7 +31,7 @@ class Silent(WorkerServicer):
 async def serving() -> AsyncIterator[int]:
     server = create_server(SECRET)
     add_WorkerServicer_to_server(Silent(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = add_port(server, "127.0.0.1", 0, cluster_pems(SECRET, None))
     await server.start()
     try:
         yield port

@@ -74,9 +74,9 @@ import json, logging.config, os
 logging.config.dictConfig(json.loads({json.dumps(log_config("text", "info", SPEAKER))!r}))
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
 for number in range(50):
-    logging.getLogger("worker").info("lost")
+    logging.getLogger("baton.worker").info("lost")
 os.dup2(os.open({str(log)!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-logging.getLogger("worker").info("there is room")
+logging.getLogger("baton.worker").info("there is room")
 """
     subprocess.run([sys.executable, "-c", script], check=True)
     told, after = log.read_text().splitlines()

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.rpc import TlsFiles, add_port, connect, create_server
+from baton.rpc import TlsFiles, add_port, cluster_pems, connect, create_server
 from baton.rpc.worker_pb2 import DescribeRequest, WorkerDescription
 from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 from tests.conftest import Certificates
@@ -25,9 +25,9 @@ class Described(WorkerServicer):
 
 @contextlib.asynccontextmanager
 async def serving(tls: TlsFiles | None) -> AsyncIterator[str]:
-    server = create_server(SECRET)
+    server = create_server(SECRET, tls)
     add_WorkerServicer_to_server(Described(), server)
-    port = add_port(server, "127.0.0.1", 0, tls)
+    port = add_port(server, "127.0.0.1", 0, cluster_pems(SECRET, tls))
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -60,7 +60,7 @@ async def test_a_router_without_the_right_certificates_is_refused(
     ours, theirs = certificates, strange_certificates
     async with serving(TlsFiles(*ours.worker, ours.ca)) as address:
         for router in (
-            None,  # no TLS at all
+            None,  # the certificate that the secret makes
             TlsFiles(*theirs.client, ours.ca),  # a certificate of another authority
             TlsFiles(*ours.client, theirs.ca),  # trusts another authority
         ):
@@ -78,7 +78,7 @@ async def test_a_router_without_the_right_certificates_is_refused(
 
 
 async def test_a_router_refuses_a_server_without_the_certificate_of_a_worker(certificates: Certificates):
-    """A server with a client's certificate of the same authority, and a server without TLS."""
+    """Its certificate is a client's of the same authority, or the one that the secret makes."""
     files = TlsFiles(*certificates.client, certificates.ca)
     for tls in (files, None):
         async with serving(tls) as address:

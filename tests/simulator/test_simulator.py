@@ -9,8 +9,7 @@ import pytest
 import baton.bench.routing_sim.__main__ as routing_sim
 from baton.bench.load.traffic.datasets import SAMPLE_TRACE
 from baton.bench.routing_sim.baselines import POLICIES, emptiest
-from baton.bench.routing_sim.sizing import h200, size
-from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix
+from baton.bench.routing_sim.traces import h200, mooncake, multi_turn, shared_prefix, size
 from baton.router.policy import two_choices
 from baton.simulator import decode
 from baton.simulator.prefill import Outcome, Simulation

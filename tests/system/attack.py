@@ -1,4 +1,4 @@
-"""A client that means harm, as a process: it floods, stalls, replays and sends false fields.
+"""A client that means harm, as a process: it floods, stalls and sends false fields.
 
     python -m tests.system.attack [BLOW ...] < pipe
 
@@ -15,8 +15,10 @@ import contextlib
 import json
 import os
 import random
+import ssl
 import struct
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,20 +30,21 @@ import grpc
 import grpc.aio
 import msgspec
 
-from baton.rpc import auth
 from baton.rpc import inference_pb2 as inference
 from baton.rpc import worker_pb2 as worker
+from baton.rpc.auth import certificate
 from tests.kv_transfer import second_wire as wire
 from tests.kv_transfer.noise import Noise, drained, hostile_frames
 
 BLOWS = {
     "flood": 0.02, "huge_bodies": 0.5, "false_fields": 0.02, "dear_requests": 0.05, "false_bodies": 0.05,
     "unfinished_bodies": 0.1, "garbage": 0.01, "pages": 0.1, "false_messages": 0.05, "huge_messages": 0.5,
-    "stalled_streams": 0.2, "unsigned_calls": 0.1, "replayed_calls": 0.1, "half_handshakes": 0.01,
+    "stalled_streams": 0.2, "strange_calls": 0.1, "half_handshakes": 0.01,
     "bent_frames": 0.02, "frames_of_an_insider": 0.1,
 }  # fmt: skip
 """Methods of `Attack`, and the seconds after each of them."""
 AT_ONCE = {"flood": 16}
+STRANGER = os.urandom(32)
 MOST_HELD = 80
 """Connections to one port that stay open; the oldest goes when there are more."""
 FRAMES = 50
@@ -57,6 +60,7 @@ REFUSED = (
 PATIENCE_S = 60.0
 """For the answer to an HTTP request."""
 WORKER, GENERATE = "/baton.v1.Worker/", "/baton.v1.Inference/Generate"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FALSE_FIELDS: tuple[dict[str, object], ...] = (
     {"temperature": 1e39},
     {"temperature": float("nan")},
@@ -148,7 +152,7 @@ class Target:
     kv_port: int
     """Of a prefill worker."""
     secret: str
-    """Only for the signed calls that are recorded and sent again, and for an insider."""
+    """Only for an insider."""
     prompt: str
     seed: int = 0
 
@@ -291,39 +295,34 @@ class Attack:
 
     # ---------------------------------------------------------------- workers
 
-    async def unsigned_calls(self) -> None:
-        for sign in (
-            None,
-            "",
-            f"{2**70}.x.y",
-            "1.2",
-            auth.sign(os.urandom(32), os.urandom(16), WORKER + "Attach"),
-        ):
-            for method in ("GetStatus", "Attach"):
-                await self._call("unsigned", self.rng.choice(self.target.workers), method, sign)
-
-    async def replayed_calls(self) -> None:
-        """A genuine call is recorded, and sent again to its worker and to the other ones."""
-        first, *others = self.rng.sample(self.target.workers, len(self.target.workers))
-        method = self.rng.choice(("GetStatus", "Describe"))
-        async with grpc.aio.insecure_channel(first) as channel:
-            server_id = await auth.ask_server_id(channel, timeout=5)
-            header = auth.sign(self.target.secret.encode(), server_id, WORKER + method)
-            call = channel.unary_unary(WORKER + method, None, None)
-            await call(b"", metadata=[("x-baton-auth", header)], timeout=10)
-        for address in (first, *others):
-            await self._call("replayed", address, method, header)
-
-    async def _call(self, what: str, address: str, method: str, header: str | None) -> None:
-        metadata = [("x-baton-auth", header)] if header is not None else []
+    async def strange_calls(self) -> None:
+        """Without TLS; with TLS, and no certificate or that of another secret."""
+        address, method = self.rng.choice(self.target.workers), self.rng.choice(("GetStatus", "Attach"))
         message = worker.RouterMessage(hello=worker.RouterHello(router_id=os.urandom(16))).SerializeToString()
         async with grpc.aio.insecure_channel(address) as channel:
-            call = channel.unary_stream(WORKER + method, None, None)(message, metadata=metadata, timeout=10)
+            call = channel.unary_stream(WORKER + method, None, None)(message, timeout=10)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 async for _ in call:
-                    self.believed[what] += 1
+                    self.believed["without TLS"] += 1
                     call.cancel()
                     break  # the next read would raise CancelledError
+        host, _, port = address.rpartition(":")
+        for secret in (None, STRANGER):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.set_alpn_protocols(["h2"])
+            if secret is not None:
+                shown = certificate(secret)
+                with tempfile.NamedTemporaryFile() as file:
+                    file.write(shown.key + shown.chain)
+                    file.flush()
+                    context.load_cert_chain(file.name)
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
+            writer.write(PREFACE + bytes(3) + b"\x04" + bytes(5))
+            with contextlib.suppress(OSError):  # the alert
+                if await asyncio.wait_for(reader.read(1), 10):
+                    self.believed["stranger"] += 1
+            writer.close()
 
     # ---------------------------------------------------------------- KV
 

@@ -57,7 +57,7 @@ class Worker:
 
 
 def test_a_prefill_makes_spans_and_log_lines(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "worker")
+    caplog.set_level(logging.DEBUG, "baton.worker")
     worker, now = Worker("prefill", receiver), time.monotonic()
     worker.submit()
     worker.journal.prefilled(messages.Prefilled(worker.attempt, now, now + 1, now + 3, 11, 4))
@@ -100,7 +100,7 @@ def test_a_prompt_that_the_decode_worker_prefills_makes_spans_of_both_phases(rec
 def test_every_end_removes_the_attempt_and_only_failures_are_logged_at_info(
     receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "worker")
+    caplog.set_level(logging.INFO, "baton.worker")
     worker, now = Worker("decode", receiver), time.monotonic()
     journal, attempt = worker.journal, worker.attempt
     worker.submit(stream=1)

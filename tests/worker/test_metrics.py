@@ -45,7 +45,7 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
         0, 0, 0, 1, 4, 64, 60, 64, 1000, 0, 2, 0, 0, {"acked": 1}, {}, {}, {},
         {"decode 0": "nixl", "decode 1": "tcp: another machine"},
     )  # fmt: skip
-    port = await metrics.listen(host, 0)
+    port = await metrics.listen(host, 0, lambda: True)
     try:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
         page = await asyncio.to_thread(get, url, accept)
@@ -74,7 +74,7 @@ async def test_metric_names_keep_their_colons_for_every_accept_header(accept: st
 async def test_idle_connections_take_no_threads_and_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.worker.service_process.metrics.ANSWER_SECONDS", 1.0)
     metrics = Metrics("decode", "m")
-    port = await metrics.listen("127.0.0.1", 0)
+    port = await metrics.listen("127.0.0.1", 0, lambda: True)
     threads = threading.active_count()
     try:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
@@ -93,9 +93,9 @@ async def test_idle_connections_take_no_threads_and_are_closed(monkeypatch: pyte
 
 async def test_a_port_in_use_is_an_error() -> None:
     first, second = Metrics("decode", "m"), Metrics("decode", "m")
-    port = await first.listen("127.0.0.1", 0)
+    port = await first.listen("127.0.0.1", 0, lambda: True)
     try:
         with pytest.raises(OSError, match="in use"):
-            await second.listen("127.0.0.1", port)
+            await second.listen("127.0.0.1", port, lambda: True)
     finally:
         first.close()

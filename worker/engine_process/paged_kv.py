@@ -58,13 +58,13 @@ def kv_layout(engine: Engine | Follower) -> KVLayout:
 def _state_types(model: ModelConfig, cache: StateCache) -> tuple[StateType, ...]:
     """The states of a Mamba-2 layer: the last inputs of the convolution, which has the channels x, B and C,
     and the state of each head. B and C belong to groups of heads."""
-    mamba, dtype = model.mamba, _name(cache.dtype)
-    assert mamba is not None, "it has state layers"
+    state, dtype = model.state, _name(cache.dtype)
+    assert state is not None, "it has state layers"
     return (
-        StateType("x", cache.conv_inputs, mamba.num_heads, cache.head_dim, dtype),
-        StateType("B", cache.conv_inputs, mamba.groups, cache.state_size, dtype),
-        StateType("C", cache.conv_inputs, mamba.groups, cache.state_size, dtype),
-        StateType("ssm", 1, mamba.num_heads, cache.head_dim * cache.state_size, "float32"),
+        StateType("x", cache.conv_inputs, state.num_heads, cache.head_dim, dtype),
+        StateType("B", cache.conv_inputs, state.groups, cache.state_size, dtype),
+        StateType("C", cache.conv_inputs, state.groups, cache.state_size, dtype),
+        StateType("ssm", 1, state.num_heads, cache.head_dim * cache.state_size, "float32"),
     )
 
 

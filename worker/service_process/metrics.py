@@ -7,7 +7,8 @@ metrics. Only the histograms are kept here.
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -25,7 +26,7 @@ ANSWER_SECONDS = 5.0
 """For a client to send its request and to take the page."""
 # Prometheus prefers OpenMetrics, but there prometheus_client writes vllm_x instead of vllm:x.
 _HEAD = (
-    b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+    b"HTTP/1.1 %s\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
     b"Content-Length: %d\r\nConnection: close\r\n\r\n"
 )
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -99,19 +100,28 @@ class Metrics(Collector):
     def _labels(self) -> dict[str, str]:
         return {"model_name": self._model_name, "role": self.role}
 
-    async def listen(self, host: str, port: int) -> int:
-        """Starts the HTTP server. Returns the port. Raises OSError if the port is in use."""
+    async def listen(self, host: str, port: int, serves: Callable[[], bool]) -> int:
+        """Starts the HTTP server. Returns the port. Raises OSError if the port is in use.
+
+        /health has the status 200 if `serves` says so, and else 503. A kubelet can ask here, since it has no
+        certificate for the gRPC port. An event loop that hangs gives no answer.
+        """
         listening = socket.create_server((host, port), family=family(host))
-        self._server = await asyncio.start_server(self._answer, sock=listening)
+        self._server = await asyncio.start_server(partial(self._answer, serves), sock=listening)
         return listening.getsockname()[1]
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers any request with the page, and closes the connection. An idle one is closed, too."""
+    async def _answer(
+        self, serves: Callable[[], bool], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answers /health, and any other request with the page. Then closes. An idle one is closed, too."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await reader.readuntil(b"\r\n\r\n")
-                page = await asyncio.to_thread(generate_latest, self.registry)
-                writer.write(_HEAD % len(page) + page)
+                path = (await reader.readuntil(b"\r\n\r\n")).partition(b" ")[2].partition(b" ")[0]
+                if path == b"/health":
+                    status, page = b"200 OK" if serves() else b"503 Service Unavailable", b""
+                else:
+                    status, page = b"200 OK", await asyncio.to_thread(generate_latest, self.registry)
+                writer.write(_HEAD % (status, len(page)) + page)
                 await writer.drain()
             writer.close()
         except (OSError, EOFError, asyncio.LimitOverrunError):

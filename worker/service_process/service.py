@@ -80,7 +80,7 @@ class Service:
         self._serving = False
         self.draining = False
         self._health = rpc.HealthServicer()
-        self._server = rpc.create_server(config.secret, self._health)
+        self._server = rpc.create_server(config.secret, config.tls, self._health)
         self._metrics = Metrics(config.role, config.model_name, config.engine.tensor_parallel_size)
         self._journal = Journal(config, incarnation)
         self._tree = WorkerTree(config, self._incarnation)
@@ -161,16 +161,20 @@ class Service:
         except ValueError as error:
             raise StartError(str(error)) from error
         try:
-            port = rpc.add_port(self._server, config.host, config.port, config.tls)
+            pems = rpc.cluster_pems(config.secret, config.tls)
+            port = rpc.add_port(self._server, config.host, config.port, pems)
         except OSError as error:
             raise StartError(rpc.cannot_listen("--port", config.host, config.port, error)) from error
         try:
-            metrics_port = await self._metrics.listen(config.host, config.metrics_port)
+            metrics_port = await self._metrics.listen(config.host, config.metrics_port, self._serves)
         except OSError as error:
             reason = rpc.cannot_listen("--metrics-port", config.host, config.metrics_port, error)
             raise StartError(reason) from error
         _try_port(config.kv_listen_host(), config.kv_port)
         return port, metrics_port, host
+
+    def _serves(self) -> bool:
+        return self._serving and not self.draining
 
     async def _drain(self) -> None:
         """Refuses new attempts. Returns when all accepted ones have ended, or after the drain deadline."""

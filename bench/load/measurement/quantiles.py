@@ -67,7 +67,8 @@ class Series:
         order = np.sort(self.values)
         tail = 1 - np.logspace(np.log10(0.5), np.log10(1 / max(2, len(order))), CURVE_POINTS // 2)
         shares = np.unique(np.concatenate((np.linspace(0, 0.5, CURVE_POINTS // 2), tail, [1.0])))
-        return [(float(q), _rank(order, q)) for q in shares]
+        values = np.quantile(order, shares, method="inverted_cdf")
+        return list(zip(shares.tolist(), values.tolist(), strict=True))
 
     def _estimate(self, order: np.ndarray, q: float) -> Estimate:
         value = _rank(order, q)
@@ -84,6 +85,6 @@ class Series:
         return Estimate(value, _rank(order, max(0.0, low)), _rank(order, high) if high < 1 else None)
 
 
-def _rank(order: np.ndarray, q: float) -> float:
+def _rank(values: np.ndarray, q: float) -> float:
     """Nearest rank: the p99 of a short series is its maximum."""
-    return float(order[min(len(order) - 1, max(0, int(np.ceil(q * len(order) - 1e-9)) - 1))])
+    return float(np.quantile(values, q, method="inverted_cdf"))

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from baton.bench.load.measurement import quantiles
+
 METRICS = ("ttft", "ttit", "gap", "handover", "e2e")
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+QUANTILES = (*quantiles.QUANTILES, "max")
 SYNTAX = (
     "METRIC=LIMIT or METRIC.QUANTILE=LIMIT, separated by commas; METRIC one of "
     f"{', '.join(METRICS)}; QUANTILE one of {', '.join(QUANTILES)}; LIMIT in ms, or with a unit: 1.5s"

@@ -1,4 +1,4 @@
-"""Progress during a run: a bar and percentiles in a terminal, a line every few seconds elsewhere."""
+"""Progress during a run: a bar with percentiles in a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import time
 from collections import deque
 from types import TracebackType
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from baton.bench.contract import percentile
 from baton.bench.load.target.record import Failure, Record
@@ -33,16 +31,12 @@ class Progression:
         self._duration, self._total = duration, total
         self._recent: deque[tuple[float, Record]] = deque(maxlen=_MOST_RECENT)
         self._ok = self._failed = 0
-        self._harvest: Harvest | None = None
+        self._harvest = Harvest()
         self._bar = Progress(
-            TextColumn(f"[bold]{title}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            console=self._console,
-        )
+            TextColumn(f"[bold]{title}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(), TextColumn("{task.description}"), console=self._console, transient=True,
+        )  # fmt: skip
         self._task = self._bar.add_task("", total=1.0)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._ticker: asyncio.Task[None] | None = None
 
     def watch(self, harvest: Harvest) -> None:
@@ -57,7 +51,7 @@ class Progression:
 
     async def __aenter__(self) -> Progression:
         if self._console.is_terminal:
-            self._live.start()
+            self._bar.start()
         self._ticker = asyncio.create_task(self._tick())
         return self
 
@@ -66,38 +60,31 @@ class Progression:
     ) -> None:
         assert self._ticker is not None
         self._ticker.cancel()
-        self._live.stop()
+        self._bar.stop()
 
     async def _tick(self) -> None:
-        terminal = self._console.is_terminal
         while True:
-            await asyncio.sleep(_REFRESH if terminal else _LINE_EVERY)
-            if terminal:
-                self._live.update(self._render(), refresh=True)
+            await asyncio.sleep(_REFRESH if self._console.is_terminal else _LINE_EVERY)
+            if self._console.is_terminal:
+                self._bar.update(self._task, completed=self._share(), description=self._line())
             else:
                 self._console.print(self._line())
 
-    def _render(self) -> RenderableType:
-        self._bar.update(self._task, completed=self._share())
-        return Group(self._bar, self._line())
-
     def _share(self) -> float:
-        harvest = self._harvest
-        if harvest is None or not harvest.started:
-            return 0.0
-        by_time = (time.monotonic() - harvest.started) / self._duration if self._duration else 0.0
+        started = self._harvest.started
+        by_time = (time.monotonic() - started) / self._duration if started and self._duration else 0.0
         by_count = (self._ok + self._failed) / self._total if self._total else 0.0
         return min(1.0, max(by_time, by_count))
 
-    def _line(self) -> Text:
+    def _line(self) -> str:
         now = time.monotonic()
         recent = [r for at, r in self._recent if r.ok and now - at < _RECENT_SECONDS]
-        in_flight = sum(self._harvest.in_flight.values()) if self._harvest else 0
+        in_flight = sum(self._harvest.in_flight.values())
         text = f"{self._ok} answered, {in_flight} in flight"
         if in_flight and self._share() >= 1:
             text = f"all sent, waiting for answers: {text}"
         if self._failed:
-            text += f", {self._failed} FAILED"
+            text += f", [red]{self._failed} FAILED[/red]"
         for name, values in (
             ("TTFT", [r.ttft for r in recent]),
             ("TTIT", [g for r in recent for g in r.gaps]),
@@ -105,4 +92,4 @@ class Progression:
             if values:
                 p50, p99 = (percentile(values, q) * 1e3 for q in (0.5, 0.99))
                 text += f"   {name} p50 {p50:.1f} p99 {p99:.1f} ms"
-        return Text(text, "red" if self._failed else "cyan")
+        return text

@@ -145,7 +145,7 @@ def notes(outcome: Outcome) -> list[str]:
     if summary.input_off:
         found.append(
             f"{summary.input_off} of {summary.ok} prompts have other lengths than asked for, as the server "
-            f"counts (input lengths: {outcome.plan.tokenization.statement})"
+            f"counts (input lengths: {outcome.plan.client.tokenization.statement})"
         )
     if summary.ok and "p99" not in summary.latencies["ttft"]:
         found.append(f"{summary.ok} answers are too few for p99 of their latencies, which needs 100")

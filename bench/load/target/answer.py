@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from baton.bench.load.target.record import Failure, Record
-from baton.bench.load.target.sse import SSEError, SSEParser
 
 # Finish reasons of requests that the server gave up: "abort" is vLLM's.
 _ABORTED = {"abort", "error", "cancelled"}
 _SHOWN = 200
+MAX_EVENT_BYTES = 1 << 20
 
 
 class _Delta(msgspec.Struct):
@@ -153,3 +153,43 @@ def _said(choice: _Choice) -> str:
 
 def _message(error: Any) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+class SSEError(ValueError):
+    """The bytes are not an event stream, or an event is too large."""
+
+
+class SSEParser:
+    """Server-sent events, by the rules of the HTML standard.
+
+    `feed` takes bytes and returns the data of each event that is complete, without comments and empty events.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if not self._rest and data[:6] == b"data: " and data.find(b"\n") == len(data) - 2 and data[-1] == 10:
+            return [data[6:-2]]  # one event in one chunk, the usual case
+        data = self._rest + data if self._rest else data
+        if b"\r" in data:
+            # A CR at the very end may be half of a CRLF.
+            held = b"\r" if data.endswith(b"\r") else b""
+            data = data.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n") + held
+        *blocks, self._rest = data.split(b"\n\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise SSEError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        return [event for block in blocks if (event := _data_of(block)) is not None]
+
+
+def _data_of(block: bytes) -> bytes | None:
+    lines = [_field(line) for line in block.split(b"\n") if line and not line.startswith(b":")]
+    found = [value for name, value in lines if name == b"data"]
+    if not found and any(name not in (b"event", b"id", b"retry") for name, _ in lines):
+        raise SSEError(f"not an event: {block[:80]!r}")
+    return b"\n".join(found) if found else None
+
+
+def _field(line: bytes) -> tuple[bytes, bytes]:
+    name, _, value = line.partition(b":")
+    return name, value.removeprefix(b" ")

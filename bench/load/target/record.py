@@ -24,7 +24,7 @@ class Failure(StrEnum):
     INTERRUPTED = "interrupted"  # Ctrl-C; does not count as a miss
 
 
-class Record(msgspec.Struct, kw_only=True):
+class Record(msgspec.Struct, kw_only=True, tag=True):
     """One request. Times are seconds since the start of the run, on the client's monotonic clock.
 
     Attributes:
@@ -99,7 +99,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     def as_line(self) -> dict[str, Any]:
         """The fields and the derived latencies in ms, for the JSONL file."""
-        fields = msgspec.to_builtins(self)
+        fields = msgspec.structs.asdict(self)
         if self.ok:
             mean_gap = self.mean_gap
             fields |= {

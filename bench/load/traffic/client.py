@@ -30,7 +30,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0
 _NO_ANSWER = (Failure.REFUSED, Failure.UNREACHABLE, Failure.DISCONNECTED, Failure.HTTP)
 
 
-class ClientConfig(msgspec.Struct, frozen=True, tag=True):
+class ClientConfig(msgspec.Struct, frozen=True):
     """What one client does.
 
     Attributes:

@@ -1,7 +1,7 @@
 """A client process: `python -m baton.bench.load.traffic.client_process`, started by `fleet`.
 
-Life: read the configuration from stdin → write Ready → read Start → write a record for each request that ends
-→ write ClientUsage → exit. If stdin ends, the parent has died, and the process ends at once.
+Life: read the configuration from stdin → write Progress → read when to start → write a record for each
+request that ends → write ClientUsage → exit. When stdin ends, the process ends its requests and exits.
 """
 
 from __future__ import annotations
@@ -13,20 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from baton.bench.load.traffic.client import Client, ClientConfig
-from baton.bench.load.traffic.wire import (
-    ClientUsage,
-    Finished,
-    Progress,
-    Ready,
-    Start,
-    Stop,
-    commands,
-    frame,
-    read_frame,
-)
+from baton.bench.load.traffic.wire import ClientUsage, Progress, frame, read_frame
 
 STALL_PERIOD = 0.01
 _PROGRESS_PERIOD = 0.25
@@ -39,17 +30,18 @@ async def main() -> None:
     # The transport buffers without bound: a parent that reads slowly must not delay the load.
     transport, output = await loop.connect_write_pipe(_Output, sys.stdout.buffer)
 
-    config = await _command(reader)
-    assert isinstance(config, ClientConfig)
-    client = Client(config, lambda record: transport.write(frame(Finished(record))))
+    told = await read_frame(reader)
+    assert told is not None, "the parent died at once"
+    config = msgspec.msgpack.decode(told, type=ClientConfig)
+    client = Client(config, lambda record: transport.write(frame(record)))
     # A long pause of the garbage collector would count as the server's. So collect often and briefly.
     gc.collect()
     gc.freeze()
     gc.set_threshold(150, 1000, 100)
-    transport.write(frame(Ready()))
-    start = await _command(reader)
-    if not isinstance(start, Start):
+    transport.write(frame(Progress(0, 0)))
+    if (told := await read_frame(reader)) is None:
         return  # stopped before it began, or the parent has died
+    start: float = msgspec.msgpack.decode(told, type=float)
 
     stop = asyncio.Event()
     stalls: list[float] = []
@@ -59,7 +51,7 @@ async def main() -> None:
         asyncio.create_task(_tell_progress(client, transport)),
     ]
     began, cpu, waited = time.monotonic(), time.process_time(), _waited()
-    await client.run(start.at, stop)
+    await client.run(start, stop)
     load = ClientUsage(
         elapsed=time.monotonic() - began,
         cpu=time.process_time() - cpu,
@@ -82,14 +74,8 @@ class _Output(asyncio.Protocol):
         self.closed.set()
 
 
-async def _command(reader: asyncio.StreamReader) -> ClientConfig | Start | Stop:
-    data = await read_frame(reader)
-    return Stop() if data is None else commands.decode(data)
-
-
 async def _stop_when_told(reader: asyncio.StreamReader, stop: asyncio.Event) -> None:
-    while not isinstance(await _command(reader), Stop):
-        pass
+    await reader.read()  # nothing comes until the end
     stop.set()
 
 

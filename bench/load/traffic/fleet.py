@@ -12,19 +12,9 @@ from pathlib import Path
 
 from baton.bench.load.target.record import Failure, Record
 from baton.bench.load.traffic.client import ClientConfig
-from baton.bench.load.traffic.wire import (
-    ClientUsage,
-    Finished,
-    Progress,
-    Ready,
-    Start,
-    Stop,
-    frame,
-    messages,
-    read_frame,
-)
+from baton.bench.load.traffic.wire import ClientUsage, Progress, frame, messages, read_frame
 
-_HEADSTART_SECONDS = 0.2  # from the Start message to the start, so that all clients get it in time
+_HEADSTART_SECONDS = 0.2  # so that all clients know the start before it
 _STOP_SECONDS = 10.0
 REFUSALS, REFUSED_SECONDS = 20, 1.0
 _REFUSED = (Failure.REFUSED, Failure.UNREACHABLE, Failure.HTTP)
@@ -88,11 +78,10 @@ class Fleet:
                 self._processes.append(await _spawn(config))
             ready = [await read_frame(_out(p)) for p in self._processes]
             if not self._stopping:
-                assert all(data and isinstance(messages.decode(data), Ready) for data in ready), (
-                    "a client process could not start; see its message above"
-                )
+                assert all(ready), "a client process could not start; see its message above"
             self.harvest.started = time.monotonic() + _HEADSTART_SECONDS
-            self._tell(Start(self.harvest.started))
+            for process in self._processes:
+                _in(process).write(frame(self.harvest.started))
             readers = (self._read(i, p, on_record) for i, p in enumerate(self._processes))
             await asyncio.gather(*readers)
             self.harvest.ended = time.monotonic()
@@ -103,13 +92,8 @@ class Fleet:
     def stop(self) -> None:
         self._stopping = True
         self.harvest.interrupted = True
-        self._tell(Stop())
-
-    def _tell(self, message: Start | Stop) -> None:
         for process in self._processes:
-            assert process.stdin is not None
-            if not process.stdin.is_closing():
-                process.stdin.write(frame(message))
+            _in(process).close()
 
     async def _read(
         self, index: int, process: asyncio.subprocess.Process, on_record: Callable[[Record], None]
@@ -117,12 +101,11 @@ class Fleet:
         harvest = self.harvest
         while (data := await read_frame(_out(process))) is not None:
             message = messages.decode(data)
-            if isinstance(message, Finished):
-                record = message.record
-                harvest.records.append(record)
-                on_record(record)
-                if self._refusals.are_hopeless(record) and not self._stopping:
-                    harvest.refused = f"{record.error_class}, {record.detail!r}"
+            if isinstance(message, Record):
+                harvest.records.append(message)
+                on_record(message)
+                if self._refusals.are_hopeless(message) and not self._stopping:
+                    harvest.refused = f"{message.error_class}, {message.detail!r}"
                     self.stop()
             elif isinstance(message, Progress):
                 harvest.sent[index], harvest.in_flight[index] = message.sent, message.in_flight
@@ -136,8 +119,7 @@ class Fleet:
     async def _end(self) -> None:
         """Ends all processes. A process ends when its stdin does; later it is killed."""
         for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
+            _in(process).close()
         for process in self._processes:
             try:
                 await asyncio.wait_for(process.wait(), _STOP_SECONDS)
@@ -157,9 +139,13 @@ async def _spawn(config: ClientConfig) -> asyncio.subprocess.Process:
         env=os.environ | {"PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C at the terminal reaches only the parent
     )  # fmt: skip
-    assert process.stdin is not None
-    process.stdin.write(frame(config))
+    _in(process).write(frame(config))
     return process
+
+
+def _in(process: asyncio.subprocess.Process) -> asyncio.StreamWriter:
+    assert process.stdin is not None
+    return process.stdin
 
 
 def _out(process: asyncio.subprocess.Process) -> asyncio.StreamReader:

@@ -1,37 +1,26 @@
-"""The messages between parent and client processes: length-prefixed msgpack over stdin and stdout."""
+"""The messages between parent and client processes: length-prefixed msgpack over stdin and stdout.
+
+A client process gets its `ClientConfig`, then the time at which to start. When its stdin ends, it ends its
+requests. It sends `Progress` when it is ready and every so often, a `Record` for each request that ends, and
+`ClientUsage` at last.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import struct
+from typing import Any
 
 import msgspec
 
 from baton.bench.load.target.record import Record
-from baton.bench.load.traffic.client import ClientConfig
 
 _LENGTH = struct.Struct("<I")
-
-
-class Start(msgspec.Struct, tag=True):
-    at: float  # time.monotonic(), which all processes of a machine share
-
-
-class Stop(msgspec.Struct, tag=True):
-    """End now. Requests in flight get the failure `interrupted`."""
-
-
-class Ready(msgspec.Struct, tag=True):
-    pass
 
 
 class Progress(msgspec.Struct, tag=True):
     sent: int
     in_flight: int
-
-
-class Finished(msgspec.Struct, tag=True):
-    record: Record
 
 
 class ClientUsage(msgspec.Struct, tag=True):
@@ -48,15 +37,11 @@ class ClientUsage(msgspec.Struct, tag=True):
     stalls: list[float]
 
 
-Command = ClientConfig | Start | Stop
-Message = Ready | Progress | Finished | ClientUsage
-
-commands = msgspec.msgpack.Decoder(Command)
-messages = msgspec.msgpack.Decoder(Message)
+messages = msgspec.msgpack.Decoder(Record | Progress | ClientUsage)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def frame(message: Command | Message) -> bytes:
+def frame(message: Any) -> bytes:
     data = _encoder.encode(message)
     return _LENGTH.pack(len(data)) + data
 

@@ -50,7 +50,7 @@ def listen(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
     try:
         for lane in lanes:
             _prove(lane, secret, b"listener", b"peer")
-        yield from nixl.measure(lanes[0], partial(_exactly, lanes[0]), reads=True)
+        yield from nixl.measure(lanes[0], partial(_exactly, lanes[0]), secret, reads=True)
         began = time.perf_counter()
         _in_threads(receive, len(lanes))
         took = time.perf_counter() - began
@@ -76,7 +76,7 @@ def send(options: DoctorOptions, secret: bytes) -> Iterator[Finding]:
             lanes.append(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
         for lane in lanes:
             _prove(lane, secret, b"peer", b"listener")
-        yield from nixl.measure(lanes[0], partial(_exactly, lanes[0]), reads=False)
+        yield from nixl.measure(lanes[0], partial(_exactly, lanes[0]), secret, reads=False)
         began = time.perf_counter()
 
         def push(number: int) -> None:

@@ -24,7 +24,9 @@ _RESULT = struct.Struct("<Qd")  # bytes, seconds
 REMEDY = "Set UCX_NET_DEVICES and UCX_TLS on both nodes, or use another --kv-connector."
 
 
-def measure(lane: socket.socket, exactly: Callable[[int], bytes], *, reads: bool) -> Iterator[Finding]:
+def measure(
+    lane: socket.socket, exactly: Callable[[int], bytes], secret: bytes, *, reads: bool
+) -> Iterator[Finding]:
     """One node reads, and the other waits for the result. No finding if neither has NIXL.
 
     `lane`: both ends have proved the secret. `exactly`: reads that many bytes from it."""
@@ -38,7 +40,7 @@ def measure(lane: socket.socket, exactly: Callable[[int], bytes], *, reads: bool
         incarnation, filling = secrets.randbits(64), os.urandom(SLOT_BYTES)
         sending, receiving = (Arena.create(SLOTS, SLOT_BYTES) for _ in range(2))
         sending.memory[:] = filling * SLOTS
-        memory = NixlMemory(incarnation, sending, receiving)
+        memory = NixlMemory(secret, incarnation, sending, receiving)
         mine = msgspec.msgpack.encode((incarnation, checksum(memoryview(filling)), memory.export))
     lane.sendall(len(mine).to_bytes(4, "little") + mine)
     theirs = exactly(min(int.from_bytes(exactly(4), "little"), LARGEST))

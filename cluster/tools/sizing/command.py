@@ -35,7 +35,7 @@ def run(sizing: SizingOptions) -> int:
         sizing.gpu_memory_utilization,
     )
     model = shape(sizing.model)
-    if model.mamba is not None:
+    if model.state is not None:
         raise ValueError(f"{model.architecture} has state layers, for which no speeds were measured")
     weight_format = choose_format(EngineConfig(sizing.model), model, torch.device("cuda"))
     element = weight_format.bytes_per_parameter(torch.bfloat16)

@@ -2,7 +2,7 @@
 
 1. `body` validates a request and turns it into a `ChatBody`; `content` does that for its messages.
 2. The chat completion runs as usual. `router.endpoints.builders.anthropic` builds the response.
-3. `errors` gives an error Anthropic's form. `reply` has the models of responses, for `/openapi.json`.
+3. `reply` has the models of responses, for `/openapi.json`, and gives an error Anthropic's form.
 
 Form: https://platform.claude.com/docs/en/api/messages
 """

@@ -21,8 +21,7 @@ from baton.router.api.fields import (
 from baton.router.api.messages import FUNCTION_NAME
 from baton.router.api.sampling import Body, SamplingBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
-from baton.router.api.unsupported import COUNT_TOKENS, MESSAGES, refuse, refusing
-from baton.router.api.validation import validate
+from baton.router.api.validation import COUNT_TOKENS, MESSAGES, refuse, refusing, validate
 
 NO_EFFECT = "no effect"
 _TOOL_FIELDS: dict[str, tuple[Any, ...]] = {

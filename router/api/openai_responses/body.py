@@ -23,12 +23,11 @@ from baton.router.api.fields import (
     invalid,
     unsupported,
 )
+from baton.router.api.messages import Function
 from baton.router.api.openai_responses.items import Input, chat_messages
 from baton.router.api.sampling import OpenAIBody
 from baton.router.api.structured import JsonSchema, ResponseFormat
-from baton.router.api.tools import Function
-from baton.router.api.unsupported import RESPONSES, refuse, refusing
-from baton.router.api.validation import validate
+from baton.router.api.validation import RESPONSES, refuse, refusing, validate
 from baton.router.errors import InvalidRequest
 
 _LOGPROBS = "message.output_text.logprobs"

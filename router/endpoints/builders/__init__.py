@@ -1,14 +1,13 @@
 """Builders of responses: each turns the deltas of one request into the shape of one endpoint.
 
-1. `http_response` gives a builder each delta, in order.
-2. `output_parser` divides the text of a choice into reasoning, content and tool calls.
+1. `http_generation` gives a builder each delta, in order.
+2. `OutputParser` (`base`) divides the text of a choice into reasoning, content and tool calls.
 3. The builder collects a whole response, or returns the events of a stream at once.
 """
 
 from baton.router.endpoints.builders.anthropic import AnthropicBuilder
 from baton.router.endpoints.builders.base import ResponseBuilder
-from baton.router.endpoints.builders.chat import ChatBuilder
-from baton.router.endpoints.builders.completion import CompletionBuilder
+from baton.router.endpoints.builders.completions import ChatBuilder, CompletionBuilder
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 
 __all__ = [

@@ -1,11 +1,21 @@
-"""What every builder of responses does."""
+"""What builders of responses share: their interface, the parts of an output, and the entries of logprobs."""
 
-from typing import Any
+import secrets
+import string
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
+from baton.router.active_request import ActiveRequest
+from baton.router.api.bodies import ChatOptions
+from baton.router.api.messages import NamedTool
 from baton.router.errors import ApiError
-from baton.router.generation.choice import Delta
+from baton.router.generation.output import Delta
+from baton.router.prompt_logprobs import PromptLogprob
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.tools import Piece, Text
 from baton.rpc import worker_pb2 as pb
 
 encode = msgspec.json.Encoder().encode
@@ -42,3 +52,167 @@ class ResponseBuilder:
 def event(payload: Any) -> bytes:
     """Returns a server-sent event without a name."""
     return b"data: " + encode(payload) + b"\n\n"
+
+
+LOWEST_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON does not have."""
+
+
+class LogprobEntries:
+    """Makes the entries of one request's tokens, encoded one by one.
+
+    To encode all of a response at once would take seconds and block the event loop.
+    """
+
+    def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = request.body.return_tokens_as_token_ids
+        self._named = bool(request.body.logprob_token_ids)
+
+    def of_chat(self, delta: Delta) -> msgspec.Raw:
+        """Returns the entry of a chat completion, with the alternatives as a list."""
+        logprobs = delta.token.logprobs or pb.TokenLogprobs()
+        token = delta.token.token_id
+        top = list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
+        if self._named and token not in logprobs.top_ids:  # as in vLLM, the token itself is among them
+            top.insert(0, (token, logprobs.logprob))
+        entry = {
+            **self._entry(token, logprobs.logprob),
+            "top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in top],
+        }
+        return msgspec.Raw(encode(entry))
+
+    def of_completion(self, delta: Delta) -> tuple[str, float, msgspec.Raw]:
+        """Returns the token's name, its logprob, and the alternatives by name."""
+        logprobs = delta.token.logprobs or pb.TokenLogprobs()
+        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        return self._of_completion(delta.token.token_id, logprobs.logprob, top)
+
+    def _of_completion(
+        self, token_id: int, logprob: float, top: Iterable[tuple[int, float]]
+    ) -> tuple[str, float, msgspec.Raw]:
+        names = {self.name(i): max(other, LOWEST_LOGPROB) for i, other in top}
+        name, logprob = self.name(token_id), max(logprob, LOWEST_LOGPROB)
+        # As in OpenAI's API, the token itself is always among them. As in vLLM, it is the first one.
+        names.pop(name, None)
+        return name, logprob, msgspec.Raw(encode({name: logprob, **names}))
+
+    def of_prompt(self, token_id: int, logprob: PromptLogprob, top: int) -> msgspec.Raw:
+        """Returns vLLM's entry for a token of the prompt: the token and `top` alternatives by their ids."""
+        ranked = [(token_id, logprob.logprob, logprob.rank)]
+        ranked += [(other, value, rank) for rank, (other, value) in enumerate(logprob.top[:top], 1)]
+        entry = {
+            str(i): {"logprob": max(value, LOWEST_LOGPROB), "rank": rank, "decoded_token": self.spelled(i)}
+            for i, value, rank in ranked
+        }
+        return msgspec.Raw(encode(entry))
+
+    def of_echo(self, token_id: int, logprob: PromptLogprob, top: int) -> tuple[str, float, msgspec.Raw]:
+        """As `of_completion`, for a token of the prompt."""
+        return self._of_completion(token_id, logprob.logprob, logprob.top[:top])
+
+    def spelled(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.name(token_id),
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self.spelled(token_id)
+
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an output. Later text cannot change it."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str
+    """For a call, a part of its arguments."""
+    call: int = -1
+    """The index of the call."""
+    call_id: str | None = None
+    name: str | None = None
+    """The name of the function. Only the first part of a call has it and `call_id`."""
+
+
+class OutputParser:
+    """Parses the text of one choice of a chat.
+
+    Attributes:
+        reasons: reasoning is divided from the answer.
+        reasoning_tokens: texts that added to the reasoning.
+    """
+
+    def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
+        body = request.body
+        assert isinstance(body, ChatOptions)
+        self._max_calls = 1 if body.parallel_tool_calls is False else None
+        self._only_calls = body.must_call
+        self._named = isinstance(body.tool_choice, NamedTool)
+        tool_format = tokenizer.format_of_calls(forced=body.must_call) if body.offered_tools else None
+        self._tools = None if tool_format is None else tool_format()
+        reasoning = tokenizer.reasoning_parser if body.separate_reasoning else None
+        self.reasons = reasoning is not None
+        self.reasoning_tokens = 0
+        self._reasoning = None if reasoning is None else reasoning(request.beginning)
+        self._with_reasoning = body.include_reasoning
+        self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
+
+    @property
+    def called(self) -> bool:
+        """True if there was a tool call."""
+        return self._tools is not None and self._tools.num_calls > 0
+
+    @property
+    def chose_to_call(self) -> bool:
+        """True if there was a tool call, and not because `tool_choice` names the tool."""
+        return self.called and not self._named
+
+    def push(self, text: str, *, last: bool) -> list[Part]:
+        """Takes the text of the next token. Returns the parts that are certain. `last`: none follows."""
+        parts: list[Part] = []
+        if self._reasoning is not None:
+            pushed = self._reasoning.push(text)
+            self.reasoning_tokens += bool(pushed.reasoning)
+            held = self._reasoning.finish() if last else Text()
+            reasoning, text = pushed.reasoning + held.reasoning, pushed.content + held.content
+            if self._withheld is not None:
+                self._withheld.append(reasoning)
+                reasoning = ""
+                if text or last:
+                    reasoning, self._withheld = "".join(self._withheld), None
+            if reasoning and self._with_reasoning:
+                parts.append(Part("reasoning", reasoning))
+        if self._tools is not None:
+            parts += map(
+                _part, self._kept([*self._tools.push(text), *(self._tools.finish() if last else ())])
+            )
+        elif text:
+            parts.append(Part("content", text))
+        return parts
+
+    def _kept(self, pieces: list[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if piece.call is None:
+                # The grammar allows only calls. Other text is the beginning of a call that was cut off.
+                if not self._only_calls and piece.text:
+                    yield piece
+            elif self._max_calls is None or piece.call < self._max_calls:
+                yield piece
+
+
+def _part(piece: Piece) -> Part:
+    if piece.call is None:
+        return Part("content", piece.text)
+    if piece.name is None:
+        return Part("call", piece.text, piece.call)
+    # Mistral's chat templates demand an id of nine letters and digits.
+    call_id = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return Part("call", piece.text, piece.call, call_id, piece.name)

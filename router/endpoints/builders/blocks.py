@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.router.active_request import ActiveRequest
-from baton.router.endpoints.builders.base import ResponseBuilder, encode
-from baton.router.endpoints.builders.output_parser import OutputParser, Part
-from baton.router.generation.choice import Delta
+from baton.router.endpoints.builders.base import OutputParser, Part, ResponseBuilder, encode
+from baton.router.generation.output import Delta
 from baton.router.text.tokenizer import ModelTokenizer
 
 Event = dict[str, Any]

@@ -7,11 +7,10 @@ from typing import Any, Literal
 import msgspec
 
 from baton.router.active_request import ActiveRequest
+from baton.router.endpoints.builders.base import LogprobEntries, Part
 from baton.router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
-from baton.router.endpoints.builders.logprobs import LogprobEntries
-from baton.router.endpoints.builders.output_parser import Part
 from baton.router.errors import ApiError
-from baton.router.generation.choice import Delta
+from baton.router.generation.output import Delta
 from baton.router.text.tokenizer import ModelTokenizer
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]

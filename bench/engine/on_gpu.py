@@ -1,0 +1,275 @@
+"""An engine with random weights on a GPU: a model's shape, in a format of its weights and its KV.
+
+A decode row is the time from step to step with about 1,064 tokens of context. A prefill row is the time from
+arrival to the last first token, in chunks of 16,384 tokens. The goal of a row is its *must*. `.bytes` is what
+a step reads and writes, as a share of the card's bandwidth. `.floor` is a lower bound of the same run: for
+the dense shape the plain products by cuBLAS and the KV (`floor`), for others the time of the bytes.
+
+Of a mixture of experts only those with tokens are read: `.experts` is their number, per layer and step,
+counted while the requests decode. A model with state layers is compared with the dense shape in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import baton.bench.contract as contract
+from baton.bench.contract import Report, Row
+from baton.bench.engine.drive import (
+    decode_step_seconds,
+    drain,
+    fill,
+    median_ms,
+    prefill_seconds,
+    prompt,
+)
+from baton.bench.engine.floor import Floor, Fp8Floor, Shape
+from baton.bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S
+from baton.bench.shapes import DENSE, HYBRIDS, MOE, SHAPES, write_shape
+from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
+
+CONTEXT = 1064
+BUDGET, LONGEST = 16384, 131072
+OVER_FLOOR = 1.15
+"""Goal of a decode step of a model with state layers, in times of its floor."""
+COUNTED = 32
+"""Decode steps that `.experts` is the mean of."""
+INT4_GROUP = 128
+"""Columns of a group of INT4 weights."""
+
+Bound = float | None  # ms
+_NO_BOUND: dict[int, Bound] = dict.fromkeys((1, 8, 32, 64, 128, 256))
+_NO_PREFILL_BOUND: dict[tuple[int, int], Bound] = dict.fromkeys([(1, 2000), (1, 8000), (4, 2000)])
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs, and what it must take in ms.
+
+    Attributes:
+        decode: by batch.
+        prefill: by (requests, tokens of each).
+        floor: the products by cuBLAS; None: the time of the bytes.
+        bytes, output_bytes: of a parameter, and of one of the output projection.
+    """
+
+    name: str
+    decode: Mapping[int, Bound]
+    prefill: Mapping[tuple[int, int], Bound]
+    floor: type[Floor] | None = Floor
+    bytes: float = 2
+    output_bytes: float = 2
+
+
+DENSE_CASES = {
+    (None, None): Case(
+        "engine",
+        {1: 4.5, 8: 4.8, 32: 5.8, 64: 6.9, 128: 9.8, 256: 16.8},
+        {(1, 2000): 49.8, (1, 8000): 212.0, (4, 2000): 194.0, (16, 2000): 752.0},
+    ),
+    ("fp8", None): Case(
+        "engine.fp8",
+        {1: 3.2, 8: 3.5, 32: 4.6, 64: 5.6, 128: 8.4, 256: 14.8},
+        {(1, 2000): 30.5, (1, 8000): 138.0, (4, 2000): 122.0},
+        Fp8Floor,
+        bytes=1,
+    ),
+    (None, "fp8"): Case("engine.fp8_kv", _NO_BOUND, _NO_PREFILL_BOUND),
+    ("fp8", "fp8"): Case("engine.fp8_fp8_kv", _NO_BOUND | {256: 10.5}, _NO_PREFILL_BOUND, Fp8Floor, bytes=1),
+    ("int4", None): Case(
+        "engine.int4", _NO_BOUND | {1: 2.2}, _NO_PREFILL_BOUND, bytes=1 / 2 + 2 / INT4_GROUP, output_bytes=1
+    ),
+}
+"""By --quantization and --kv-cache-dtype."""
+MOE_CASES = {
+    None: Case(
+        "engine.moe",
+        {1: 4.0, 8: 8.9, 32: 15.8, 64: 18.0, 128: 20.0, 256: 25.0},
+        {(1, 2000): 39.0, (1, 8000): 145.0, (4, 2000): 121.0},
+        floor=None,
+    ),
+    "fp8": Case(
+        "engine.moe.fp8",
+        {1: 4.06, 8: 4.52, 32: 5.61, 64: 6.60, 128: 9.08, 256: 14.0},
+        {(1, 2000): 40.0, (1, 8000): 120.0, (4, 2000): 92.0},
+        floor=None,
+        bytes=1,
+    ),
+}
+HYBRID_CASE = Case(
+    "engine.hybrid",
+    _NO_BOUND,
+    dict.fromkeys([(1, 2000), (1, 8000), (1, 32000), (1, 128000)]),
+    floor=None,
+)
+
+
+def case_of(args: argparse.Namespace) -> Case | None:
+    """None if the shape is not measured in this format."""
+    if args.model_shape in HYBRIDS:
+        return None if args.quantization or args.kv_cache_dtype else HYBRID_CASE
+    if args.model_shape == MOE:
+        return None if args.kv_cache_dtype else MOE_CASES.get(args.quantization)
+    return DENSE_CASES.get((args.quantization, args.kv_cache_dtype))
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    case = case_of(args)
+    assert case is not None, "checked with the arguments"
+    floors = _floors(case)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        dense: dict[tuple[int, int], float] = {}
+        if case is HYBRID_CASE:
+            with_attention = _engine(DENSE, directory, 8, args)
+            dense = {work: _prefill_ms(with_attention, *work, rounds=2)[0] for work in case.prefill}
+            with_attention.close()
+            del with_attention
+        engine = _engine(args.model_shape, directory, 256, args)
+        _prefills(engine, case, report, floors, dense, rounds=3 if args.short else 9)
+        _decodes(engine, case, report, floors, steps=32 if args.short else 128)
+        engine.close()
+
+
+def _prefills(
+    engine: Engine,
+    case: Case,
+    report: Report,
+    floors: Mapping[tuple[int, ...], float],
+    dense: Mapping[tuple[int, int], float],
+    rounds: int,
+) -> None:
+    """`dense`: what the dense shape takes in ms, if it was measured."""
+    config = engine.model_config
+    active = config.parameters_read(1) - config.embedding_parameters
+    for (requests, tokens), must in case.prefill.items():
+        took, longest = _prefill_ms(engine, requests, tokens, rounds=rounds if tokens <= 8000 else 2)
+        name = f"{case.name}.prefill.{requests}x{tokens}"
+        _add(report, name, took, longest, must)
+        if (floor := floors.get((requests, tokens))) is not None:
+            _add_floor(report, name, took, floor)
+        if (other := dense.get((requests, tokens))) is not None:
+            report.add(Row(f"{name}.dense", other, "ms", ratio=took / other, ratio_to=f"{DENSE}, same run"))
+        rate = 2 * active * requests * tokens / (took / 1e3)
+        _add_rate(report, f"{name}.gemm_flops", rate, FLOPS_PER_S, "TFLOP/s", 1e12)
+
+
+def _decodes(
+    engine: Engine, case: Case, report: Report, floors: Mapping[tuple[int, ...], float], steps: int
+) -> None:
+    for batch, must in case.decode.items():
+        times = decode_step_seconds(engine, batch, CONTEXT, steps)
+        name, took = f"{case.name}.decode.b{batch}", median_ms(times)
+        experts = experts_read(engine, batch, CONTEXT) if case in MOE_CASES.values() else None
+        moved = bytes_moved(engine, case, batch, CONTEXT, experts)
+        floor = floors.get((batch,), moved / BYTES_PER_S * 1e3)
+        p99 = contract.percentile(times, 0.99) * 1e3
+        _add(report, name, took, p99, OVER_FLOOR * floor if case is HYBRID_CASE else must)
+        _add_floor(report, name, took, floor)
+        _add_rate(report, f"{name}.bytes", moved / (took / 1e3), BYTES_PER_S, "GB/s", 1e9)
+        if experts is not None:
+            report.add(Row(f"{name}.experts", experts, "per layer and step"))
+
+
+def _floors(case: Case) -> dict[tuple[int, ...], float]:
+    """The times of the products by cuBLAS in ms: of a decode step by (batch,), of a prefill by (requests,
+    tokens of each). Empty if the case has another floor."""
+    if case.floor is None:
+        return {}
+    floor = case.floor(dense_shape(fp8_kv=case.name.endswith("fp8_kv")))
+    found: dict[tuple[int, ...], float] = {(batch,): floor.decode_ms(batch, CONTEXT) for batch in case.decode}
+    return found | {work: floor.prefill_ms(*work) for work in case.prefill}
+
+
+def _engine(shape: str, directory: Path, running: int, args: argparse.Namespace) -> Engine:
+    """An engine without a limit on the chunks of prompts. The memory of one before is free again."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return build_engine(
+        EngineConfig(
+            str(write_shape(shape, directory)),
+            dtype="bfloat16",
+            device="cuda",
+            load_format="dummy",
+            quantization=args.quantization or "auto",
+            kv_cache_dtype=args.kv_cache_dtype or "auto",
+            max_model_len=LONGEST if args.model_shape in HYBRIDS else BUDGET,
+            enable_prefix_caching=False,
+            max_num_seqs=running,
+            max_num_batched_tokens=BUDGET,
+            ttit_target=60.0,  # no limit on the chunks of prompts beside decodes
+        )
+    )
+
+
+def _add(report: Report, name: str, took: float, p99: float, must: Bound) -> None:
+    report.add(Row(name, took, "ms", p99=p99, goal=must, better=None if must is None else "lower"))
+
+
+def _add_floor(report: Report, name: str, took: float, floor: float) -> None:
+    report.add(Row(f"{name}.floor", floor, "ms", ratio=took / floor, ratio_to="the floor, same run"))
+
+
+def _add_rate(report: Report, name: str, rate: float, limit: float, unit: str, scale: float) -> None:
+    to = f"{limit / scale:g} {unit}"
+    report.add(Row(name, rate / scale, unit, ratio=rate / limit, ratio_to=to))
+
+
+def _prefill_ms(engine: Any, requests: int, tokens: int, *, rounds: int) -> tuple[float, float]:
+    """The median and the longest time of such prompts, in ms. The first round warms up."""
+    times = [
+        prefill_seconds(engine, [prompt(tokens, 100 * r + n + tokens) for n in range(requests)])
+        for r in range(rounds + 1)
+    ][1:]
+    return median_ms(times), max(times) * 1e3
+
+
+def experts_read(engine: Engine, batch: int, context: int) -> float:
+    """Experts with tokens, per layer and step, while `batch` requests decode."""
+    load = engine._runner.model.expert_load
+    fill(engine, batch, context - COUNTED // 2, 3 * COUNTED)
+    for _ in range(3):  # no counted step has a prompt
+        engine.step()
+    before, steps = load.totals.clone(), int(load.steps)
+    for _ in range(COUNTED):
+        engine.step()
+    _, reads = load.totals - before
+    steps = int(load.steps) - steps
+    drain(engine)
+    return int(reads.sum()) / len(reads) / steps
+
+
+def bytes_moved(engine: Any, case: Case, batch: int, context: int, experts: float | None) -> float:
+    """Bytes that a decode step reads and writes: weights, KV, and the states of each request both ways.
+
+    `experts`: those that are read in each layer; None: as many as random routes are expected to choose.
+    """
+    config, cache = engine.model_config, engine.cache_spec
+    head = config.vocab_size * config.hidden_size
+    matrices = config.parameters_read(batch) - config.embedding_parameters
+    if experts is not None:
+        one = 3 * config.hidden_size * config.experts.intermediate_size * len(config.experts.layers)
+        matrices += (experts - config.experts.read_by(batch)) * one
+    of_request = context * cache_bytes_per_token(cache) + 2 * state_bytes_per_request(cache)
+    return case.output_bytes * head + case.bytes * matrices + batch * of_request
+
+
+def dense_shape(*, fp8_kv: bool = False) -> Shape:
+    c = SHAPES[DENSE]
+    heads = c["num_attention_heads"]
+    head_dim = c["hidden_size"] // heads
+    return Shape(
+        layers=c["num_hidden_layers"], hidden=c["hidden_size"], heads=heads,
+        kv_heads=c["num_key_value_heads"], head_dim=head_dim,
+        feed_forward=c["intermediate_size"], vocab=c["vocab_size"],
+        kv_bytes_per_vector=head_dim + 4 if fp8_kv else 2 * head_dim,
+    )  # fmt: skip

@@ -1,0 +1,440 @@
+"""Attention of one query per request over the paged cache, split along the context.
+
+    out = Σ softmax(q · k(j) · scale) v(j),   first ≤ j < context
+
+`first` is 0, or the first position in the layer's span.
+
+Only the query heads of one group share keys (GQA packing). So the time goes into reading the cache once. The
+whole GPU reads it, also if contexts are few or of unequal length (Flash-Decoding, Dao 2023):
+
+1. `_partition`, once per step: cuts the contexts of the batch into at most `pieces` pieces of equal length.
+   It takes the shortest length that allows this. A long context gets many pieces, a short one only one.
+2. `_split`, one program per (piece, KV head): attention over the keys of the piece alone, and the logarithm
+   to base 2 of its softmax sum, lse(i). The first piece of a request has the sink in its sum.
+3. The pieces of a request are combined, in their order:
+   out = Σ 2^(lse(i) − max) · out(i) / Σ 2^(lse(i) − max). A request of one piece has its result already. Few
+   requests have many pieces each, so `_combine` has a program for each of their query heads. With more
+   requests, the program of `_split` that finishes last for a KV head combines, which saves a launch.
+
+The number of pieces depends on batch size and device alone, and programs read their work on the device. So a
+captured graph serves contexts of any length. A padding request, of context 0, has an empty piece and gets 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.kernels import KV, launch, parts
+from baton.engine.kernels.attention.online_softmax import (
+    LOG2_E,
+    any_tile,
+    cache_tiles,
+    first_seen,
+    logarithm,
+    normalized,
+    of_pairs,
+    span_options,
+    values_of,
+    whole_tile,
+)
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.model_config import Span
+
+# Measured on an H200.
+PIECES_PER_SM = 4  # programs of `_split` for each multiprocessor, if the requests alone give fewer
+BLOCK_N = 32  # keys of a tile; pieces are cut at multiples of it
+BYTES_PER_WARP = 256  # of a key
+STAGES = 7
+ROWS = 8  # least size of a side of a tensor core product; a group of query heads is padded to it
+
+PARTITION_PIECES = 32  # pieces that one program of `_partition` assigns
+COMBINED = 32  # results of `_split` that a program of `_combine` takes at once
+COMBINED_LAST = 16  # that the last program of `_split` takes at once, of all query heads of a group
+FEW_REQUESTS = 32  # up to these, `_combine` runs
+LEAST = tl.constexpr(-1e30)  # of m: −∞ would give NaN where a head is not used
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The work of each program in one decode step, the same for all layers with the same span."""
+
+    work: Tensor  # [pieces, 3] int32: request, first position, last position + 1; request −1: no work
+    first: Tensor  # [requests + 1] int32: request i has the pieces [first[i], first[i + 1])
+    finished: Tensor  # [requests, KV heads] int32: pieces that are finished; 0 between layers
+
+
+def partition(contexts: Tensor, num_kv_heads: int, multiprocessors: int, span: Span | None = None) -> Pieces:
+    """Cuts contexts [requests] int32 into pieces, from the first position in the span on."""
+    requests = len(contexts)
+    pieces = requests + -(-PIECES_PER_SM * multiprocessors // num_kv_heads)
+    new = contexts.new_empty
+    result = Pieces(new(pieces, 3), new(requests + 1), new(requests, num_kv_heads))
+    _partition[(triton.cdiv(pieces, PARTITION_PIECES),)](
+        contexts,
+        result.work,
+        result.first,
+        result.finished,
+        requests,
+        pieces,
+        KV_HEADS=num_kv_heads,
+        BLOCK_N=BLOCK_N,
+        REQUESTS=max(16, triton.next_power_of_2(requests)),
+        PIECES=PARTITION_PIECES,
+        **span_options(span),
+        num_warps=4,
+    )
+    return result
+
+
+def decode_attention(
+    q: Tensor,
+    kv: KV,
+    block_tables: Tensor,
+    pieces: Pieces,
+    out: Tensor,
+    span: Span | None,
+    sinks: Tensor | None,
+    scale: float,
+) -> None:
+    """Writes out. q and out [requests, num_heads, head_dim] have dense heads; block_tables [requests, blocks]
+    int32; `span` is that of `pieces`; sinks [num_heads]. `scale` multiplies the products of queries and
+    keys."""
+    requests, num_heads, head_dim = q.shape
+    cache, scales = parts(kv)
+    _, num_blocks, block_size, num_kv_heads, _ = cache.shape
+    group = num_heads // num_kv_heads
+    count = len(pieces.work)
+    partial = torch.empty((count, num_heads, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
+    values = values_of(cache, fp8=scales is not None)
+    few = requests <= FEW_REQUESTS
+    _split[(num_kv_heads, count)](
+        q,
+        cache,
+        values,
+        cache_tiles(cache, BLOCK_N, block_size),
+        cache_tiles(values, BLOCK_N, block_size),
+        cache if scales is None else scales,
+        block_tables,
+        pieces.work,
+        pieces.first,
+        partial,
+        lse,
+        pieces.finished,
+        out,
+        q if sinks is None else sinks,
+        scale * LOG2_E.value,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        num_blocks * block_size,
+        BLOCK_SIZE=block_size,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        ROWS=max(ROWS, triton.next_power_of_2(group)),
+        COMBINED=0 if few else max(1, COMBINED_LAST // triton.next_power_of_2(group)),
+        BLOCK_N=BLOCK_N,
+        FP8=scales is not None,
+        SPAN=span is not None,
+        SINKS=sinks is not None,
+        num_warps=max(1, head_dim * cache.itemsize // BYTES_PER_WARP),
+        num_stages=STAGES,
+        **launch.options(),
+    )
+    if few:
+        _combine[(requests, num_heads)](
+            partial,
+            lse,
+            pieces.first,
+            out,
+            out.stride(0),
+            HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            COMBINED=COMBINED,
+            num_warps=1,
+            **launch.options(),
+        )
+
+
+@triton.jit(do_not_specialize=["requests", "pieces"])
+def _partition(
+    contexts,
+    work,
+    first,
+    finished,
+    requests,
+    pieces,
+    KV_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    PIECES: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+):
+    requests_of = tl.arange(0, REQUESTS)
+    context = tl.load(contexts + requests_of, mask=requests_of < requests, other=0)
+    tiles = (context + BLOCK_N - 1) // BLOCK_N - first_seen(context - 1, SPAN, CHUNKED) // BLOCK_N
+    tiles = tl.where(requests_of < requests, tl.maximum(tiles, 1), 0)
+    # Bisection for the shortest length, in tiles, that gives at most `pieces` pieces.
+    low = 1
+    high = tl.maximum(tl.max(tiles, axis=0), 1)
+    while low < high:
+        middle = (low + high) // 2
+        if tl.sum((tiles + middle - 1) // middle, axis=0) <= pieces:
+            high = middle
+        else:
+            low = middle + 1
+    count = (tiles + high - 1) // high
+    ends = tl.cumsum(count, axis=0)
+
+    own = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
+    past = ends[None, :] <= own[:, None]  # [pieces, requests]: all pieces of the request come before this one
+    request = tl.sum(past.to(tl.int32), axis=1)
+    before = tl.sum(tl.where(past, count[None, :], 0), axis=1)
+    taken = request < REQUESTS
+    last = tl.load(contexts + request, mask=taken & (request < requests), other=0)
+    seen = first_seen(last - 1, SPAN, CHUNKED)
+    start = seen // BLOCK_N * BLOCK_N + (own - before) * high * BLOCK_N
+    stop = tl.minimum(start + high * BLOCK_N, last)
+    start = tl.minimum(tl.maximum(start, seen), last)
+    inside = own < pieces
+    tl.store(work + own * 3, tl.where(taken, request, -1), mask=inside)
+    tl.store(work + own * 3 + 1, start, mask=inside)
+    tl.store(work + own * 3 + 2, stop, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(first + requests_of, ends - count, mask=requests_of < requests)
+        tl.store(first + requests, tl.sum(count, axis=0))
+        for head in tl.static_range(KV_HEADS):
+            tl.store(finished + requests_of * KV_HEADS + head, 0, mask=requests_of < requests)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _split(
+    q,
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
+    kv_scales,
+    block_tables,
+    work,
+    first,
+    partial,
+    lse,
+    finished,
+    out,
+    sinks,
+    scale,
+    q_stride,
+    out_stride,
+    table_stride,
+    slots,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COMBINED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP8: tl.constexpr,
+    SPAN: tl.constexpr,
+    SINKS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    inputs_ready(OVERLAP)
+    kv_head = tl.program_id(0)  # the heads of a piece run at once, since they are neighbours in memory
+    piece = tl.program_id(1)
+    request = tl.load(work + piece * 3).to(tl.int64)
+    if request < 0:
+        return
+    begin, stop = tl.load(work + piece * 3 + 1), tl.load(work + piece * 3 + 2)
+    rows_of_q = tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    used = rows_of_q < GROUP
+    heads = kv_head * GROUP + rows_of_q
+    in_row = heads[:, None] * HEAD_DIM + dims[None, :]
+    queries = tl.load(q + request * q_stride + in_row, mask=used[:, None], other=0.0)
+    first_piece = tl.load(first + request)
+    pieces = tl.load(first + request + 1) - first_piece
+
+    table = block_tables + request * table_stride
+    m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    # With FP8 these are for the lower and the upper numbers of pairs, else `acc` has all.
+    acc, upper_acc = tl.zeros([WIDTH, ROWS], tl.float32), tl.zeros([WIDTH, ROWS], tl.float32)
+    queries, scale = normalized(queries, scale, FP8)
+    queries = tl.trans(queries)
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
+        m = tl.where(piece == first_piece, sink, m)
+        total = tl.where(piece == first_piece, 1.0, total)
+    if SPAN:
+        unaligned = begin % BLOCK_N
+        if unaligned != 0:
+            k, v, k_scale, v_scale, inside = any_tile(
+                keys, values, kv_scales, table, begin - unaligned, stop, slots, kv_head,
+                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+            )  # fmt: skip
+            seen = inside & (tl.arange(0, BLOCK_N) >= unaligned)
+            m, total, acc, upper_acc = attend(
+                queries, k, v, k_scale, v_scale, seen, m, total, acc, upper_acc, scale, True, FP8
+            )
+            begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
+    last = begin + (stop - begin) // BLOCK_N * BLOCK_N
+    for start in tl.range(begin, last, BLOCK_N):
+        k, v, k_scale, v_scale = whole_tile(
+            keys, values, key_tiles, value_tiles, kv_scales, table, start, stop, slots, kv_head,
+            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+        )  # fmt: skip
+        m, total, acc, upper_acc = attend(
+            queries, k, v, k_scale, v_scale, None, m, total, acc, upper_acc, scale, False, FP8
+        )
+    if last < stop:
+        k, v, k_scale, v_scale, inside = any_tile(
+            keys, values, kv_scales, table, last, stop, slots, kv_head,
+            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+        )  # fmt: skip
+        m, total, acc, upper_acc = attend(
+            queries, k, v, k_scale, v_scale, inside, m, total, acc, upper_acc, scale, True, FP8
+        )
+    result = tl.interleave(tl.trans(acc), tl.trans(upper_acc)) if FP8 else tl.trans(acc)
+    result /= tl.where(total == 0.0, 1.0, total)[:, None]  # 0: the piece of a padding request
+    to_row, count = out + request * out_stride, finished + request * KV_HEADS + kv_head
+    if pieces == 1:
+        tl.store(to_row + in_row, result.to(out.dtype.element_ty), mask=used[:, None])
+    else:
+        to = piece.to(tl.int64) * KV_HEADS * GROUP
+        tl.store(partial + to * HEAD_DIM + in_row, result, mask=used[:, None])
+        tl.store(lse + to + heads, m + tl.log2(total), mask=used)
+        if COMBINED:
+            _combine_last(
+                partial, lse, count, to_row, first_piece, pieces, kv_head, KV_HEADS, GROUP, HEAD_DIM, COMBINED
+            )
+
+
+@triton.jit
+def _combine_last(
+    partial,
+    lse,
+    count,
+    to_row,
+    first,
+    pieces,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
+    """Counts a piece. The program that finishes last combines all of them."""
+    tl.debug_barrier()  # all threads have stored before the program counts as finished
+    if tl.atomic_add(count, 1, sem="acq_rel") == pieces - 1:
+        tl.store(count, 0)
+        own = tl.arange(0, triton.next_power_of_2(GROUP))
+        heads, used = kv_head * GROUP + own, own < GROUP
+        _add_up(partial, lse, to_row, first, pieces, heads, used, KV_HEADS * GROUP, HEAD_DIM, COMBINED)
+
+
+@triton.jit
+def attend(
+    queries,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    seen,
+    m,
+    total,
+    acc,
+    upper_acc,
+    scale,
+    MASKED: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """Adds a tile, for queries [head_dim, rows]. Keys and dimensions are the large sides of the products, so
+    that few rows waste little of them. With MASKED, only the keys in `seen` [keys] count. Returns the new m,
+    total, acc and upper_acc."""
+    shift, inverse = logarithm(v_scale, FP8)
+    upper = v
+    if FP8:
+        k = k.to(queries.dtype)
+        v, upper = of_pairs(v, queries.dtype)
+        k_scale *= scale
+    scores = tl.dot(k, queries, input_precision="tf32x3")
+    if FP8:
+        scores = scores * k_scale[:, None] + shift[:, None]
+    else:
+        scores *= scale
+    if MASKED:
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, axis=0))
+    weights = tl.exp2(scores - new_m[None, :])
+    shrink = tl.exp2(m - new_m)
+    total = total * shrink + tl.sum(weights * inverse[:, None] if FP8 else weights, axis=0)
+    weights = weights.to(v.dtype)
+    acc = tl.dot(tl.trans(v), weights, acc * shrink[None, :], input_precision="tf32x3")
+    if FP8:
+        upper_acc = tl.dot(tl.trans(upper), weights, upper_acc * shrink[None, :], input_precision="tf32x3")
+    return new_m, total, acc, upper_acc
+
+
+@triton.jit
+def _combine(
+    partial,
+    lse,
+    first,
+    out,
+    out_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    inputs_ready(OVERLAP)
+    request = tl.program_id(0)
+    begin = tl.load(first + request)
+    pieces = tl.load(first + request + 1) - begin
+    if pieces > 1:
+        head = tl.program_id(1) + tl.arange(0, 1)
+        to_row = out + request.to(tl.int64) * out_stride
+        _add_up(partial, lse, to_row, begin, pieces, head, head < HEADS, HEADS, HEAD_DIM, COMBINED)
+
+
+@triton.jit
+def _add_up(
+    partial,
+    lse,
+    to_row,
+    first,
+    pieces,
+    heads,
+    used,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COMBINED: tl.constexpr,
+):
+    """Writes the `heads` of a request that are `used`, from its pieces, COMBINED of them at a time."""
+    dims = tl.arange(0, HEAD_DIM)
+    m = tl.full(heads.shape, float("-inf"), tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    acc = tl.zeros([heads.shape[0], HEAD_DIM], tl.float32)
+    for start in tl.range(first, first + pieces, COMBINED):
+        own = start + tl.arange(0, COMBINED)
+        there = (own < first + pieces)[:, None] & used[None, :]
+        at = own.to(tl.int64)[:, None] * HEADS + heads[None, :]
+        weight = tl.load(lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        of_heads = partial + at[:, :, None] * HEAD_DIM + dims[None, None, :]
+        values = tl.load(of_heads, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        new_m = tl.maximum(tl.maximum(m, tl.max(weight, axis=0)), LEAST)
+        weight = tl.exp2(weight - new_m[None, :])
+        shrink = tl.exp2(m - new_m)
+        total = total * shrink + tl.sum(weight, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(weight[:, :, None] * values, axis=0)
+        m = new_m
+    to = to_row + heads[:, None] * HEAD_DIM + dims[None, :]
+    result = acc / tl.maximum(total, 1e-30)[:, None]  # 0: a head that is not used
+    tl.store(to, result.to(to_row.dtype.element_ty), mask=used[:, None])

@@ -1,0 +1,246 @@
+"""Paged attention: its metadata, and plain torch that defines it and runs on a CPU.
+
+KV of one layer is [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]: plain, or in FP8 with a scale
+for each token and head.
+
+    written    values = x / scale, rounded to FP8;  scale = largest |x| of the head / 448
+    read       scores = (q · values of K) · scale of K;  out = Σ (probability · scale of V) · values of V
+
+A scale depends on its token alone. So what a request computes does not depend on other requests, chunks or
+block sizes. If a head of a token has NaN or an infinite number, only requests that see this token get NaN.
+
+Position p of a request is in slot block_table[p // block_size] * block_size + p % block_size of the same
+tensor seen as [2, slots, …].
+Slots outside a request's context are never multiplied, not even by zero: they may hold NaN.
+
+A layer may have a span (`engine.model_config.Span`), which hides the first keys of a request: kernels skip
+whole blocks or tiles of them. A layer may have a *sink* for each head (Xiao 2023): a logit that takes part in
+the softmax like a key, but has no value.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton.engine.model_config import Span
+
+KEYS = 16
+"""The number of keys is padded to a multiple of this. So the kernel has no rest of a vector, which it would
+sum in another order: in bfloat16 a query has the same result in any chunk of its prompt."""
+
+MOST_QUERIES = 512
+"""Queries of a prompt at a time. From 768 on the kernel computes in other blocks, which also changes the
+order of sums."""
+
+
+class Fp8KV(NamedTuple):
+    """It stands for values times scales."""
+
+    values: Tensor  # [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim] FP8
+    scales: Tensor  # [2, num_blocks, num_kv_heads, block_size] float32: attention reads neighbours of a head
+
+
+KV = Tensor | Fp8KV
+"""A plain cache is a tensor in the shape of `Fp8KV.values`."""
+
+
+def parts(kv: KV) -> tuple[Tensor, Tensor | None]:
+    """The values, and the scales if the cache has some."""
+    return (kv, None) if isinstance(kv, Tensor) else kv
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where one step reads and writes KV. Queries that decode come first, in the rows [0, num_decodes), each
+    as a request of its own. The chunks of prefills follow, one after the other.
+
+    The tensors are on the engine's device. A captured graph has static tensors: made for the largest batch,
+    sliced for a smaller one, and overwritten before each replay. Padding rows have slot −1 and context 0;
+    padding tiles are zeros. In a graph, `num_decodes` is an upper bound: further rows up to it have context 0
+    and may belong to chunks. The torch reference supports no graphs."""
+
+    block_size: int
+    slots: Tensor  # [rows] int64: where the KV of each row goes
+    block_tables: Tensor  # [requests, blocks] int32; any block past a request's own
+    contexts: Tensor  # [num_decodes or more] int32: positions that each query that decodes sees
+    num_decodes: int
+    prefills: Sequence[tuple[int, int]]  # (start, stop) positions of each chunk, on the host
+    tiles: Tensor | None = None
+    """[pieces, TILE_FIELDS] int32, from `tile_work` with `Kernels.tile_programs`; replaces `prefills` in a
+    graph."""
+    state_slots: Tensor | None = None  # [requests] int32: their states; None: no layer has states
+    scans: Tensor | None = None  # [chunks, 6] int32, from `scan_work`; replaces `prefills` for states
+    state_copies: Tensor | None = None
+    """[rows] int32: 1 + the slot that gets a copy of the states after this row of a prompt; 0: none. Only
+    rows that end a chunk of `Kernels.chunk_tokens` have one. None: there are no copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Requests of similar length with one query each, padded to the same number of blocks."""
+
+    rows: slice
+    blocks: Tensor  # [requests * blocks] int32, padded with any block
+    hidden: Tensor  # [hidden positions] int64: indices among the gathered positions
+    mask: Tensor  # [requests, 1, 1, length], 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGroup:
+    """Queries of one request, at successive positions."""
+
+    rows: slice
+    blocks: Tensor  # [blocks] int32
+    length: int  # positions in these blocks, up to that of the last query
+    mask: Tensor | None  # [queries, padded length], 0 or -inf; None: the queries start the sequence
+
+    @property
+    def padded(self) -> int:
+        """Length with padding."""
+        return _padded(self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """The plan for `paged_attention`, the same for all layers of a step that have the same span."""
+
+    decodes: Sequence[DecodeGroup]
+    prefills: Sequence[PrefillGroup]
+
+
+def first_seen(positions: Tensor, span: Span | None) -> Tensor:
+    """The first position that the query at each of these positions sees."""
+    if span is None:
+        return torch.zeros_like(positions)
+    if span.chunked:
+        return positions // span.length * span.length
+    return (positions + 1 - span.length).clamp_min(0)
+
+
+def plan_attention(metadata: AttentionMetadata, span: Span | None, dtype: torch.dtype) -> TorchPlan:
+    block_size, tables = metadata.block_size, metadata.block_tables
+    contexts = metadata.contexts[: metadata.num_decodes, None].long()
+    first = first_seen(contexts - 1, span)
+    first_block = first // block_size
+    counts = (-(-contexts // block_size) - first_block).flatten().tolist()  # blocks of each request
+
+    decodes = []
+    # Grouped by a count that is rounded up to a power of two. So padding is at most half of a group.
+    for _, members in groupby(range(metadata.num_decodes), key=lambda i: (counts[i] - 1).bit_length()):
+        group = list(members)
+        rows = slice(group[0], group[-1] + 1)
+        width = max(counts[request] for request in group)
+        blocks = first_block[rows] + torch.arange(width)
+        positions = first_block[rows] * block_size + torch.arange(width * block_size)
+        hidden = (positions < first[rows]) | (positions >= contexts[rows])
+        decodes.append(
+            DecodeGroup(
+                rows=rows,
+                blocks=tables[rows].gather(1, blocks.clamp_max(tables.shape[1] - 1)).flatten(),
+                hidden=hidden.flatten().nonzero()[:, 0],
+                mask=_minus_infinity(hidden, dtype)[:, None, None],
+            )
+        )
+
+    prefills = []
+    row = metadata.num_decodes
+    for request, (start, stop) in enumerate(metadata.prefills, metadata.num_decodes):
+        # Few queries at a time, so that most of the keys in a group's blocks are seen.
+        most = min(span.length, MOST_QUERIES) if span else MOST_QUERIES
+        for begin in range(start, stop, most):
+            end = min(begin + most, stop)
+            prefills.append(_prefill_group(tables[request], range(begin, end), block_size, row, span, dtype))
+            row += end - begin
+    return TorchPlan(decodes, prefills)
+
+
+def _prefill_group(
+    table: Tensor, queries: range, block_size: int, row: int, span: Span | None, dtype: torch.dtype
+) -> PrefillGroup:
+    at = torch.arange(queries.start, queries.stop)[:, None]
+    first = first_seen(at, span)
+    first_block = int(first[0]) // block_size
+    start, mask = first_block * block_size, None
+    length = queries.stop - start
+    if queries.start or first[-1]:
+        keys = torch.arange(start, start + _padded(length))
+        mask = _minus_infinity((keys < first) | (keys > at), dtype)
+    blocks = torch.arange(first_block, first_block - (-_padded(length) // block_size))
+    rows = slice(row, row + len(queries))
+    return PrefillGroup(rows, table[blocks.clamp_max(len(table) - 1)], length, mask)
+
+
+def _padded(length: int) -> int:
+    return -(-length // KEYS) * KEYS
+
+
+def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf"))
+
+
+def paged_attention(q: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None, scale: float | None) -> Tensor:
+    """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request that it sees.
+    The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. `scale`
+    multiplies the products of queries and keys; None: 1 / √head_dim. Returns [tokens, num_heads,
+    head_dim]."""
+    parts = [_decode(q[group.rows], kv, group, sinks, scale) for group in plan.decodes]
+    parts += [_prefill(q[group.rows], kv, group, sinks, scale) for group in plan.prefills]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, scale: float | None) -> Tensor:
+    requests, num_heads, head_dim = q.shape
+    seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)
+    num_kv_heads = seen.shape[2]
+    if len(group.hidden):
+        seen.index_fill_(1, group.hidden, 0)
+    keys, values = seen.view(2, requests, -1, num_kv_heads, head_dim).transpose(2, 3)
+    # The query heads that share a KV head become several queries of one head.
+    grouped = q.reshape(requests, num_kv_heads, -1, head_dim)
+    of_query = None if sinks is None else sinks.view(num_kv_heads, -1)
+    out = _attend(grouped, keys, values, group.mask, of_query, scale)
+    return out.reshape(requests, num_heads, head_dim)
+
+
+def _prefill(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale: float | None) -> Tensor:
+    seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)[:, : group.padded]
+    seen[:, group.length :] = 0
+    keys, values = seen.transpose(1, 2)
+    of_query = None if sinks is None else sinks[:, None]
+    queries = q.transpose(0, 1)[None]
+    return _attend(queries, keys[None], values[None], group.mask, of_query, scale)[0].transpose(0, 1)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float | None
+) -> Tensor:
+    """q [batch, heads, queries, head_dim]; sinks like [heads, queries]. Without a mask, it is causal."""
+    # What `scaled_dot_product_attention` calls on a CPU, and the logarithm of the softmax's sum as well.
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, logsumexp = flash(q, k, v, is_causal=mask is None, attn_mask=mask, scale=scale)
+    if sinks is not None:  # the sum grows by exp(sink)
+        out *= torch.sigmoid(logsumexp - sinks)[..., None]
+    return out
+
+
+def gathered(kv: KV, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """New memory with these blocks of a plain cache, or with those of an FP8 cache converted to `dtype`:
+    [2, len(blocks), block_size, num_kv_heads, head_dim]."""
+    if isinstance(kv, Tensor):
+        return kv.index_select(1, blocks)
+    scales = kv.scales.index_select(1, blocks).transpose(2, 3)[..., None]
+    bits = kv.values.view(torch.uint8).index_select(1, blocks)
+    # A table is four times as fast as torch's conversion on a CPU.
+    values = _numbers(dtype).index_select(0, bits.flatten().int()).view(bits.shape)
+    return values.mul_(scales)
+
+
+@functools.cache
+def _numbers(dtype: torch.dtype) -> Tensor:
+    """All FP8 numbers, by their bits."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)

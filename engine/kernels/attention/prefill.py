@@ -1,0 +1,323 @@
+"""Attention of prefill chunks over the paged cache: to earlier positions, and to the chunk itself.
+
+A query of position p attends to the positions first(p) … p of its request:
+
+    out(p) = Σ softmax(q(p) · k(j) · scale) v(j),   first(p) ≤ j ≤ p
+
+first(p) is 0, or the first position in the layer's span. The softmax may have a sink in its sum. One pass
+over the keys computes it, tile by tile (FlashAttention, Dao 2022/2023; `online_softmax`).
+
+*GQA packing*: the query heads of one KV head see the same keys. So the rows of a tile are BLOCK_M pairs
+(token, head of the group), and each key is loaded once for all.
+*Ragged batch*: the grid has no dimension for requests. `Tiles` lists the tokens and the chunk of each
+program, longest work first, so that the last wave is short.
+*Causal*: keys that the first token of a tile may see need no mask. The few keys after them are masked, in
+smaller tiles.
+*Span*: tiles of keys that no token sees are skipped. Those that only the last tokens do not see are masked.
+*Few tokens after many*: their tiles would leave most of the GPU idle. So the keys of a tile are cut into
+pieces (as in `decode_attention`): one for each program that runs at once, or a few where that is faster. The
+program that finishes last puts the pieces together, in their order. A layer with a span has few
+keys. There the program of the last piece does all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.kernels import KV, parts
+from baton.engine.kernels.attention.online_softmax import (
+    LOG2_E,
+    any_tile,
+    cache_tiles,
+    first_seen,
+    logarithm,
+    normalized,
+    of_pairs,
+    span_options,
+    values_of,
+    whole_tile,
+)
+from baton.engine.kernels.attention.tiles import SHORT, TILE_FIELDS, Shape
+from baton.engine.model_config import Span
+
+# Measured on an H200.
+STAGES = 5
+MASKED_N = 32  # keys of a tile that the causal mask cuts
+FIELDS = tl.constexpr(TILE_FIELDS)
+LEAST = tl.constexpr(-1e30)  # not −inf, which would give NaN where a query sees no key of its first tile
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The work of each program in one step, the same for all layers."""
+
+    work: Tensor  # [pieces, TILE_FIELDS] int32, from `tile_work`; a row of zeros: no work
+    shape: Shape
+    finished: Tensor | None
+    """[places, KV heads] int32: pieces that are finished, by the first place of the tile; 0 between layers.
+    None: each tile is one piece."""
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: KV,
+    block_tables: Tensor,
+    tiles: Tiles,
+    out: Tensor,
+    span: Span | None,
+    sinks: Tensor | None,
+    scale: float,
+) -> None:
+    """Writes the rows of the chunks in `tiles` to out. q and out [rows, num_heads, head_dim] have dense
+    heads; block_tables [requests, blocks] int32; sinks [num_heads]. `scale` multiplies the products of
+    queries and keys."""
+    _, num_heads, head_dim = q.shape
+    cache, scales = parts(kv)
+    _, num_blocks, block_size, num_kv_heads, _ = cache.shape
+    (block_m, block_n, warps), stages = tiles.shape, STAGES
+    if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
+        block_n, stages = SHORT.block_n, 1
+    values = values_of(cache, fp8=scales is not None)
+    split = tiles.finished is not None and span is None
+    partial = lse = finished = out  # not used
+    if tiles.finished is not None and span is None:
+        finished, places = tiles.finished, len(tiles.finished) * num_kv_heads * block_m
+        partial = torch.empty((places, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(places, dtype=torch.float32, device=q.device)
+    _prefill[(len(tiles.work), num_kv_heads)](
+        q,
+        cache,
+        values,
+        cache_tiles(cache, block_n, block_size),
+        cache_tiles(values, block_n, block_size),
+        cache if scales is None else scales,
+        block_tables,
+        tiles.work,
+        out,
+        q if sinks is None else sinks,
+        partial,
+        lse,
+        finished,
+        scale * LOG2_E.value,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        num_blocks * block_size,
+        BLOCK_SIZE=block_size,
+        KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        MASKED_N=MASKED_N,
+        FP8=scales is not None,
+        SINKS=sinks is not None,
+        SPLIT=split,
+        **span_options(span),
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill(
+    q,
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
+    kv_scales,
+    block_tables,
+    tiles,
+    out,
+    sinks,
+    partial,
+    lse,
+    finished,
+    scale,
+    q_stride,
+    out_stride,
+    table_stride,
+    slots,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED_N: tl.constexpr,
+    FP8: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0) * FIELDS
+    kv_head = tl.program_id(1)
+    request = tl.load(tile).to(tl.int64)
+    row = tl.load(tile + 1).to(tl.int64)
+    tokens = tl.load(tile + 2)
+    first = tl.load(tile + 3)
+    stop = first + tokens
+    if SPAN:
+        tokens = tl.where(tl.load(tile + 5) == stop, tokens, 0)
+    if tokens == 0:
+        return
+
+    packed = tl.arange(0, BLOCK_M)
+    token = packed // GROUP
+    dims = tl.arange(0, HEAD_DIM)
+    used = (token < tokens)[:, None]
+    head = kv_head * GROUP + packed % GROUP
+    in_row = (head * HEAD_DIM)[:, None] + dims[None, :]
+    row_of = (row + token)[:, None]
+    queries = tl.load(q + row_of * q_stride + in_row, mask=used, other=0.0)
+
+    whole = (first + 1) // BLOCK_N * BLOCK_N  # the causal mask hides no key before this position
+    begin, end, pieces = 0, stop, 1
+    if SPLIT:
+        begin, end, pieces = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 8)
+        whole = tl.minimum(whole, end)
+    m = tl.full([BLOCK_M], LEAST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # the first piece has the sink in its sum
+        m = tl.where(begin == 0, tl.load(sinks + head).to(tl.float32) * LOG2_E, m)
+        total += tl.where(begin == 0, 1.0, 0.0)
+    m, total, result = _attend_to(
+        queries, m, total, keys, values, key_tiles, value_tiles, kv_scales,
+        block_tables + request * table_stride,
+        first, tl.minimum(first + token, stop - 1), begin, whole, end, stop, scale, slots, kv_head,
+        BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, MASKED_N, FP8, SPAN, CHUNKED,
+    )  # fmt: skip
+    result /= total[:, None]
+    is_last = True
+    if pieces > 1:
+        result, is_last = _put_together(
+            result, m + tl.log2(total), partial, lse, finished, tile, pieces, kv_head, KV_HEADS
+        )
+    if is_last:
+        tl.store(out + row_of * out_stride + in_row, result.to(out.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def _attend_to(
+    queries,
+    m,
+    total,
+    keys,
+    values,
+    key_tiles,
+    value_tiles,
+    kv_scales,
+    table,
+    first,
+    query_positions,
+    begin,
+    whole,
+    end,
+    stop,
+    scale,
+    slots,
+    kv_head,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED_N: tl.constexpr,
+    FP8: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+):
+    """Adds the keys [begin, end), of which the causal mask hides none before `whole`. Returns m, total, and
+    the weighted sum of values."""
+    first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
+    acc = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
+    queries, scale = normalized(queries, scale, FP8)
+    if SPAN:
+        skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
+        begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
+        for start in tl.range(skipped, begin, BLOCK_N):
+            k, v, k_scale, v_scale, _ = any_tile(
+                keys, values, kv_scales, table, start, stop, slots, kv_head,
+                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+            )  # fmt: skip
+            seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
+            m, total, acc = attend(queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, True, FP8)
+    for start in tl.range(begin, whole, BLOCK_N):
+        k, v, k_scale, v_scale = whole_tile(
+            keys, values, key_tiles, value_tiles, kv_scales, table, start, stop, slots, kv_head,
+            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
+        )  # fmt: skip
+        m, total, acc = attend(queries, k, v, k_scale, v_scale, None, m, total, acc, scale, False, FP8)
+    for start in tl.range(whole, end, MASKED_N):
+        k, v, k_scale, v_scale, inside = any_tile(
+            keys, values, kv_scales, table, start, stop, slots, kv_head,
+            BLOCK_SIZE, KV_HEADS, HEAD_DIM, MASKED_N, FP8,
+        )  # fmt: skip
+        positions = start + tl.arange(0, MASKED_N)
+        seen = (positions[None, :] <= query_positions[:, None]) & inside[None, :]
+        if SPAN:
+            seen &= positions[None, :] >= first_keys
+        m, total, acc = attend(queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, True, FP8)
+    return m, total, acc
+
+
+@triton.jit
+def _put_together(result, own_lse, partial, lse, finished, tile, pieces, kv_head, KV_HEADS: tl.constexpr):
+    """Returns the result of a tile, and whether this program is the last one and has it.
+
+    result [m, dims] and own_lse [m]: of this program's piece, as in `decode_attention`. partial [places, KV
+    heads, m, dims], lse [places, KV heads, m]: scratch memory."""
+    m, dims = tl.arange(0, result.shape[0]), tl.arange(0, result.shape[1])
+    place = (tl.load(tile + 6) * KV_HEADS + kv_head).to(tl.int64)
+    first = tl.load(tile + 7) * KV_HEADS + kv_head
+    rows = place * result.shape[0] + m
+    tl.store(partial + rows[:, None] * result.shape[1] + dims[None, :], result)
+    tl.store(lse + rows, own_lse)
+    tl.debug_barrier()  # all threads have stored before the program counts as finished
+    is_last = tl.atomic_add(finished + first, 1, sem="acq_rel") == pieces - 1
+    if is_last:
+        tl.store(finished + first, 0)
+        largest = tl.full([result.shape[0]], LEAST, tl.float32)
+        total = tl.zeros([result.shape[0]], tl.float32)
+        result = tl.zeros(result.shape, tl.float32)
+        for i in tl.range(pieces):
+            rows = (first + i * KV_HEADS).to(tl.int64) * result.shape[0] + m
+            weight = tl.load(lse + rows, cache_modifier=".cg")
+            values = tl.load(partial + rows[:, None] * result.shape[1] + dims[None, :], cache_modifier=".cg")
+            new = tl.maximum(largest, weight)
+            shrink, weight = tl.exp2(largest - new), tl.exp2(weight - new)
+            total = total * shrink + weight
+            result = result * shrink[:, None] + values * weight[:, None]
+            largest = new
+        result /= total[:, None]
+    return result, is_last
+
+
+@triton.jit
+def attend(
+    queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, MASKED: tl.constexpr, FP8: tl.constexpr
+):
+    """Adds a tile. With MASKED, a query sees only the keys in `seen` [queries, keys]. Returns the new m,
+    total and acc."""
+    shift, inverse = logarithm(v_scale, FP8)
+    if FP8:
+        k = k.to(queries.dtype)
+        lower, upper = of_pairs(v, queries.dtype)
+        v = tl.interleave(lower, upper)
+        k_scale *= scale
+        scale = 1.0
+    scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
+    if FP8:
+        scores = scores * k_scale[None, :] + shift[None, :]
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - new_m[:, None])
+    shrink = tl.exp2(m - new_m)
+    total = total * shrink + tl.sum(weights * inverse[None, :] if FP8 else weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
+    return new_m, total, acc

@@ -1,0 +1,85 @@
+"""Mixture of experts in plain torch: it defines the result, and runs on a CPU.
+
+route: logits of the router ─▶ experts and weights of each token
+mix:   sort the tokens by expert ─▶ the products of each expert that has tokens ─▶ sum by token
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.kernels import Experts
+from baton.engine.model_config import ClampedSwiGLU, Scoring
+
+
+class Routing(NamedTuple):
+    """The experts of each token."""
+
+    experts: Tensor  # [tokens, chosen] int64
+    weights: Tensor  # [tokens, chosen] float32
+    on_input: bool  # the weights multiply the inputs of the experts, not their outputs
+
+
+def route(logits: Tensor, num_chosen: int, scoring: Scoring) -> Routing:
+    """Chooses the experts with the largest logits [tokens, experts], and weights them by `scoring`."""
+    if scoring is Scoring.SIGMOID_ON_INPUT:
+        highest, experts = logits.topk(num_chosen, dim=-1)
+        return Routing(experts, highest.float().sigmoid(), on_input=True)
+    weights, experts = logits.softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
+    if scoring is Scoring.NORMALIZED_SOFTMAX:
+        weights /= weights.sum(dim=-1, keepdim=True)
+    return Routing(experts, weights, on_input=False)
+
+
+def mix(
+    x: Tensor,
+    routing: Routing,
+    counts: Sequence[int],
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Experts,
+    rounded: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The weighted sum of down(silu(gate(x)) * up(x)) over the experts of each row of x [tokens, size].
+
+    `counts` has the number of tokens of each expert. gate_up [held, 2 * inner, size] and down [held, size,
+    inner] are the exact values of those in `experts`; other experts add nothing. `rounded` applies to the
+    input of down. A token's terms are added in the order of `routing`, which other tokens do not change."""
+    first = experts.first
+    before, counts = sum(counts[:first]), counts[first : first + len(gate_up)]
+    order = routing.experts.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
+    order = order[before : before + sum(counts)]
+    weights, inputs = routing.weights.to(x.dtype), x[order // routing.experts.shape[1]]
+    if routing.on_input:
+        inputs *= weights.flatten()[order, None]
+        weights = torch.ones_like(weights)
+    inner = _activated(_products(inputs, gate_up, experts.gate_up_bias, counts), experts.activation)
+    inner = inner if rounded is None else rounded(inner)
+    sorted_out = _products(inner, down, experts.down_bias, counts)
+    out = x.new_zeros(routing.experts.numel(), x.shape[1]).index_copy_(0, order, sorted_out)
+    return torch.bmm(weights[:, None], out.unflatten(0, routing.experts.shape)).squeeze(1)
+
+
+def _activated(gate_up: Tensor, activation: ClampedSwiGLU | None) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation is None:
+        return F.silu(gate).mul_(up)
+    gate, up = gate.clamp_max(activation.limit), up.clamp(-activation.limit, activation.limit)
+    return torch.sigmoid(activation.alpha * gate).mul_(gate).mul_(up + 1)
+
+
+def _products(x: Tensor, weights: Tensor, biases: Tensor | None, counts: Sequence[int]) -> Tensor:
+    """x Wᵀ + b, where the first counts[0] rows of x are for weights[0], and so on."""
+    out = x.new_empty(len(x), weights.shape[1])
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            rows = slice(start, start + count)
+            torch.mm(x[rows], weights[expert].T, out=out[rows])
+            if biases is not None:
+                out[rows] += biases[expert]
+            start += count
+    return out

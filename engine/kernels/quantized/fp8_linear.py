@@ -1,0 +1,213 @@
+"""y = x Wᵀ + b with x and W in FP8: y[m, n] = b[n] + Σ x[m, k] W[n, k], times the scales of x and W.
+
+With one scale for each row of x and of W, the scales apply to the sum. Few rows of x take the kernel below,
+as in decode steps, and many rows take cuBLAS. In between, the kernel takes the products whose tiles all run
+at once: tiles of 64 rows of W then occupy nearly all multiprocessors.
+
+With a scale for each group of 128 columns, the product of each group is multiplied, in float32. Many rows of
+x take cuBLAS, too, if W has a scale for each block of 128 × 128 and the device is one of Hopper's: cuBLAS
+knows this format from CUDA 12.9 on. All multiply the same FP8 numbers, so the number of rows changes only the
+order of the sum.
+
+A program handles a tile of y, and one of SPLITS parts of the columns. As in `skinny_linear`, the rows of W
+are the large side of the tensor core product (yᵀ = W xᵀ).
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton.engine.kernels import FP8, FP8_GROUP, Quantized, launch
+from baton.engine.kernels.fp8 import group_scales, outer_scales
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
+
+MAX_FEW_ROWS = 128
+BLOCK_N = 64
+WIDE, NARROW = 512, 256
+"""Columns at a time: where a program has a multiprocessor for itself, and where two share one."""
+MAX_STAGES = 8
+MAX_FEW_ROWS_BY_BLOCK = 32
+ALIGNED = 4
+"""What cuBLAS needs of the number of groups of columns, and of the rows of x if these have groups."""
+
+
+class Tiling(NamedTuple):
+    block_m: int  # rows of x
+    block_n: int  # rows of W
+    block_k: int  # columns
+    splits: int  # parts of the columns
+    warps: int
+    stages: int  # tiles loaded ahead
+
+
+AT_ONCE = Tiling(128, BLOCK_N, FP8_GROUP, 1, 4, 6)
+"""For more than MAX_FEW_ROWS rows of x, with a scale for each row."""
+MANY = Tiling(64, 128, FP8_GROUP, 1, 4, 3)
+"""For more than MAX_FEW_ROWS rows of x, with a scale for each group of columns."""
+
+
+def tiling(rows: int, inner: int, size: int, multiprocessors: int, *, grouped: bool) -> Tiling:
+    """The tiling for x [rows, inner] and W [size, inner]."""
+    if rows > MAX_FEW_ROWS:
+        return MANY if grouped else AT_ONCE
+    padded = max(16, triton.next_power_of_2(rows))
+    tiles = triton.cdiv(size, BLOCK_N)
+    shared = tiles > multiprocessors  # by two programs
+    columns = FP8_GROUP if grouped else NARROW if shared or padded >= 64 else WIDE
+    room = SHARED_BYTES // 2 if shared else SHARED_BYTES
+    stages = min(MAX_STAGES, room // (columns * (BLOCK_N + padded)))
+    # With the most rows, multiplying takes longer than reading W. Then more programs are worth their parts.
+    spread = tiles if padded < MAX_FEW_ROWS else triton.cdiv(tiles, 2)
+    parts = splits(spread, triton.cdiv(inner, columns), multiprocessors)
+    return Tiling(padded, BLOCK_N, columns, parts, 4, stages)
+
+
+def runs_at_once(rows: int, size: int, multiprocessors: int) -> bool:
+    """Whether the tiles of AT_ONCE occupy most of the multiprocessors, and each has one at most."""
+    tiles = triton.cdiv(rows, AT_ONCE.block_m) * triton.cdiv(size, AT_ONCE.block_n)
+    return multiprocessors // 2 < tiles <= multiprocessors
+
+
+@cache
+def knows_blocks(device: torch.device) -> bool:
+    """Whether cuBLAS multiplies with scales of blocks of 128 × 128 on this device."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return version >= (12, 9) and torch.cuda.get_device_capability(device)[0] == 9
+
+
+class Fp8Linear:
+    """A linear product with FP8 weights. Its calls must be in one stream."""
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, multiprocessors: int
+    ) -> None:
+        """weight [out, in] FP8, scales [groups, out or out / FP8_GROUP] float32, bias [out]: not copied.
+        dtype: of y."""
+        assert weight.shape[1] % 16 == 0, "the copy engine needs rows of a multiple of 16 bytes"
+        self._weight, self._scales, self._bias, self._dtype = weight, scales, bias, dtype
+        self._grouped, self._by_block = len(scales) > 1, scales.shape[1] < len(weight)
+        self._for_cublas = scales
+        if self._by_block:
+            self._for_cublas = scales.T.contiguous().T
+        self._multiprocessors = multiprocessors
+        self._finished = counters(triton.cdiv(len(weight), BLOCK_N), weight.device)
+
+    def __call__(self, x: Quantized) -> Tensor:
+        """x [rows, in]. Returns [rows, out]."""
+        rows, size = len(x.values), len(self._weight)
+        if self._grouped:
+            fits = self._by_block and self._weight.shape[1] % (ALIGNED * FP8_GROUP) == 0
+            by_cublas = rows > MAX_FEW_ROWS_BY_BLOCK and fits and knows_blocks(self._weight.device)
+        else:
+            by_cublas = rows > MAX_FEW_ROWS and not runs_at_once(rows, size, self._multiprocessors)
+        return self.cublas(x) if by_cublas else self.triton(x)
+
+    def cublas(self, x: Quantized) -> Tensor:
+        """The product by cuBLAS, with scales of rows or of blocks."""
+        rows = len(x.values)
+        weight, scales, dtype = self._weight.T, self._for_cublas, self._dtype
+        if not self._grouped:
+            return torch._scaled_mm(
+                x.values, weight, x.scales, scales, self._bias, out_dtype=dtype, use_fast_accum=True
+            )
+        values = F.pad(x.values.view(torch.uint8), (0, 0, 0, -rows % ALIGNED)).view(FP8)
+        of_x = x.scales.new_zeros(len(scales), len(values))
+        of_x[:, :rows] = x.scales.T
+        y = torch._scaled_mm(values, weight, of_x.T, scales, out_dtype=dtype)[:rows]
+        return y if self._bias is None else y.add_(self._bias)  # cuBLAS adds no bias to such a product
+
+    def triton(self, x: Quantized) -> Tensor:
+        """The product by the kernel alone."""
+        (rows, inner), size = x.values.shape, len(self._weight)
+        shape = tiling(rows, inner, size, self._multiprocessors, grouped=self._grouped)
+        tiles = triton.cdiv(size, shape.block_n)
+        out = torch.empty(rows, size, dtype=self._dtype, device=x.values.device)
+        parts = parts_of(out, shape.splits, tiles, shape.block_n, shape.block_m)
+        _fp8_linear[(triton.cdiv(rows, shape.block_m), tiles, shape.splits)](
+            TensorDescriptor.from_tensor(x.values, [shape.block_m, shape.block_k]),
+            x.scales,
+            TensorDescriptor.from_tensor(self._weight, [shape.block_n, shape.block_k]),
+            self._scales,
+            self._bias,
+            parts,
+            self._finished,
+            out,
+            rows,
+            size,
+            inner,
+            BLOCK_M=shape.block_m,
+            BLOCK_N=shape.block_n,
+            BLOCK_K=shape.block_k,
+            GROUPED=self._grouped,
+            BLOCKS=self._by_block,
+            SPLITS=shape.splits,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+            **launch.options(),
+        )
+        return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fp8_linear(
+    x_tiles,
+    x_scales,
+    weight_tiles,
+    weight_scales,
+    bias,
+    parts,
+    finished,
+    out,
+    rows,
+    size,
+    inner,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    inputs_ready(OVERLAP)
+    # Programs of the same rows of W are neighbours, so that W is read once.
+    first_row = tl.program_id(0) * BLOCK_M
+    tile, split = tl.program_id(1), tl.program_id(2)
+    row, column = first_row + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = row < rows, column < size
+    steps = tl.cdiv(inner, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    begin, end = split * steps // SPLITS, (split + 1) * steps // SPLITS
+    of_group_w = size // BLOCK_K if BLOCKS else size  # scales
+    x_at_group, w_at_group, of_x, of_w = 0, 0, 0, 0
+    if GROUPED:
+        x_at_group = x_scales + row * steps + begin
+        first_w = tile * BLOCK_N // BLOCK_K if BLOCKS else column
+        w_at_group = weight_scales + begin * of_group_w + first_w
+        of_x, of_w = group_scales(x_at_group, w_at_group, True, is_row, is_column, BLOCKS)
+    for step in tl.range(begin, end):
+        w = weight_tiles.load([tile * BLOCK_N, step * BLOCK_K])  # past the end: zeros
+        x = x_tiles.load([first_row, step * BLOCK_K])
+        if GROUPED:
+            scales = outer_scales(of_x, of_w, True, BLOCKS)
+            x_at_group += 1
+            w_at_group += of_group_w
+            of_x, of_w = group_scales(x_at_group, w_at_group, step + 1 < end, is_row, is_column, BLOCKS)
+            acc += tl.dot(w, tl.trans(x)) * scales
+        else:
+            acc = tl.dot(w, tl.trans(x), acc)
+    is_last = True
+    if SPLITS > 1:
+        acc, is_last = add_parts(acc, parts, finished, tile, tl.num_programs(1), split, SPLITS)
+    if is_last:
+        if not GROUPED:
+            a, b = group_scales(x_scales + row, weight_scales + column, True, is_row, is_column, False)
+            acc *= outer_scales(a, b, True, False)
+        store_transposed(acc, bias, out, first_row, tile * BLOCK_N, rows, size)

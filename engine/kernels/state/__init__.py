@@ -1,0 +1,1 @@
+"""State layers: Mamba-2 and the gated delta rule."""

@@ -1,0 +1,262 @@
+"""The gated delta rule for chunks of prompts. `gated_delta` defines it.
+
+In a chunk, the values w that are written solve a triangular system. Its matrix I + A depends neither on v nor
+on the state. So the inverse T of all chunks and heads is computed at once (`_solve`), as in DeltaNet's UT
+transform (Yang 2024) with the gates of Gated DeltaNet. Then a program takes some dims of a head through the
+chunks of a request, with the state in registers (`_scan`). With S the state before a chunk, it computes:
+
+    w = T β (v − exp(s) S k)
+    y = exp(s) S q + P w,  P_ij = exp(s_i − s_j) q_i · k_j for j ≤ i
+    S = exp(s_last) S + Σ_j exp(s_last − s_j) w_j ⊗ k_j
+
+β is part of T there, and the norms of k and q are parts of the factors of their rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.kernels import launch
+from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.state.gated_delta import EPS, GatedDelta
+from baton.engine.kernels.state.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, state_at
+from baton.engine.kernels.state.state_update import time_step
+
+SOLVE_WARPS = 4
+DIMS, WARPS = 32, 4
+FEW, MANY = 3, 2
+"""Stages of the pipeline. If there are few programs, each has a multiprocessor to itself."""
+BLOCK = tl.constexpr(16)
+"""Rows of the system that are solved one after another."""
+FACTORS = 4
+"""Factors of each row and head: those of S k, of S q, of w ⊗ k, and of the state before the chunk."""
+
+
+def scan(
+    rows: Tensor,
+    beside: Tensor,
+    layer: GatedDelta,
+    state: Tensor,
+    slots: Tensor,
+    scans: Tensor,
+    copies: Tensor | None,
+    prompts: int,
+    multiprocessors: int,
+    tokens: int,
+    y: Tensor,
+) -> None:
+    """rows [rows, channels] after the convolution, beside [rows, 2 · heads], y [rows, heads · head_dim]:
+    dense rows at any stride. scans from `scan_work` with this number of `tokens`, a power of 2, for at most
+    so many prompts. copies as `AttentionMetadata.state_copies`."""
+    _, heads, head_dim, size = state.shape
+    count, columns = len(rows), max(LEAST, triton.next_power_of_2(size))
+    dims = max(LEAST, min(DIMS, triton.next_power_of_2(head_dim)))
+    systems = torch.empty(2, count, heads, tokens, dtype=rows.dtype, device=rows.device)  # T and P
+    factors = torch.empty(FACTORS, heads, count, device=rows.device)
+    shape = {
+        "HEADS": heads,
+        "GROUP": heads // layer.groups,
+        "HEAD_DIM": head_dim,
+        "SIZE": size,
+        "COLUMNS": columns,
+        "TOKENS": tokens,
+    }
+    _solve[(len(scans), heads)](
+        rows,
+        beside,
+        layer.dt_bias,
+        layer.a,
+        scans,
+        systems,
+        factors,
+        rows.stride(0),
+        beside.stride(0),
+        count,
+        size**-0.5,
+        EPS,
+        **shape,
+        num_warps=SOLVE_WARPS,
+        **launch.options(),
+    )
+    # The first chunks of all prompts come first in `scans`.
+    parts = triton.cdiv(head_dim, dims)
+    fits = size <= LARGEST_FEW and rows.dtype is not torch.float32
+    few = fits and parts * heads * prompts <= multiprocessors
+    _scan[(prompts, heads, parts)](
+        rows,
+        state,
+        slots,
+        scans,
+        copies,
+        systems,
+        factors,
+        y,
+        rows.stride(0),
+        y.stride(0),
+        count,
+        DIMS=dims,
+        **shape,
+        num_warps=WARPS,
+        num_stages=FEW if few else MANY,
+        **launch.options(),
+    )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _solve(
+    rows,
+    beside,
+    dt_bias,
+    a,
+    scans,
+    systems,
+    factors,
+    row_stride,
+    beside_stride,
+    count,
+    scale,
+    eps,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    inputs_ready(OVERLAP)
+    chunk, head = scans + tl.program_id(0) * 6, tl.program_id(1)
+    tokens = tl.load(chunk + 2)
+    if tokens == 0:
+        return
+    token, columns = tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
+    used = token < tokens
+    row = tl.load(chunk + 1).to(tl.int64) + token
+    in_state = used[:, None] & (columns < SIZE)[None, :]
+    of_group = rows + row[:, None] * row_stride + (HEADS * HEAD_DIM + head // GROUP * SIZE + columns)[None, :]
+    k = tl.load(of_group, mask=in_state, other=0.0)
+    q = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0)
+    k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1) + eps)
+    q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1) + eps) * scale
+    of_head = beside + row * beside_stride + head
+    dt = tl.load(of_head, mask=used, other=0.0).to(tl.float32) + tl.load(dt_bias + head)
+    decay = tl.where(used, time_step(dt, 0.0, float("inf")) * tl.load(a + head), 0.0)
+    share = tl.where(used, tl.sigmoid(tl.load(of_head + HEADS, mask=used, other=0.0).to(tl.float32)), 0.0)
+    total, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
+
+    seen = token[:, None] >= token[None, :]
+    between = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf"))) * k_scale[None, :]
+    answers = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between * q_scale[:, None]
+    system = tl.dot(k, tl.trans(k), input_precision="tf32x3") * between * (k_scale * share)[:, None]
+    PRECISION: tl.constexpr = "tf32x3" if rows.dtype.element_ty == tl.float32 else "tf32"
+    inverse = _inverse(tl.where(token[:, None] > token[None, :], system, 0.0), PRECISION) * share[None, :]
+
+    to = systems + (row[:, None] * HEADS + head) * TOKENS + token[None, :]
+    tl.store(to, inverse.to(systems.dtype.element_ty), mask=used[:, None])
+    to += count.to(tl.int64) * HEADS * TOKENS
+    tl.store(to, answers.to(systems.dtype.element_ty), mask=used[:, None])
+    factor, to = HEADS * count.to(tl.int64), factors + head * count.to(tl.int64) + row
+    grown = tl.exp(total)
+    tl.store(to, grown * k_scale, mask=used)
+    tl.store(to + factor, grown * q_scale, mask=used)
+    tl.store(to + 2 * factor, tl.exp(whole - total) * k_scale, mask=used)
+    tl.store(to + 3 * factor, tl.exp(whole), mask=used)
+
+
+@triton.jit
+def _inverse(below, PRECISION: tl.constexpr):
+    """(I + below)⁻¹, for a matrix below the diagonal: first of the blocks on the diagonal, row by row. They
+    are the inverse D without the other blocks L. As (D L)⁴ is 0, four blocks a side need few products."""
+    TOKENS: tl.constexpr = below.shape[0]
+    BLOCKS: tl.constexpr = TOKENS // BLOCK
+    tl.static_assert(BLOCKS <= 4)
+    block, i, token = tl.arange(0, BLOCKS), tl.arange(0, BLOCK), tl.arange(0, TOKENS)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    parts = tl.reshape(below, [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    parts = tl.sum(tl.where(same, parts, 0.0), axis=2)  # [BLOCKS, BLOCK, BLOCK]
+    solved = tl.where(i[None, :, None] == i[None, None, :], 1.0, 0.0) + tl.zeros_like(parts)
+    for row in range(1, BLOCK):
+        at = (i == row)[None, :, None]
+        factors = tl.sum(tl.where(at, parts, 0.0), axis=1)
+        solved -= tl.where(at, tl.sum(factors[:, :, None] * solved, axis=1)[:, None, :], 0.0)
+    solved = tl.where(same, solved[:, :, None, :], 0.0)
+    diagonal = tl.reshape(solved, [TOKENS, TOKENS])
+    other = tl.where((token // BLOCK)[:, None] > (token // BLOCK)[None, :], below, 0.0)
+    step = tl.dot(diagonal, other, input_precision=PRECISION)
+    inverse = diagonal - tl.dot(step, diagonal, input_precision=PRECISION)
+    if BLOCKS > 2:
+        twice = tl.dot(step, step, input_precision=PRECISION)
+        inverse += tl.dot(twice, inverse, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit(do_not_specialize=["count"])
+def _scan(
+    rows,
+    state,
+    slots,
+    scans,
+    copies,
+    systems,
+    factors,
+    y,
+    row_stride,
+    y_stride,
+    count,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    inputs_ready(OVERLAP)
+    request, first, tokens, has_state = prompt_of(scans, tl.program_id(0))
+    if tokens == 0:
+        return
+    head = tl.program_id(1)
+    token, columns = tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
+    dims = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
+    in_head, in_state = (dims < HEAD_DIM)[None, :], columns < SIZE
+    inside = in_state[:, None] & in_head
+    slot = tl.load(slots + request).to(tl.int64)
+    kept = state_at(state, slot, head, dims, columns, HEADS, HEAD_DIM, SIZE)
+    now = tl.load(kept, mask=inside & has_state, other=0.0)
+    factor = HEADS * count.to(tl.int64)
+    # Loaded a chunk ahead, since each chunk would wait for it.
+    next_slot = -1 if copies is None else copy_after(copies, first, 0, tokens, TOKENS)
+    for start in range(0, tokens, TOKENS):
+        row, used = first + start + token, start + token < tokens
+        channels = rows + row[:, None] * row_stride
+        v = tl.load(channels + (head * HEAD_DIM + dims)[None, :], mask=used[:, None] & in_head, other=0.0)
+        of_group = channels + (HEADS * HEAD_DIM + head // GROUP * SIZE + columns)[None, :]
+        in_rows = used[:, None] & in_state[None, :]
+        k = tl.load(of_group, mask=in_rows, other=0.0)
+        q = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_rows, other=0.0)
+        of_system = systems + (row[:, None] * HEADS + head) * TOKENS + token[None, :]
+        inverse = tl.load(of_system, mask=used[:, None], other=0.0)
+        answers = tl.load(of_system + factor * TOKENS, mask=used[:, None], other=0.0)
+        of_row = factors + head * count.to(tl.int64) + row
+        of_k = tl.load(of_row, mask=used, other=0.0)
+        of_q = tl.load(of_row + factor, mask=used, other=0.0)
+        of_written = tl.load(of_row + 2 * factor, mask=used, other=0.0)
+        of_state = tl.load(factors + 3 * factor + head * count.to(tl.int64) + first + start)
+
+        before = now.to(k.dtype)
+        new = v.to(tl.float32) - tl.dot(k, before, input_precision="tf32x3") * of_k[:, None]
+        written = tl.dot(inverse, new.to(k.dtype), input_precision="tf32x3")
+        out = tl.dot(q, before, input_precision="tf32x3") * of_q[:, None]
+        out = tl.dot(answers, written.to(k.dtype), out, input_precision="tf32x3")
+        to = y + row[:, None] * y_stride + (head * HEAD_DIM + dims)[None, :]
+        tl.store(to, out.to(y.dtype.element_ty), mask=used[:, None] & in_head)
+        moved = (written * of_written[:, None]).to(k.dtype)
+        now = tl.dot(tl.trans(k), moved, now * of_state, input_precision="tf32x3")
+        if copies is not None:
+            to_slot, next_slot = next_slot, copy_after(copies, first, start + TOKENS, tokens, TOKENS)
+            if to_slot >= 0:
+                copy = state_at(state, to_slot, head, dims, columns, HEADS, HEAD_DIM, SIZE)
+                tl.store(copy, now, mask=inside)
+    tl.store(kept, now, mask=inside)

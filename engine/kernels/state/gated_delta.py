@@ -1,0 +1,126 @@
+"""The gated delta rule (Yang 2024): parameters of a layer, and plain torch that defines it.
+
+The layer keeps what Mamba-2 keeps (`mamba2`): values take the place of x, keys that of B, and queries that of
+C. A token has Δ and β of each head beside them. A new value replaces what the state has for its key:
+
+    v, k, q = silu(convolution of the channels over the last `width` tokens); k and q are normalized
+    state   = exp(softplus(Δ + bias) A) · state
+    state   = state + sigmoid(β) (v − state · k) ⊗ k
+    y       = state · q / √state_size
+
+The tokens of a prompt are computed in chunks. With s_i as in `mamba2`, and β_i in place of its sigmoid, the
+values that a chunk writes solve a triangular system, since each depends on those before it:
+
+    w_i   = β_i (v_i − exp(s_i) state · k_i − Σ_{j < i} exp(s_i − s_j) (k_i · k_j) w_j)
+    y_i   = exp(s_i) state · q_i + Σ_{j ≤ i} exp(s_i − s_j) (q_i · k_j) w_j
+    state = exp(s_last) state + Σ_j exp(s_last − s_j) w_j ⊗ k_j
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.kernels.state.mamba2 import (
+    CHUNK,
+    LayerState,
+    Prompt,
+    TorchStatePlan,
+    convolve,
+    convolve_next,
+    in_float32,
+)
+
+EPS = 1e-6
+"""Of the norm of keys and queries."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedDelta:
+    """The parameters of one layer between its two products."""
+
+    conv_weight: Tensor  # [width, channels]
+    dt_bias: Tensor  # [heads] float32
+    a: Tensor  # [heads] float32, below 0
+    groups: int
+    """Each has one key and one query."""
+    conv_bias: None = None
+
+
+def gated_delta(projected: Tensor, layer: GatedDelta, state: LayerState, plan: TorchStatePlan) -> Tensor:
+    """As `Kernels.gated_delta`."""
+    heads = state.ssm.shape[1]
+    x, dt, beta = projected.split((layer.conv_weight.shape[1], heads, heads), dim=1)
+    decay = F.softplus(dt.float() + layer.dt_bias) * layer.a
+    beta = beta.float().sigmoid()
+    y = projected.new_empty(len(projected), heads * state.ssm.shape[2])
+    if decodes := len(plan.slots):
+        rows = convolve_next(x[:decodes], layer, state.conv, plan)
+        y[:decodes] = _update(rows, decay[:decodes], beta[:decodes], layer, state.ssm, plan).flatten(1)
+    for prompt in plan.prompts:
+        at = prompt.rows
+        rows = convolve(x[at], layer, state.conv, prompt)
+        y[at] = _scan(rows, decay[at], beta[at], layer, state.ssm, prompt).flatten(1)
+    return y
+
+
+def _parts(rows: Tensor, layer: GatedDelta, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Values [rows, heads, head_dim], keys and queries [rows, heads, state_size], in float32."""
+    v, k, q = in_float32(rows, layer.groups, state)
+    shared = v.shape[2]
+    k, q = (_normalized(part).repeat_interleave(shared, dim=1) for part in (k, q))
+    return v.flatten(1, 2), k, q * state.shape[3] ** -0.5
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * (x.square().sum(dim=2, keepdim=True) + EPS).rsqrt()
+
+
+def _update(
+    rows: Tensor, decay: Tensor, beta: Tensor, layer: GatedDelta, state: Tensor, plan: TorchStatePlan
+) -> Tensor:
+    """The step of each request that decodes. rows [requests, channels] after the convolution; decay and beta
+    [requests, heads]. Returns y [requests, heads, head_dim] float32."""
+    v, k, q = _parts(rows, layer, state)
+    kept = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
+    kept *= decay.exp()[:, :, None, None]
+    written = (v - (kept @ k[..., None])[..., 0]) * beta[:, :, None]
+    kept += written[..., None] * k[:, :, None]
+    state[plan.slots] = kept
+    return (kept @ q[..., None])[..., 0]
+
+
+def _scan(
+    rows: Tensor, decay: Tensor, beta: Tensor, layer: GatedDelta, state: Tensor, prompt: Prompt
+) -> Tensor:
+    """The tokens of a prompt, chunk by chunk. rows [tokens, channels] after the convolution; decay and beta
+    [tokens, heads]. Returns y [tokens, heads, head_dim] float32."""
+    v, k, q = (part.transpose(0, 1) for part in _parts(rows, layer, state))  # [heads, tokens, …]
+    decay, beta = decay.T, beta.T
+    before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
+    y = torch.empty_like(v)
+    for at, copy in prompt.pieces(CHUNK):
+        keys, queries, share = k[:, at], q[:, at], beta[:, at, None]
+        total = decay[:, at].cumsum(dim=1)
+        between = (total[:, :, None] - total[:, None]).tril_().exp_().tril_()
+        grown = total.exp()[..., None]
+        system = (keys @ keys.mT).mul_(between).mul_(share)  # its diagonal counts as 1
+        expected = (keys @ before.mT).mul_(grown)
+        written = torch.linalg.solve_triangular(
+            system, (v[:, at] - expected).mul_(share), upper=False, unitriangular=True
+        )
+        y[:, at] = (queries @ before.mT).mul_(grown) + (queries @ keys.mT).mul_(between) @ written
+        left = (total[:, -1:] - total).exp_()[..., None]
+        before = before * grown[:, -1:] + (written * left).mT @ keys
+        if copy is not None:
+            state[copy] = before
+    state[prompt.slot] = before
+    return y.transpose(0, 1)
+
+
+def norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `Kernels.norm_gate`."""
+    heads = x.float().unflatten(1, (-1, len(weight)))
+    normed = F.rms_norm(heads, weight.shape, weight.float(), eps).flatten(1)
+    return (normed * F.silu(gate.float())).to(x.dtype)

@@ -1,0 +1,242 @@
+"""Mamba-2 (Dao & Gu 2024): parameters and state of a layer, and plain torch that defines it.
+
+A layer computes this for the row of a token, which has the *channels* x, B and C, and Δ of each head:
+
+    x, B, C = silu(convolution of the channels over the last `width` tokens)
+    Δ       = softplus(Δ + bias), within limits
+    state   = exp(Δ A) · state + Δ x ⊗ B
+    y       = state · C + D x
+
+Each head has a state [head_dim, state_size], and shares B and C with the other heads of its group. A request
+that decodes takes this step (`update`). The tokens of a prompt are computed in chunks, which are products of
+matrices (`scan`). With s_i = Δ_0 A + … + Δ_i A within a chunk:
+
+    y_i   = exp(s_i) C_i · state + Σ_{j ≤ i} (C_i · B_j) exp(s_i − s_j) Δ_j x_j + D x_i
+    state = exp(s_last) · state + Σ_j exp(s_last − s_j) Δ_j x_j ⊗ B_j
+
+A request keeps its state in a slot. At its first position a request has no state: what the slot holds then is
+not read, not even to multiply it by zero.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.kernels.attention.paged import AttentionMetadata
+
+CHUNK = 64
+"""Tokens of a chunk on a CPU."""
+
+
+class Convolution(Protocol):
+    """The parameters of the convolution."""
+
+    @property
+    def conv_weight(self) -> Tensor: ...  # [width, channels]
+
+    @property
+    def conv_bias(self) -> Tensor | None: ...  # [channels]
+
+
+class LayerState(NamedTuple):
+    """The state of one layer, for all slots."""
+
+    conv: Tensor  # [slots, width − 1, channels]: the last inputs of the convolution
+    ssm: Tensor  # [slots, heads, head_dim, state_size] float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mamba2:
+    """The parameters of one layer between its two products."""
+
+    conv_weight: Tensor  # [width, channels]
+    conv_bias: Tensor | None  # [channels]
+    dt_bias: Tensor  # [heads] float32
+    a: Tensor  # [heads] float32, below 0
+    d: Tensor  # [heads] float32
+    groups: int
+    """Each has one B and one C."""
+    dt_limits: tuple[float, float]
+
+
+class Prompt(NamedTuple):
+    """The chunk of a prompt in a step."""
+
+    slot: int
+    fresh: bool
+    """Whether the chunk begins at position 0."""
+    rows: slice
+    copies: Sequence[tuple[int, int]] = ()
+    """(tokens, slot): the state after so many tokens of the chunk is copied to the slot. Ascending."""
+
+    def pieces(self, tokens: int) -> Iterator[tuple[slice, int | None]]:
+        """Cuts the chunk into pieces of at most `tokens` tokens. A piece also ends where a copy of the state
+        is taken; the slot of that copy comes with it."""
+        length, to = self.rows.stop - self.rows.start, dict(self.copies)
+        ends = sorted({*range(tokens, length, tokens), *to, length})
+        for start, stop in pairwise([0, *ends]):
+            yield slice(start, stop), to.get(stop)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStatePlan:
+    slots: Tensor  # [decodes] int64
+    fresh: Tensor  # [decodes] bool: the request is at its first position
+    prompts: list[Prompt]
+
+
+def plan_states(metadata: AttentionMetadata) -> TorchStatePlan:
+    assert metadata.state_slots is not None, "each request of a model with states has a slot"
+    decodes, slots = metadata.num_decodes, metadata.state_slots
+    copies = {} if metadata.state_copies is None else nonzero(metadata.state_copies)
+    prompts, row = [], decodes
+    for slot, (start, stop) in zip(slots[decodes:].tolist(), metadata.prefills, strict=True):
+        rows = range(row, row + stop - start)
+        own = [(at - row + 1, copies[at] - 1) for at in copies if at in rows]
+        prompts.append(Prompt(slot, start == 0, slice(rows.start, rows.stop), own))
+        row = rows.stop
+    return TorchStatePlan(slots[:decodes].long(), metadata.contexts[:decodes] == 1, prompts)
+
+
+def scan_work(prefills: Sequence[tuple[int, int]], num_decodes: int, tokens: int) -> np.ndarray:
+    """The chunks of state layers, [chunks, 6] int32: request (index into the slots), first row, number of
+    tokens (at most `tokens`), number among the chunks of its request, tokens of the request from this chunk
+    on, first position. `prefills` (start, stop) follow `num_decodes` requests of one row each.
+
+    The first chunks of all requests come first. A program of a scan begins there and takes all chunks of its
+    request."""
+    chunks, row = [], num_decodes
+    for request, (start, stop) in enumerate(prefills, num_decodes):
+        chunks += [
+            (request, row + at - start, min(tokens, stop - at), number, stop - at, at)
+            for number, at in enumerate(range(start, stop, tokens))
+        ]
+        row += stop - start
+    chunks.sort(key=lambda chunk: chunk[3])
+    return np.array(chunks, dtype=np.int32).reshape(-1, 6)
+
+
+def nonzero(values: Tensor) -> dict[int, int]:
+    """By index, in ascending order."""
+    return {index: int(values[index]) for index in values.nonzero()[:, 0].tolist()}
+
+
+def mamba2(projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchStatePlan) -> Tensor:
+    """As `Kernels.mamba2`."""
+    channels = layer.conv_weight.shape[1]
+    decodes = len(plan.slots)
+    y = projected.new_empty(len(projected), state.ssm.shape[1] * state.ssm.shape[2])
+    if decodes:
+        rows = convolve_next(projected[:decodes, :channels], layer, state.conv, plan)
+        y[:decodes] = update(rows, projected[:decodes, channels:], layer, state.ssm, plan).flatten(1)
+    for prompt in plan.prompts:
+        rows, dt = projected[prompt.rows].split((channels, projected.shape[1] - channels), dim=1)
+        y[prompt.rows] = scan(convolve(rows, layer, state.conv, prompt), dt, layer, state.ssm, prompt)
+    return y
+
+
+def convolve(x: Tensor, layer: Convolution, state: Tensor, prompt: Prompt) -> Tensor:
+    """The convolution of the tokens of a prompt: x [tokens, channels] → the same. Keeps the last inputs in
+    `state`, as in `LayerState`."""
+    width, tokens = len(layer.conv_weight), len(x)
+    before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot]
+    inputs = torch.cat((before, x))
+    state[prompt.slot] = inputs[tokens:]
+    for end, slot in prompt.copies:
+        state[slot] = inputs[end : end + width - 1]
+    exact, weight = inputs.float(), layer.conv_weight.float()
+    total = exact[:tokens] * weight[0]
+    for i in range(1, width):
+        total.addcmul_(exact[i : i + tokens], weight[i])
+    return _activated(total, layer).to(x.dtype)
+
+
+def convolve_next(x: Tensor, layer: Convolution, state: Tensor, plan: TorchStatePlan) -> Tensor:
+    """As `convolve`, for one token of each request that decodes: x [requests, channels]."""
+    before = state[plan.slots].masked_fill_(plan.fresh[:, None, None], 0)
+    inputs = torch.cat((before, x[:, None]), dim=1)
+    state[plan.slots] = inputs[:, 1:]
+    return _activated((inputs.float() * layer.conv_weight.float()).sum(dim=1), layer).to(x.dtype)
+
+
+def _activated(total: Tensor, layer: Convolution) -> Tensor:
+    return F.silu(total if layer.conv_bias is None else total + layer.conv_bias.float())
+
+
+def update(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TorchStatePlan) -> Tensor:
+    """The step of each request that decodes. rows [requests, channels] after the convolution, dt [requests,
+    heads]. Returns y [requests, heads, head_dim] float32."""
+    x, b, c = in_float32(rows, layer.groups, state)
+    x = x.flatten(1, 2)
+    shared = state.shape[1] // layer.groups
+    b, c = (of_groups.repeat_interleave(shared, dim=1) for of_groups in (b, c))
+    step = _time_steps(dt, layer)
+    before = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
+    decayed = before.mul_((step * layer.a).exp()[:, :, None, None])
+    after = decayed.addcmul_((x * step[:, :, None])[..., None], b[:, :, None])
+    state[plan.slots] = after
+    return (after @ c[..., None])[..., 0].addcmul_(x, layer.d[:, None])
+
+
+def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt) -> Tensor:
+    """The tokens of a prompt, chunk by chunk. rows [tokens, channels] after the convolution, dt [tokens,
+    heads]. Returns y [tokens, heads · head_dim] float32."""
+    x, b, c = (part.transpose(0, 1) for part in in_float32(rows, layer.groups, state))  # [groups, tokens, …]
+    step = _time_steps(dt, layer).unflatten(1, (layer.groups, -1)).transpose(0, 1)  # [groups, tokens, shared]
+    decay = step * layer.a.view(layer.groups, 1, -1)
+    of_groups = layer.groups, -1, state.shape[3]
+    kept = state[prompt.slot].view(of_groups)  # [groups, shared · head_dim, state_size]
+    before = torch.zeros_like(kept) if prompt.fresh else kept.clone()
+    y = torch.empty_like(x)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
+    for at, copy in prompt.pieces(CHUNK):
+        total = decay[:, at].cumsum(dim=1)
+        size = total.shape[1]
+        moved = x[:, at] * step[:, at, :, None]
+        sums = total.mT  # [groups, shared, tokens]
+        between = (sums[..., None] - sums[:, :, None]).masked_fill_(later[:size, :size], float("-inf"))
+        scores = between.exp_().mul_((c[:, at] @ b[:, at].mT)[:, None])
+        y[:, at] = (scores @ moved.transpose(1, 2)).transpose(1, 2)
+        y[:, at] += (c[:, at] @ before.mT).unflatten(2, moved.shape[2:]).mul_(total.exp()[..., None])
+        left = (total[:, -1:] - total).exp_()
+        before.unflatten(1, moved.shape[2:]).mul_(total[:, -1].exp()[..., None, None])
+        before += moved.mul_(left[..., None]).flatten(2).mT @ b[:, at]
+        if copy is not None:
+            state[copy].view(of_groups).copy_(before)
+    kept.copy_(before)
+    return y.addcmul_(x, layer.d.view(layer.groups, 1, -1, 1)).transpose(0, 1).flatten(1)
+
+
+def in_float32(rows: Tensor, groups: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [rows, groups, heads of a group, head_dim], B and C [rows, groups, state_size]."""
+    _, heads, head_dim, size = state.shape
+    x, b, c = rows.float().split((heads * head_dim, groups * size, groups * size), dim=1)
+    of_group = (groups, size)
+    return x.unflatten(1, (groups, -1, head_dim)), b.unflatten(1, of_group), c.unflatten(1, of_group)
+
+
+def _time_steps(dt: Tensor, layer: Mamba2) -> Tensor:
+    return F.softplus(dt.float() + layer.dt_bias).clamp_(*layer.dt_limits)
+
+
+def gated_squares(x: Tensor, gate: Tensor) -> Tensor:
+    """As `Kernels.gated_squares`."""
+    return (x.float() * F.silu(gate.float())).square().sum(dim=1)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, squares: Tensor | None = None
+) -> Tensor:
+    """As `Kernels.gated_rms_norm`."""
+    gated = (x.float() * F.silu(gate.float())).unflatten(1, (groups, -1))
+    if squares is None:
+        normed = F.rms_norm(gated, gated.shape[2:], eps=eps)
+    else:
+        normed = gated * (squares[:, None, None] + eps).rsqrt()
+    return (normed.flatten(1) * weight.float()).to(x.dtype)

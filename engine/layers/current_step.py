@@ -1,0 +1,40 @@
+"""What layers know of the step that they compute, beside the tensors that they are called with.
+
+with computing(step):       the runner, around a pass of the model
+    …  current_step()       the layers that need it
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class CurrentStep(NamedTuple):
+    decodes: int
+    """The rows [0, decodes) of the tensors belong to requests that decode, the others to prompts. Some
+    products compute few rows and many rows in different ways. They choose the way by it, so that the result
+    of a row does not depend on the other rows of its step."""
+    slots: Tensor | None = None
+    """[rows]: where the KV of each row goes. −1: the row pads a graph, and has no expert. None: none does."""
+    expert_counts: Tensor | None = None
+    """[layers with experts, experts] int32, zeros: each layer counts the rows of its experts. None: a dense
+    model."""
+
+
+_STEP: ContextVar[CurrentStep] = ContextVar("step")  # engines may run in several threads
+
+
+def current_step() -> CurrentStep:
+    return _STEP.get()
+
+
+@contextmanager
+def computing(step: CurrentStep) -> Iterator[None]:
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)

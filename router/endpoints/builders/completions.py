@@ -1,0 +1,312 @@
+"""Builds chat and text completions: POST /v1/chat/completions and /v1/completions."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton.router import prompt_logprobs
+from baton.router.active_request import ActiveRequest
+from baton.router.api.bodies import CompletionOptions
+from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, Part, ResponseBuilder, event
+from baton.router.errors import ApiError
+from baton.router.generation.output import Delta
+from baton.router.prompt_logprobs import PromptLogprob
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
+
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class ChoicePart:
+    """A part of one choice: one delta, or all deltas so far."""
+
+    texts: list[str]
+    token_ids: list[int]
+    logprobs: list[Any]
+    """Results of `_logprob`; empty unless the client asked for logprobs."""
+    last: Delta
+
+
+class ChoicesBuilder(ResponseBuilder):
+    """Builds completions. `id` and `created` are the same in all chunks of a stream."""
+
+    kind: str  # "object" of a whole response
+    chunk_kind: str  # "object" of a chunk
+    prefix: str  # of the response's id
+
+    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
+        self._request = request
+        self._entries = LogprobEntries(request, tokenizer)
+        self._token_ids = request.body.return_token_ids
+        self._frame = {"id": f"{self.prefix}{request.name}", "created": int(time.time()), "model": model}
+        self._logprobs = request.body.logprobs_wanted is not None
+        options = request.body.stream_options
+        self._generates = request.body.max_tokens_wanted != 0
+        self._prompt_top = request.body.prompt_logprobs
+        # Nothing comes before the first token, so it has no probability.
+        self._prompt_logprobs: list[list[msgspec.Raw | None]] = [[None] for _ in request.choices]
+        self._usage_at_the_end = options is not None and options.usage_at_the_end
+        self._usage_in_each_chunk = options is not None and options.usage_in_each_chunk
+        self._parts: dict[int, ChoicePart] = {}
+
+    def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
+        prompt = self._request.prompts[index // self._request.body.n]
+        of_tokens = zip(prompt[part.position :], prompt_logprobs.read(part), strict=False)
+        for token_id, logprob in of_tokens:
+            self._add_prompt_token(index, token_id, logprob)
+
+    def _add_prompt_token(self, index: int, token_id: int, logprob: PromptLogprob) -> None:
+        if self._prompt_top is not None:
+            entry = self._entries.of_prompt(token_id, logprob, self._prompt_top)
+            self._prompt_logprobs[index].append(entry)
+
+    def add(self, index: int, delta: Delta) -> None:
+        new, part = self._part(index, delta), self._parts.get(index)
+        if part is None:
+            self._parts[index] = new
+            return
+        part.texts += new.texts
+        part.token_ids += new.token_ids
+        part.logprobs += new.logprobs
+        part.last = delta
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(index, part) for index, part in sorted(self._parts.items())]
+        return {
+            **self._frame,
+            "object": self.kind,
+            "choices": choices,
+            "usage": self._usage(),
+            **self._extra(),
+        }
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        chunk = self._chunk([self._chunk_choice(index, self._part(index, delta))])
+        if delta.first:
+            chunk |= self._extra()
+        if self._usage_in_each_chunk:
+            chunk["usage"] = self._usage()
+        return event(chunk)
+
+    def end(self) -> bytes:
+        """With the usage, if the client asked for it, as a chunk without a choice."""
+        if not self._usage_at_the_end:
+            return _DONE
+        return event({**self._chunk([]), "usage": self._usage()}) + _DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body) + _DONE
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._frame, "object": self.chunk_kind, "choices": choices}
+
+    def _part(self, index: int, delta: Delta) -> ChoicePart:
+        if not self._generates:
+            return ChoicePart([], [], [], delta)
+        logprobs = [self._logprob(index, delta)] if self._logprobs else []
+        return ChoicePart([delta.text], [delta.token.token_id], logprobs, delta)
+
+    def _extra(self) -> dict[str, Any]:
+        """Returns further fields of a whole response, and of the first chunk of each choice."""
+        return {}
+
+    def _usage(self) -> dict[str, Any]:
+        used = self._request.usage()
+        return {
+            "prompt_tokens": used.prompt_tokens,
+            "completion_tokens": used.completion_tokens,
+            "total_tokens": used.prompt_tokens + used.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        }
+
+    def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        """Returns a choice of a whole response."""
+        raise NotImplementedError
+
+    def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        """Returns a choice of a chunk."""
+        raise NotImplementedError
+
+    def _logprob(self, index: int, delta: Delta) -> Any:
+        raise NotImplementedError
+
+
+COLUMNS = "tokens", "token_logprobs", "top_logprobs", "text_offset"
+Entry = tuple[str, float | None, msgspec.Raw | None, int]
+"""Of one token: its value in each of the columns."""
+
+
+class CompletionBuilder(ChoicesBuilder):
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
+        super().__init__(request, model, tokenizer)
+        body = request.body
+        assert isinstance(body, CompletionOptions)
+        self._echo = request.echoes
+        self._n = body.n
+        self._offsets = [0] * len(request.choices)
+        self._echo_top = body.logprobs if body.echo else None
+        self._echo_logprobs: list[list[Entry]] = [[] for _ in request.choices]
+        if self._echo_top is not None:
+            for index, echoed in enumerate(self._echo_logprobs):
+                token_id = request.prompts[index // body.n][0]
+                echoed.append((self._entries.name(token_id), None, None, self._offset(index, token_id)))
+
+    def _add_prompt_token(self, index: int, token_id: int, logprob: PromptLogprob) -> None:
+        super()._add_prompt_token(index, token_id, logprob)
+        if self._echo_top is not None:
+            entry = self._entries.of_echo(token_id, logprob, self._echo_top)
+            self._echo_logprobs[index].append((*entry, self._offset(index, token_id)))
+
+    def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        asked = self._prompt_top is not None
+        prompt_logprobs = self._prompt_logprobs[index] if asked else None
+        ids = {"token_ids": None, "prompt_token_ids": None}
+        return {**ids, **self._any_choice(index, part, first=True), "prompt_logprobs": prompt_logprobs}
+
+    def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        return self._any_choice(index, part, first=part.last.first)
+
+    def _echoed(self, index: int) -> str:
+        return self._echo[index // self._n] if self._echo else ""
+
+    def _any_choice(self, index: int, part: ChoicePart, *, first: bool) -> dict[str, Any]:
+        last, text = part.last, "".join(part.texts)
+        logprobs: dict[str, Any] | None = None
+        if self._logprobs:
+            entries = [*self._echo_logprobs[index], *part.logprobs] if first else part.logprobs
+            columns = zip(*entries, strict=True) if entries else [()] * len(COLUMNS)
+            logprobs = dict(zip(COLUMNS, columns, strict=True))
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": self._echoed(index) + text if first else text,
+            "logprobs": logprobs,
+            "finish_reason": last.finish_reason,
+        }
+        if last.finish_reason:
+            choice["stop_reason"] = last.stop_reason
+        if self._token_ids:
+            choice["token_ids"] = part.token_ids
+            if first:
+                choice["prompt_token_ids"] = self._request.prompts[index // self._n]
+        return choice
+
+    def _logprob(self, index: int, delta: Delta) -> Entry:
+        return *self._entries.of_completion(delta), self._offset(index, delta.token.token_id)
+
+    def _offset(self, index: int, token_id: int) -> int:
+        """Returns where the next token of a choice begins in its text."""
+        offset = self._offsets[index]
+        self._offsets[index] += len(self._entries.spelled(token_id))
+        return offset
+
+
+class ChatBuilder(ChoicesBuilder):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
+        super().__init__(request, model, tokenizer)
+        self._parsers = [OutputParser(request, tokenizer) for _ in request.choices]
+        self._said: list[list[Part]] = [[] for _ in request.choices]
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Parses with each token: all tokens of a long answer at once would block the event loop."""
+        super().add(index, delta)
+        self._said[index] += self._parsed(index, delta)
+
+    def _extra(self) -> dict[str, Any]:
+        ids = self._request.prompts[0] if self._token_ids else None
+        if self._request.body.stream:
+            return {"prompt_token_ids": ids} if self._token_ids else {}
+        logprobs = None if self._prompt_top is None else self._prompt_logprobs[0]
+        return {"prompt_token_ids": ids, "prompt_logprobs": logprobs}
+
+    def _chunk_choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        delta = part.last
+        parts = self._parsed(index, delta)
+        reasoning, content = _text(parts, "reasoning"), _text(parts, "content")
+        calls = [_tool_call(part) for part in parts if part.kind == "call"]
+        message: dict[str, Any] = {"role": "assistant"} if delta.first else {}
+        message["reasoning_content"] = None  # clients of DeepSeek's API read it from each delta
+        if reasoning:
+            message |= _reasoning(reasoning)
+        if content or not (calls or reasoning):
+            message["content"] = content
+        if calls:
+            message["tool_calls"] = calls
+        return {"index": index, "delta": message, **self._rest(index, part)}
+
+    def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        parts = self._said[index]
+        reasoning, content, calls = _text(parts, "reasoning"), _text(parts, "content"), _whole_calls(parts)
+        if calls or reasoning:
+            content = content or None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= _reasoning(reasoning or None)
+        if calls:
+            message["tool_calls"] = calls
+        return {"index": index, "message": message, "token_ids": None, **self._rest(index, part)}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._parsers[0].reasons:
+            counted = sum(parser.reasoning_tokens for parser in self._parsers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": counted}
+        return usage
+
+    def _parsed(self, index: int, delta: Delta) -> list[Part]:
+        return self._parsers[index].push(delta.text, last=delta.finish_reason is not None)
+
+    def _rest(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        last = part.last
+        # OpenAI's and vLLM's reason is "stop" if the client named the tool.
+        called = last.finish_reason == "stop" and self._parsers[index].chose_to_call
+        rest: dict[str, Any] = {
+            "logprobs": {"content": part.logprobs} if self._logprobs else None,
+            "finish_reason": "tool_calls" if called else last.finish_reason,
+        }
+        if last.finish_reason:
+            rest["stop_reason"] = last.stop_reason
+        if self._token_ids:
+            rest["token_ids"] = part.token_ids
+        return rest
+
+    def _logprob(self, index: int, delta: Delta) -> msgspec.Raw:
+        return self._entries.of_chat(delta)
+
+
+def _reasoning(text: str | None) -> dict[str, str | None]:
+    """Returns vLLM's field, and that of DeepSeek and SGLang. Most clients know one of them."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _text(parts: Sequence[Part], kind: str) -> str:
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
+def _tool_call(part: Part) -> dict[str, Any]:
+    """Returns one entry of a delta's `tool_calls`. The first part of a call has its id and name."""
+    if part.name is None:
+        return {"index": part.call, "function": {"arguments": part.text}}
+    function = {"name": part.name, "arguments": part.text}
+    return {"index": part.call, "id": part.call_id, "type": "function", "function": function}
+
+
+def _whole_calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Returns the calls of a whole response."""
+    calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []
+    for part in parts:
+        if part.name is not None:
+            calls.append({"id": part.call_id, "type": "function", "function": {"name": part.name}})
+            arguments.append([])
+        if part.kind == "call":
+            arguments[-1].append(part.text)
+    for call, texts in zip(calls, arguments, strict=True):
+        call["function"]["arguments"] = "".join(texts)
+    return calls

@@ -1,0 +1,268 @@
+"""The output of one generation: from the tokens of its workers to the text of its client.
+
+1. `EmitOnce` decides which tokens become output, so that each output index is emitted exactly once.
+2. `TokenWriter` puts them into the `TokenQueue` of the request, and measures their latency.
+3. The task that answers the client takes them. A `Choice` turns them into text, which ends at stop strings.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from baton.router.errors import ApiError
+from baton.router.metrics import Metrics
+from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
+from baton.router.text.tokenizer import ModelTokenizer
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.tracing import Span
+
+
+class Verdict(Enum):
+    EMIT = auto()  # the next token of the output
+    DROP = auto()  # emitted before, or from an attempt that was replaced
+    BROKEN = auto()  # the decode continues another text than the emitted one: end the attempt
+
+
+class EmitOnce:
+    """The output of one request so far, and the attempts that may add to it. Pure: no I/O, no clock.
+
+    Prefill and decode both send the first token, and messages of replaced attempts may come late. So a token
+    counts only if it comes from the current prefill or the current decode. The first of both to send the next
+    output index wins.
+
+    Attributes:
+        output_ids: emitted tokens in order. Only this class changes it.
+    """
+
+    __slots__ = ("_base", "_decode_id", "_ended", "_prefill_id", "output_ids")
+
+    def __init__(self) -> None:
+        self.output_ids: list[int] = []
+        self._prefill_id: bytes | None = None
+        self._decode_id: bytes | None = None
+        self._base = 0
+        self._ended = False
+
+    def begin_prefill(self, prefill_id: bytes) -> int:
+        """Makes this the current prefill. Returns the output index of its token."""
+        self._prefill_id = prefill_id
+        self._base = len(self.output_ids)
+        return self._base
+
+    def end_prefill(self) -> None:
+        self._prefill_id = None
+
+    def begin_decode(self, decode_id: bytes) -> None:
+        self._decode_id = decode_id
+
+    def end_decode(self) -> None:
+        self._decode_id = None
+
+    def end(self) -> None:
+        """Drops all tokens from now on."""
+        self._ended = True
+
+    def offer(self, attempt_id: bytes, output_index: int, token_id: int) -> Verdict:
+        """Decides about one token, and records it if it is emitted."""
+        if self._ended:
+            return Verdict.DROP
+        emitted = len(self.output_ids)
+        if attempt_id == self._decode_id:
+            if output_index > emitted:
+                return Verdict.BROKEN
+            if output_index < emitted:
+                known = self.output_ids[output_index] == token_id
+                return Verdict.DROP if known else Verdict.BROKEN
+        elif attempt_id != self._prefill_id or output_index != self._base or output_index != emitted:
+            return Verdict.DROP
+        self.output_ids.append(token_id)
+        return Verdict.EMIT
+
+
+MAX_TAKEN = 128
+"""Items that `take` returns at once. Writing them blocks the event loop for some milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One emitted token of one generation."""
+
+    token_id: int
+    logprobs: pb.TokenLogprobs | None
+    finish_reason: str
+    """Of the last token "stop" or "length", else empty."""
+    prompt: Sequence[pb.PromptLogprobs] = ()
+    """Of the first token: the log probabilities of all tokens of the prompt but the first, if asked for."""
+
+
+class TokenQueue:
+    """The tokens of a request that its client has not read yet.
+
+    Generations put tokens without waiting; the task that answers the client takes them. The queue is bounded,
+    so that a client that reads slowly does not delay other requests. `on_full` is called soon
+    after more than `limit` items are unread.
+    """
+
+    def __init__(self, limit: int, on_full: Callable[[], None]) -> None:
+        self._limit = limit
+        self._on_full = on_full
+        self._items: deque[tuple[int, Token | ApiError]] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, index: int, item: Token | ApiError) -> None:
+        """`index` is the number of the generation in its request."""
+        self._items.append((index, item))
+        if len(self._items) == self._limit + 1:
+            asyncio.get_running_loop().call_soon(self._on_full)
+        self._wake()
+
+    async def take(self, timeout: float) -> list[tuple[int, Token | ApiError]]:
+        """Waits for the first item. Returns at most `MAX_TAKEN` items, or none after `timeout` seconds."""
+        if len(self._items) > MAX_TAKEN:
+            await asyncio.sleep(0)  # other tasks run between the pieces of a long queue
+        if not self._items:
+            loop = asyncio.get_running_loop()
+            self._reader = loop.create_future()
+            timer = loop.call_later(timeout, self._wake)
+            try:
+                await self._reader
+            finally:
+                timer.cancel()
+                self._reader = None
+        return [self._items.popleft() for _ in range(min(len(self._items), MAX_TAKEN))]
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+_FINISH = {pb.FINISH_REASON_NONE: "", pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+class TokenWriter:
+    """Of the generation with number `index` in its request.
+
+    For the metrics a request waits until its first token, and then runs until its end.
+    """
+
+    __slots__ = ("_index", "_max_tokens", "_metrics", "_running", "_since", "_span", "_tokens")
+
+    def __init__(self, tokens: TokenQueue, index: int, max_tokens: int, metrics: Metrics, span: Span) -> None:
+        self._tokens = tokens
+        self._index = index
+        self._max_tokens = max_tokens
+        self._metrics = metrics
+        self._span = span
+        self._running = False
+        self._since = time.monotonic()
+        metrics.waiting.inc()
+
+    def token(
+        self, event: pb.TokenEvent, emitted: int, prompt: Sequence[pb.PromptLogprobs], *, handed_over: bool
+    ) -> str:
+        """Writes a token, the number `emitted` of its generation. Returns the finish reason or "".
+
+        `prompt` as in `Token`. `handed_over`: a prefill worker computed the prompt.
+        """
+        self._measure(emitted, handed_over)
+        # No token follows a finish reason, not even an unknown one of a newer worker.
+        finish_reason = _FINISH.get(event.finish_reason, "length")
+        if not finish_reason and emitted >= self._max_tokens:
+            finish_reason = "length"
+        logprobs = event.logprobs if event.HasField("logprobs") else None
+        self._tokens.put(self._index, Token(event.token_id, logprobs, finish_reason, prompt))
+        return finish_reason
+
+    def error(self, error: ApiError) -> None:
+        self._tokens.put(self._index, error)
+
+    def end(self) -> None:
+        (self._metrics.running if self._running else self._metrics.waiting).dec()
+
+    def _measure(self, emitted: int, handed_over: bool) -> None:
+        now = time.monotonic()
+        since, self._since = now - self._since, now
+        if not self._running:
+            self._running = True
+            self._metrics.waiting.dec()
+            self._metrics.running.inc()
+            self._metrics.time_to_first_token.observe(since)
+            self._span.set({"gen_ai.latency.time_to_first_token": since})
+            return
+        self._metrics.inter_token.observe(since)
+        if emitted == 2 and handed_over:
+            self._metrics.handover_gap.observe(since)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The part that one token adds to a choice."""
+
+    text: str
+    token: Token
+    finish_reason: str | None
+    stop_reason: str | int | None
+    """The stop string or stop token id that ended the choice; None for EOS."""
+    first: bool
+    """This is the first delta of its choice."""
+
+
+class Choice:
+    """The text of one generation: one of the alternative texts of an OpenAI answer.
+
+    Does not keep deltas, because a stream may be long.
+
+    Attributes:
+        num_tokens: tokens so far, including the last one.
+        finish_reason: None until the last delta.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        *,
+        stops: StopStrings,
+        stop_token_ids: Set[int],
+        min_tokens: int,
+        skip_special_tokens: bool,
+        include_stop: bool,
+        generates: bool,
+    ) -> None:
+        """`generates`: False if the client wants no token. The only token then adds nothing."""
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._stops = StopFinder(stops, include=include_stop)
+        self._include_stop = include_stop
+        self._stop_token_ids = stop_token_ids
+        self._min_tokens = min_tokens
+        self._generates = generates
+
+    def push(self, token: Token) -> Delta:
+        """Returns the delta of a token. The last delta has a finish reason.
+
+        A stop string ends the choice although the model would generate more tokens.
+        """
+        if not self._generates:
+            self.finish_reason = "length"
+            return Delta("", token, "length", None, first=True)
+        reason = token.finish_reason or None
+        stop_reason: str | int | None = None
+        stopped = reason == "stop" and not self._include_stop
+        text = "" if stopped else self._detokenizer.push(token.token_id)
+        if reason:
+            text += self._detokenizer.finish()
+        if self.num_tokens + 1 > self._min_tokens:
+            text, stop_reason = self._stops.push(text)
+        if stop_reason is not None:
+            reason = "stop"
+        elif reason:
+            text += self._stops.finish()
+            if reason == "stop" and token.token_id in self._stop_token_ids:
+                stop_reason = token.token_id
+        self.num_tokens += 1
+        self.finish_reason = reason
+        return Delta(text, token, reason, stop_reason, first=self.num_tokens == 1)

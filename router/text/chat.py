@@ -1,0 +1,216 @@
+"""Chats as text, by the model's Jinja template, and as tokens, of which earlier turns are kept."""
+
+import json
+import logging
+import re
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_END = "THE FINAL MESSAGE GOES ON HERE\v"
+"""Marks the end of the final message in the rendered text. A template that strips messages removes the
+\\v."""
+
+
+class ChatTemplateError(ValueError):
+    """The template refuses these messages. The text is for the client."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accepts the tag `{% generation %}`, which marks text for training and has no effect here."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Renders chat messages with the model's Jinja template, in a sandbox.
+
+    Templates come with the model, never from a request. They get the same variables and functions as in
+    transformers. Raises ValueError when `source` is not valid Jinja.
+
+    Attributes:
+        takes_tools: it can describe tools to the model.
+        state: keyword arguments for a copy in another process.
+    """
+
+    def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
+        self.state = {"source": source, "bos_token": bos_token, "eos_token": eos_token}
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        offered = {"raise_exception": _raise, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source, globals=offered)
+            self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid Jinja: {error}") from error
+        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        settings: dict[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Returns the text for the model.
+
+        Args:
+            settings: further variables of the template.
+            add_generation_prompt: end the text with the head of the assistant's next message.
+            continue_final_message: end the text with the content of the last message.
+
+        Raises ChatTemplateError when the template refuses the messages or fails on them.
+        """
+        if continue_final_message:
+            *earlier, final = messages
+            messages = [*earlier, {**final, "content": final["content"] + _END}]
+        variables = {
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._tokens,
+        }
+        try:
+            text = self._template.render({**(settings or {}), **variables})
+        except Exception as error:
+            # A template is a program, and may fail in any way. It works for other messages, so the cause is
+            # in these messages or tools.
+            kind = type(error).__name__
+            if not isinstance(error, jinja2.TemplateError):
+                log.warning("the model's chat template failed on a request: %s", kind)
+            reason = str(error) or kind
+            raise ChatTemplateError(
+                f"the model's chat template does not take these messages: {reason}"
+            ) from error
+        return _cut_at_end(text) if continue_final_message else text
+
+
+def _cut_at_end(text: str) -> str:
+    """Cuts the text after the content of the last message, as transformers does.
+
+    If the template strips messages, the content loses its trailing spaces here too.
+    """
+    content, end, rest = text.rpartition(_END.rstrip())
+    if not end:
+        raise ChatTemplateError("the model's chat template leaves out the last message: it cannot continue")
+    return content if rest.startswith("\v") else content.rstrip()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+MOST_BYTES = 32 << 20
+"""Of the parts that are kept, with their tokens."""
+ENTRY_BYTES = 512
+"""What an entry takes beside its text and its tokens, about."""
+
+
+class ChatEncoder:
+    """Tokenizes the text of chats, and keeps the tokens: each turn of a chat repeats all turns before it.
+
+    A tokenizer first cuts a text at its special tokens, and then looks at each piece alone. So a *part*, from
+    one special token up to the next, has the same tokens in every text. What comes before the first special
+    token may not: some tokenizers put a space at the beginning of a text.
+
+    Gives the tokens that the tokenizer gives without `add_special_tokens`. Not thread-safe.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, most_bytes: int = MOST_BYTES) -> None:
+        self._tokenizer = tokenizer
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[tuple[Hashable, str], array[int]] = OrderedDict()  # least recently used first
+        added = tokenizer.get_added_tokens_decoder()
+        # The tokenizer finds these before it changes the text. Where several match, it takes the longest.
+        raw = {token_id: token for token_id, token in added.items() if not token.normalized}
+        longest_first = sorted((token.content for token in raw.values()), key=len, reverse=True)
+        self._raw = re.compile("|".join(map(re.escape, longest_first)))
+        # With `lstrip`, a token also takes the spaces before it, which would be in another part.
+        self._heads = {i for i, t in raw.items() if t.special and not t.lstrip and not t.content[0].isspace()}
+        changes = tokenizer.truncation or tokenizer.padding or tokenizer.encode_special_tokens
+        if changes or any(token.single_word for token in raw.values()):
+            self._heads = set()
+        self._names = {raw[token_id].content for token_id in self._heads}
+
+    def encode(self, text: str, scope: Hashable) -> list[int]:
+        """`scope`: only texts of the same scope share parts."""
+        if not self._heads:
+            return self._encode(text)
+        starts = [match.start() for match in self._raw.finditer(text) if match.group() in self._names]
+        ids = array("I", self._encode(text[: starts[0]]) if starts else self._encode(text))
+        known = 0  # parts whose tokens are in `ids`
+        for part, (start, stop) in enumerate(pairwise([*starts, len(text)])):
+            tokens = self._kept.get((scope, text[start:stop]))
+            if tokens is not None:
+                self._kept.move_to_end((scope, text[start:stop]))
+                ids.extend(self._new(text, starts[known:part], start, scope))
+                ids.extend(tokens)
+                known = part + 1
+        ids.extend(self._new(text, starts[known:], len(text), scope))
+        return ids.tolist()
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _new(self, text: str, starts: Sequence[int], stop: int, scope: Hashable) -> "array[int]":
+        """Tokenizes and keeps the parts that begin at `starts`. The last one ends at `stop`."""
+        if not starts:
+            return array("I")
+        ids = array("I", self._encode(text[starts[0] : stop]))
+        heads = [place for place, token_id in enumerate(ids) if token_id in self._heads]
+        if len(heads) == len(starts):  # no part has an unknown token, which may be one of them, too
+            spans = zip(pairwise([*starts, stop]), pairwise([*heads, len(ids)]), strict=True)
+            for (start, end), (first, last) in spans:
+                self._keep((scope, text[start:end]), ids[first:last])
+        return ids
+
+    def _keep(self, key: tuple[Hashable, str], tokens: "array[int]") -> None:
+        if key not in self._kept:
+            self._kept[key] = tokens
+            self._bytes += _size(key[1], tokens)
+        while self._bytes > self._most_bytes:
+            (_, text), tokens = self._kept.popitem(last=False)
+            self._bytes -= _size(text, tokens)
+
+
+def _size(text: str, tokens: "array[int]") -> int:
+    return sys.getsizeof(text) + sys.getsizeof(tokens) + ENTRY_BYTES

@@ -1,0 +1,223 @@
+"""What the router believes of a worker: it may be of another model or version, or faulty.
+
+1. `check_fit` refuses a worker with another model or tokenizer than the router and the other workers.
+2. `explain` words the reason and the remedy if a call to a worker fails.
+3. `token_defect` and `clear_invalid_rates` check the values that workers report. Workers are authenticated,
+   but one may be faulty.
+4. `CacheSequence` detects gaps in the reports of a prefix cache.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import grpc
+
+from baton.rpc import worker_pb2 as pb
+
+MODEL_FLAGS = "--model", "--revision"
+SAME_MODEL = "Give the router and all workers the same --model and --revision."
+FP8 = "float8_e4m3fn"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterModel:
+    """The model of the router's tokenizer."""
+
+    name: str
+    """The name that clients use."""
+    vocab_size: int
+    vocabulary_fingerprint: str
+
+
+def check_fit(
+    described: pb.WorkerDescription, model: RouterModel, others: Mapping[str, pb.WorkerDescription]
+) -> None:
+    """Raises RefusedWorker if the worker has another model or tokenizer.
+
+    `others` are the accepted workers, by name. An empty vocabulary fingerprint is not compared. Workers of
+    the wire version before do not report one, and a model of random weights may have no tokenizer.
+    """
+    if described.first_pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
+        raise RefusedWorker(f"its first pool ({described.first_pool}) is unknown")
+    if not described.block_size or not described.num_blocks or not described.max_model_len:
+        raise RefusedWorker("its description has no block size, number of blocks or context length")
+    if not described.max_num_seqs or not described.max_num_batched_tokens:
+        raise RefusedWorker("its description has no seats for requests, or no tokens of a step")
+    if described.first_pool == pb.POOL_PREFILL and not described.kv_address:
+        raise RefusedWorker("its description has no KV address, from which other workers fetch")
+    if len(described.content_root) > 64:
+        raise RefusedWorker(f"its content root has {len(described.content_root)} bytes, more than 64")
+    fingerprint = described.vocabulary_fingerprint
+    if fingerprint and fingerprint != model.vocabulary_fingerprint:
+        raise RefusedWorker(
+            f"its tokenizer ({described.model}) is not the router's ({model.name})",
+            f"{SAME_MODEL} Without --model a router takes the model of its workers.",
+        )
+    if not fingerprint and described.vocab_size and described.vocab_size < model.vocab_size:
+        raise RefusedWorker(
+            f"its model ({described.model}) has {described.vocab_size} tokens, the router's tokenizer "
+            f"({model.name}) {model.vocab_size}",
+            SAME_MODEL,
+        )
+    for other, theirs in others.items():
+        if differing := list(_differing(described, theirs)):
+            found = ", ".join(f"{name} ({ours}, there {its})" for name, ours, its, _ in differing)
+            flags = " and ".join(dict.fromkeys(flag for *_, flags in differing for flag in flags))
+            raise RefusedWorker(
+                f"it differs from {other} in: {found}",
+                f"Give all workers the same {flags}. The one accepted first may be the wrong one.",
+            )
+
+
+def _differing(
+    ours: pb.WorkerDescription, theirs: pb.WorkerDescription
+) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """What differs of that which must agree: its name, the value of each, and the flags that change it."""
+    mine, its = (_parts(each.model_fingerprint) for each in (ours, theirs))
+    for part in dict.fromkeys([*mine, *its]):
+        if mine.get(part) == its.get(part):
+            continue
+        if part == "format":
+            flags = "--dtype", "--quantization"
+            yield "format of its weights", mine.get(part, ""), its.get(part, ""), flags
+        else:
+            yield part, ours.model, theirs.model, MODEL_FLAGS
+    if ours.layout_fingerprint != theirs.layout_fingerprint:
+        yield "KV layout", ours.layout_fingerprint, theirs.layout_fingerprint, MODEL_FLAGS
+    if ours.dtype != theirs.dtype and FP8 not in (ours.dtype, theirs.dtype):  # FP8 is converted
+        yield "KV dtype", ours.dtype, theirs.dtype, ("--dtype",)
+
+
+def _parts(fingerprint: str) -> dict[str, str]:
+    """The parts of a model's fingerprint, as `engine.loader` makes it."""
+    return {name: value for name, _, value in (part.partition("=") for part in fingerprint.split("; "))}
+
+
+SEE_WORKER_LOG = "Look at the worker's log."
+SECRET = "Give the router and all workers the same --cluster-secret-file or BATON_CLUSTER_SECRET."
+PORT = "Give the router the worker's gRPC port, --port; --kv-port and --metrics-port are others."
+TLS = "Give all of them or none --cluster-certfile, --cluster-keyfile and --cluster-ca-certs."
+CERTIFICATE = (
+    "Issue the worker's certificate for the DNS name baton-worker, by an authority of --cluster-ca-certs."
+)
+WAIT = "Wait until the worker is ready: its log says how far it is. If it is ready, correct the port."
+DRAINED = "Start it again, or take its address off the router's list."
+START = "Start the worker, or correct its address: host and --port."
+
+_CAUSES = (
+    # Text in gRPC's error, in lower case; its meaning; the remedy.
+    ("wrong_version_number", "another service answers at this address, without TLS", PORT),
+    ("hostname verification", "the worker's certificate is for another name", CERTIFICATE),
+    ("unauthenticated", "the worker has another cluster secret", SECRET),
+    (
+        "handshake read failed (endpoint closing)",
+        "the worker is still starting, or another service listens there",
+        WAIT,
+    ),
+    ("connection refused", "nothing listens at this address", START),
+    ("errors resolving", "the host name is unknown", START),
+)
+_CLOSED_AT_ONCE = "failed to connect", "socket closed"
+
+
+class RefusedWorker(Exception):
+    """A worker cannot be part of the pool. The message is the reason."""
+
+    def __init__(self, reason: str, remedy: str = SEE_WORKER_LOG) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+def explain(error: grpc.aio.AioRpcError, *, files: bool) -> tuple[str, str]:
+    """Returns the reason and the remedy for a failed call to a worker. `files`: the router has
+    --cluster-certfile."""
+    details = error.details() or ""
+    text = f"{error.code().name}: {details}".lower()
+    for words, reason, remedy in _CAUSES:
+        if words in text:
+            return f"{reason} ({details})", remedy
+    if "certificate_verify_failed" in text:
+        if files:
+            return f"the worker's certificate is not trusted ({details})", f"{CERTIFICATE} {TLS}"
+        return f"the worker does not prove the cluster secret ({details})", f"{SECRET} {TLS}"
+    if files and all(words in text for words in _CLOSED_AT_ONCE):
+        reason = "the worker closed the connection: it may not trust the router's certificate"
+        return f"{reason} ({details})", TLS
+    remedy = "Look at the worker's log, at its address, and at firewalls between the router and the worker."
+    return f"{error.code().name.lower()}: {details}", remedy
+
+
+_RATES = (
+    "prefill_tokens_per_s",
+    "step_seconds",
+    "decode_seconds",
+    "fastest_step_seconds",
+    "chunk_seconds",
+    "long_chunk_seconds",
+    "host_tokens_per_s",
+    "disk_tokens_per_s",
+)
+
+
+def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:
+    """Returns why this token cannot go to a client; empty if it can.
+
+    `vocab_size` is 0 for a worker of the wire version before, which does not report it.
+    """
+    given = event.logprobs
+    if len(given.top_ids) != len(given.top_logprobs):
+        return f"a token has {len(given.top_ids)} top_ids and {len(given.top_logprobs)} top_logprobs"
+    # Minus infinity is the log probability of a token that a mask excludes.
+    if not all(logprob < math.inf for logprob in (given.logprob, *given.top_logprobs)):
+        return "a log probability is not a number, or is infinite"
+    largest = max((event.token_id, *given.top_ids))
+    if vocab_size and largest >= vocab_size:
+        return f"token {largest} is beyond the vocabulary of {vocab_size}"
+    return ""
+
+
+def clear_invalid_rates(status: pb.WorkerStatus) -> list[str]:
+    """Sets negative and infinite rates and NaN to 0, which means unknown. Returns them for the log."""
+    invalid = [name for name in _RATES if not 0 <= getattr(status, name) < math.inf]
+    described = [f"{name} {getattr(status, name)}" for name in invalid]
+    for name in invalid:
+        status.ClearField(name)
+    valid = [link for link in status.prefix_links if _is_valid(link)]
+    if len(valid) < len(status.prefix_links):
+        described.append("prefix_links")
+        del status.prefix_links[:]
+        status.prefix_links.extend(valid)
+    return described
+
+
+def _is_valid(link: pb.PrefixLink) -> bool:
+    return 0 <= link.wait < math.inf and 0 < link.tokens_per_s < math.inf
+
+
+class CacheAction(Enum):
+    """What to do with a report."""
+
+    APPLY = auto()
+    IGNORE = auto()  # a report is missing; the snapshot has not come yet
+    RESYNC = auto()  # a report is missing: ask for a snapshot and ignore this report
+
+
+class CacheSequence:
+    """Detects missing reports in the numbered prefix cache reports of one stream.
+
+    A worker with a prefix cache sends a snapshot first."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None  # None: only a snapshot can continue
+
+    def follow(self, events: pb.CacheEvents) -> CacheAction:
+        if not events.reset:
+            if self._last is None:
+                return CacheAction.IGNORE
+            if events.sequence not in (self._last, self._last + 1):  # parts of a snapshot share a number
+                self._last = None
+                return CacheAction.RESYNC
+        self._last = events.sequence
+        return CacheAction.APPLY
