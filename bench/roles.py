@@ -107,13 +107,15 @@ class Driver:
         self._failed: dict[bytes, pb.AttemptFailed] = {}
         self._news = asyncio.Condition()
         self._reader: asyncio.Task[None] | None = None
+        self._sending = asyncio.Lock()  # gRPC takes one write at a time
 
     async def attach(self) -> None:
         await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
         self._reader = asyncio.create_task(self._read())
 
     async def send(self, message: pb.RouterMessage) -> None:
-        await self._call.write(message)
+        async with self._sending:
+            await self._call.write(message)
 
     async def tokens(self, attempt_id: bytes, count: int) -> list[tuple[float, pb.TokenEvent]]:
         """Waits for the first `count` tokens of an attempt. Raises RuntimeError if the attempt fails."""
