@@ -12,8 +12,8 @@ import torch
 
 from baton.engine.api.config import EngineConfig, check_max_model_len
 from baton.engine.kernels import FP8
+from baton.engine.layers.linear import PlainFormat
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import WeightFormat
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, cache_bytes_per_token, cache_spec, state_bytes_per_request
 from baton.engine.models.cache_spec import CacheSpec
@@ -104,7 +104,7 @@ class PoolSize:
 def choose_limits(
     config: EngineConfig,
     model: ModelConfig,
-    weight_format: WeightFormat,
+    weight_format: PlainFormat,
     device: torch.device,
     ranks: Ranks,
 ) -> CacheLimits:
@@ -143,7 +143,7 @@ def choose_limits(
 
 
 def choose_dtype(
-    config: EngineConfig, model: ModelConfig, weight_format: WeightFormat, device: torch.device
+    config: EngineConfig, model: ModelConfig, weight_format: PlainFormat, device: torch.device
 ) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)

@@ -8,7 +8,7 @@ more time than the copy.
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from baton.engine.kernels import Fp8Experts, Kernels, kernels_for
 from baton.engine.layers.ranks import Part, Ranks, whole
 from baton.engine.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from baton.engine.layers.linear import PlainFormat
 
 FINGERPRINT_SAMPLE = 256
 """Elements of each tensor that its fingerprint covers. Training changes all tensors, so a sample of each is
@@ -104,51 +107,6 @@ class LinearMethod:
         return kernels.silu_mul(self(x))
 
 
-class WeightFormat(Protocol):
-    """How the matrices of a model are read, kept and multiplied. One object serves all matrices of a model.
-
-    `engine.loader.formats` chooses it. Embeddings and norms are not its concern."""
-
-    @property
-    def name(self) -> str:
-        """For logs and errors, such as "int4 in groups of 128"."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """All that the format changes about results: a part of the model's fingerprint. Empty: nothing."""
-        ...
-
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
-        """Memory for one parameter of a matrix, scales included. `dtype` is the model's. `output`: of an
-        output projection that is not tied to the embedding."""
-        ...
-
-    def linear(
-        self, weights: "Weights", names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
-        """Loads several projections of the same input as one: weight i has rows[i] × columns, and all rows
-        are stacked. With a part of the columns, the result is a term of a sum over ranks; the first rank's
-        term has the bias. Tensors come from `weights.stack` and `weights.stored`, and may be on the device
-        "meta". Raises `ValueError` naming file and tensor, also if the parts cut a group or block."""
-        ...
-
-    def experts(
-        self, weights: "Weights", names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor | Fp8Experts:
-        """Loads projections of the same input for several experts: names[i] are those of expert i, each with
-        rows[i] × columns. Experts without rows are not on this rank. Returns [experts, out, in]. Raises
-        `ValueError` as `linear` does, also if the format has no kernel for experts."""
-        ...
-
-    def tied(
-        self, weights: "Weights", name: str, rows: Part, columns: Part, embedding: Tensor
-    ) -> LinearMethod:
-        """The output projection of a model that has no other one than its input embedding. `embedding` has
-        these rows and columns of `name`, in the model's dtype."""
-        ...
-
-
 class Weights:
     """Reads, checks and places the tensors of one checkpoint."""
 
@@ -158,7 +116,7 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[str, float], None],
-        weight_format: WeightFormat,
+        weight_format: "PlainFormat",
         ranks: Ranks,
     ) -> None:
         self.dtype = dtype
@@ -176,17 +134,17 @@ class Weights:
     def linear(
         self, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool = False
     ) -> LinearMethod:
-        """A product with the weights `names`; see `WeightFormat.linear`."""
+        """A product with the weights `names`; see `PlainFormat.linear`."""
         return self._format.linear(self, names, rows, columns, bias=bias)
 
     def experts(
         self, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
     ) -> Tensor | Fp8Experts:
-        """The weights of several experts; see `WeightFormat.experts`."""
+        """The weights of several experts; see `PlainFormat.experts`."""
         return self._format.experts(self, names, rows, columns)
 
     def tied(self, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        """See `WeightFormat.tied`."""
+        """See `PlainFormat.tied`."""
         return self._format.tied(self, name, rows, columns, embedding)
 
     def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
@@ -345,7 +303,7 @@ class Weights:
 class DeclaredWeights(Weights):
     """Checks what the headers of the files say about the tensors; reads no weight and allocates no memory."""
 
-    def __init__(self, checkpoint: Checkpoint, weight_format: WeightFormat) -> None:
+    def __init__(self, checkpoint: Checkpoint, weight_format: "PlainFormat") -> None:
         cpu = torch.device("cpu")
         super().__init__(checkpoint, torch.float32, cpu, lambda *_: None, weight_format, Ranks())
         self.device = torch.device("meta")

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from baton.engine.api.config import EngineConfig
+from baton.engine.layers.linear import PlainFormat
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Checkpoint, DeclaredWeights, WeightFormat, Weights
+from baton.engine.layers.weights import Checkpoint, DeclaredWeights, Weights
 from baton.engine.loader.by_rows import Glm4Checkpoint, Phi3Checkpoint, Qwen3NextCheckpoint
 from baton.engine.loader.dummy import DummyCheckpoint
 from baton.engine.loader.formats import choose_format
@@ -82,7 +83,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, float], None],
-    weight_format: WeightFormat,
+    weight_format: PlainFormat,
     ranks: Ranks,
 ) -> tuple[Llama, str]:
     """Returns this rank's part of the model, and the model's fingerprint: `model=…; weights=…; format=…`.
