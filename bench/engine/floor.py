@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from baton.engine.kernels import Quantized
-from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.kernels import Kernels, Quantized
 
 KV_READ_BYTES_PER_S = 4.3e12
 """What a good decode attention reads on an H200, whose datasheet says 4.8 TB/s."""
@@ -124,7 +123,7 @@ class Fp8Floor(Floor):
     """The same in FP8 with scales of rows, except the output projection. The inputs are quantized already."""
 
     def _operand(self, rows: int, columns: int) -> Any:
-        return TorchKernels().quantize(_random(rows, columns), grouped=False)
+        return Kernels().quantize(_random(rows, columns), grouped=False)
 
     def _multiply(self, x: Quantized, weight: Quantized) -> None:
         torch._scaled_mm(

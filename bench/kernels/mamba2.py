@@ -17,6 +17,7 @@ from baton.engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.state import ssd
 from baton.engine.kernels.state.mamba2 import scan_work
+from baton.engine.kernels.state.plan import TOKENS, TritonStatePlan, chunk_tokens
 
 CHAIN_TOKENS = 128
 """Of a chunk of the chain."""
@@ -68,7 +69,7 @@ class Mamba2Cases:
         shape, device = self.shape, self.device
         ones = torch.ones(shape.heads, device=device)
         weight = self.normal(shape.width, shape.channels) / 2
-        return Mamba2(weight, weight[0], ones, -ones, ones, shape.groups, (0.0, float("inf")))
+        return Mamba2(weight, weight[0], ones, -ones, shape.groups, ones, (0.0, float("inf")))
 
     def state(self, slots: int) -> LayerState:
         shape, device = self.shape, self.device
@@ -98,20 +99,21 @@ class Mamba2Cases:
         def chunks(length: int) -> Tensor:
             return torch.from_numpy(scan_work([(0, tokens)] * requests, 0, length)).to(self.device)
 
-        units, copies = multiprocessors(self.device), self.no_copies(len(rows))
-        scans, of_chain = chunks(ssd.chunk_tokens(shape.dtype)), chunks(CHAIN_TOKENS)
+        length, of_chain = chunk_tokens(shape.dtype), chunks(CHAIN_TOKENS)
+        copies, units = self.no_copies(len(rows)), multiprocessors(self.device)
+        plan = TritonStatePlan(slots, slots[:0], chunks(length), copies, requests, length, units)
 
         def chain() -> None:
             ssd_chain.scan(rows, dt, layer, state, slots, of_chain, y, CHAIN_TOKENS)
 
         # The products with the state, and those within chunks of the length that needs fewest.
         inner = shape.state_size * shape.head_dim
-        each = 4 * inner + ssd.TOKENS * (shape.state_size + shape.head_dim)
+        each = 4 * inner + TOKENS * (shape.state_size + shape.head_dim)
         return Case(
             f"ssd.{requests}x{tokens}",
             nbytes(rows) + nbytes(dt) + nbytes(y) + 2 * nbytes(state),
             len(rows) * shape.heads * each,
-            lambda: ssd.scan(rows, dt, layer, state, slots, scans, copies, requests, units, y),
+            lambda: ssd.scan(rows, dt, layer, state, plan, y),
             chain,
             "chain of five kernels",
         )
@@ -136,5 +138,5 @@ class Mamba2Cases:
             name,
             nbytes(projected) + y + 2 * sum(map(nbytes, state)),
             0,
-            lambda: self.kernels.mamba2(projected, layer, state, plan),
+            lambda: self.kernels.mix_states(projected, layer, state, plan),
         )

@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.bench.kernels.cases import Case, Make, nbytes
-from baton.engine.kernels import FP8_GROUP, Fp8Experts
+from baton.engine.kernels import FP8_GROUP, Fp8Experts, Kernels
 from baton.engine.kernels.moe.combine import combine
 from baton.engine.kernels.moe.grouped_linear import grouped_linear
 from baton.engine.kernels.moe.shuffle import Shuffled, shuffle
-from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Scoring
 
 SCORING = Scoring.NORMALIZED_SOFTMAX
@@ -112,7 +111,7 @@ class MoeCases:
         a GPU multiplies twice as much in FP8."""
         tokens, size, inner = experts * rows, self.shape.group_out, self.shape.group_in
         x, weights = (
-            TorchKernels().quantize(self.normal(n, inner), grouped=blocks) for n in (tokens, experts * size)
+            Kernels().quantize(self.normal(n, inner), grouped=blocks) for n in (tokens, experts * size)
         )
         scales = weights.scales.view(experts, size, -1).transpose(1, 2)
         if blocks and size % FP8_GROUP == 0:

@@ -19,10 +19,8 @@ from baton.engine.kernels import Kernels, Quantized
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.quantized.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
 from baton.engine.kernels.quantized.int4_linear import Int4Linear
-from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.layers.grouped_linear import PackedOnGpu
-from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.weights import LinearMethod
+from baton.engine.layers.linear import LinearMethod, PlainLinear
 
 EPS = 1e-5
 GROUP = 128
@@ -80,7 +78,7 @@ class Fp8Cases(LayerCases):
     """Half of the operations count, since a GPU multiplies twice as much in FP8."""
 
     def linear(self, columns: int, out: int) -> Fp8Linear:
-        weight = TorchKernels().quantize(self.normal(out, columns), grouped=False)
+        weight = Kernels().quantize(self.normal(out, columns), grouped=False)
         linear = self.kernels.fp8_linear(weight.values, weight.scales.T.contiguous(), None, self.shape.dtype)
         assert isinstance(linear, Fp8Linear)
         return linear

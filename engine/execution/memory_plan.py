@@ -12,8 +12,8 @@ import torch
 
 from baton.engine.api.config import EngineConfig, check_max_model_len
 from baton.engine.kernels import FP8
-from baton.engine.layers.linear import PlainFormat
 from baton.engine.layers.ranks import Ranks
+from baton.engine.layers.weights import PlainFormat
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, cache_bytes_per_token, cache_spec, state_bytes_per_request
 from baton.engine.models.cache_spec import CacheSpec

@@ -23,7 +23,7 @@ from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
 from baton.engine.execution.prompt_logprobs import Piece, prompt_logprobs
 from baton.engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
-from baton.engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
+from baton.engine.kernels import KV, HeadNorm, Kernels, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.layers.current_step import CurrentStep, computing
@@ -268,13 +268,13 @@ class ModelRunner:
             rotary: Tensor,
             norm: HeadNorm | None,
             sinks: Tensor | None,
-            scale: float | None,
+            scale: float,
         ) -> Tensor:
             index = self._index[layer]
             kv = self.kv_cache[index]
-            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
+            q = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, k, v, kv, plans[self._attention[index].span], sinks, scale)
+            return kernels.attention(q, kv, plans[self._attention[index].span], sinks, scale)
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)
@@ -286,12 +286,8 @@ class ModelRunner:
                 return self.model(known, positions, attend)
         states = kernels.plan_states(attention, self._dtype)
 
-        def mix(layer: int, projected: Tensor, parameters: Mamba2 | GatedDelta) -> Tensor:
-            state = self.states[self._index[layer]]
-            if isinstance(parameters, Mamba2):
-                y = kernels.mamba2(projected, parameters, state, states)
-            else:
-                y = kernels.gated_delta(projected, parameters, state, states)
+        def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
+            y = kernels.mix_states(projected, parameters, self.states[self._index[layer]], states)
             layer_done(layer)
             return y
 

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import from_hopper_on, launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels import from_hopper_on
+from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
 
 BLOCK_N = 64
@@ -87,7 +87,7 @@ class SkinnyLinear:
             SPLITS=count,
             num_warps=4,
             num_stages=stages,
-            **launch.options(),
+            **launch_options(),
         )
         return out
 
@@ -107,9 +107,8 @@ def _skinny_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     tile, split = tl.program_id(0), tl.program_id(1)
     steps = tl.cdiv(inner, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized
-from baton.engine.layers.linear import OUTPUT, PlainFormat, PlainLinear
+from baton.engine.layers.linear import LinearMethod, PlainLinear
 from baton.engine.layers.ranks import Part, whole
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.weights import OUTPUT, PlainFormat, Weights
 
 LARGEST = torch.finfo(FP8).max
 LEAST = 2.0**-100

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from baton.engine.kernels import Kernels, from_hopper_on
 from baton.engine.layers.current_step import current_step
-from baton.engine.layers.linear import OUTPUT, PlainFormat, PlainLinear
+from baton.engine.layers.linear import LinearMethod, PlainLinear
 from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import Groups, LinearMethod, Weights
+from baton.engine.layers.weights import OUTPUT, Groups, PlainFormat, Weights
 
 if TYPE_CHECKING:  # it needs Triton
     from baton.engine.kernels.quantized.int4_linear import Int4Linear

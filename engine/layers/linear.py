@@ -1,15 +1,27 @@
-"""Matrix products with a weight in the model's dtype, and the base of all formats of weights."""
+"""Matrix products with a weight in the model's dtype."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import Fp8Experts
-from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.kernels import Kernels
+
+
+class LinearMethod:
+    """The base of products y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
+
+    grouped: bool | None = None
+    """Whether x is in FP8 with a scale for each group of columns, or for each row. None: x is in the model's
+    dtype."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """`Kernels.silu_mul` of the product. A format may have one kernel for both."""
+        return kernels.silu_mul(self(x))
 
 
 class PlainLinear(LinearMethod):
@@ -18,7 +30,7 @@ class PlainLinear(LinearMethod):
     small batches."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.packed = _packs(weight.dtype, weight.device)
+        self.packed = packs_plain(weight.dtype, weight.device)
         self.weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if self.packed else weight
         )
@@ -33,59 +45,7 @@ class PlainLinear(LinearMethod):
         return F.linear(x, self.weight, self.bias)
 
 
-OUTPUT = "lm_head"
-
-
-@dataclass(frozen=True)
-class PlainFormat:
-    """How the matrices of a model are read, kept and multiplied: here in the model's dtype. Other formats
-    derive from it, and leave to it what they do not quantize. One object serves all matrices of a model.
-
-    `engine.loader.formats` chooses it. Embeddings and norms are not its concern."""
-
-    name: str = "plain"
-    """For logs and errors, such as "int4 in groups of 128"."""
-    identity: str = ""
-    """All that the format changes about results: a part of the model's fingerprint. Empty: nothing."""
-
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
-        """Memory for one parameter of a matrix, scales included. `dtype` is the model's. `output`: of an
-        output projection that is not tied to the embedding."""
-        return dtype.itemsize
-
-    def linear(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
-        """Loads several projections of the same input as one: weight i has rows[i] × columns, and all rows
-        are stacked. With a part of the columns, the result is a term of a sum over ranks; the first rank's
-        term has the bias. Tensors come from `weights.stack` and `weights.stored`, and may be on the device
-        "meta". Raises `ValueError` naming file and tensor, also if the parts cut a group or block."""
-        weight = weights.stack(
-            [f"{name}.weight" for name in names],
-            [(part, columns) for part in rows],
-            scratch=_packs(weights.dtype, weights.device),
-        )
-        return PlainLinear(weight, weights.bias(names, rows, columns) if bias else None)
-
-    def experts(
-        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor | Fp8Experts:
-        """Loads projections of the same input for several experts: names[i] are those of expert i, each with
-        rows[i] × columns. Experts without rows are not on this rank. Returns [experts, out, in]. Raises
-        `ValueError` as `linear` does, also if the format has no kernel for experts."""
-        stacked = weights.stack(
-            [f"{name}.weight" for expert in names for name in expert],
-            [(part, columns) for expert, part in zip(names, rows, strict=True) for _ in expert],
-        )
-        return stacked.unflatten(0, (sum(part.length > 0 for part in rows), -1))
-
-    def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        """The output projection of a model that has no other one than its input embedding. `embedding` has
-        these rows and columns of `name`, in the model's dtype."""
-        return PlainLinear(embedding)
-
-
-def _packs(dtype: torch.dtype, device: torch.device) -> bool:
+def packs_plain(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and (
         dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )

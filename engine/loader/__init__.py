@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.layers.linear import PlainFormat
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Checkpoint, DeclaredWeights, Weights
+from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights
 from baton.engine.loader.by_rows import Glm4Checkpoint, Phi3Checkpoint, Qwen3NextCheckpoint
 from baton.engine.loader.dummy import DummyCheckpoint
 from baton.engine.loader.formats import choose_format

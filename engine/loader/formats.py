@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.layers.linear import PlainFormat
+from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import fp8_formats, gguf_groups, int4_formats
 from baton.engine.loader.int4_on_load import int4_on_load
 from baton.engine.model_config import ModelConfig

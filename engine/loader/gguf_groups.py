@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter, grouped_linear, packs
-from baton.engine.layers.linear import PlainLinear
+from baton.engine.layers.linear import LinearMethod, PlainLinear
 from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import Groups, LinearMethod, Weights, stacked
+from baton.engine.layers.weights import Groups, Weights, stacked
 
 GROUP = 32
 """Columns of a group, in all these types."""

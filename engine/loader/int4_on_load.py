@@ -13,9 +13,9 @@ from torch import Tensor
 
 from baton.engine.layers.fp8_linear import ALIGNED, Fp8Format
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
-from baton.engine.layers.linear import OUTPUT
+from baton.engine.layers.linear import LinearMethod
 from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import Groups, LinearMethod, Weights
+from baton.engine.layers.weights import OUTPUT, Groups, Weights
 from baton.engine.loader.fp8_formats import fp8_output
 
 SIZES = (128, 64, 32)

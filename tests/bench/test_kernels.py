@@ -111,8 +111,8 @@ def test_the_chain_of_kernels_equals_the_fused_scan(
     y, state = step.run(cases.kernels, kernel_device)
     scans = torch.from_numpy(scan_work(spans[step.decodes :], step.decodes, 128)).to(kernel_device)
 
-    def chain(rows: Any, dt: Any, layer: Any, ssm: Any, slots: Any, *others: Any) -> None:
-        ssd_chain.scan(rows, dt, layer, ssm, slots, scans, others[-1], 128)
+    def chain(rows: Any, dt: Any, layer: Any, ssm: Any, plan: Any, y: Any) -> None:
+        ssd_chain.scan(rows, dt, layer, ssm, plan.slots, scans, y, 128)
 
     monkeypatch.setattr(ssd, "scan", chain)
     of_chain, after = step.run(cases.kernels, kernel_device)

@@ -97,9 +97,10 @@ def main() -> None:
         )
         head_norm = HeadNorm(torch.zeros(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if norm else None
         qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
-        q, k, v = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
+        q = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
         sinks = None if span is None else x[0, :heads]
-        kernels.attention(q, k, v, kv, kernels.plan(metadata, heads, kv_heads, dtype, span), sinks)
+        plan = kernels.plan(metadata, heads, kv_heads, dtype, span)
+        kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
         if isinstance(kv, Fp8KV):
             gather_kv.gather(kv, metadata.block_tables[0], dtype)
         if dtype is not torch.float32:
@@ -195,7 +196,7 @@ def main() -> None:
             kernels = TritonKernels(torch.device("cpu"), 128)
             per_head = torch.zeros(heads)
             weight = torch.zeros(4, channels, dtype=dtype)
-            layer = Mamba2(weight, weight[0], per_head, per_head, per_head, groups, (0.0, float("inf")))
+            layer = Mamba2(weight, weight[0], per_head, per_head, groups, per_head, (0.0, float("inf")))
             state = LayerState(torch.zeros(4, 3, channels, dtype=dtype), torch.zeros(4, heads, width, size))
             projected = torch.zeros(80, heads * width + channels + heads, dtype=dtype)
             gate, inputs = projected.split((heads * width, channels + heads), dim=1)
@@ -204,13 +205,13 @@ def main() -> None:
             metadata = AttentionMetadata(
                 16, ones, ones, ones, 2, [(0, 78)], state_slots=ones, state_copies=copies
             )
-            y = kernels.mamba2(inputs, layer, state, kernels.plan_states(metadata, dtype))
+            y = kernels.mix_states(inputs, layer, state, kernels.plan_states(metadata, dtype))
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, groups)
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, 1, kernels.gated_squares(y, gate))
             plan = kernels.plan_states(metadata, dtype)
-            delta = GatedDelta(weight, per_head, per_head, groups)
+            delta = GatedDelta(weight, None, per_head, per_head, groups)
             beside = torch.cat((inputs, inputs[:, :heads]), dim=1)
-            kernels.norm_gate(kernels.gated_delta(beside, delta, state, plan), gate, y[0, :width], 1e-5)
+            kernels.norm_gate(kernels.mix_states(beside, delta, state, plan), gate, y[0, :width], 1e-5)
 
     print("-- copies of states")
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)

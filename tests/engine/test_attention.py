@@ -11,7 +11,7 @@ from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.schedule import Chunk
 from baton.engine.core.step_builder import build_step
 from baton.engine.execution.inputs import attention_metadata, read_by_device
-from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.kernels import Kernels
 from baton.engine.model_config import Span
 from baton.engine.step import Step
 
@@ -72,17 +72,17 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     metadata = attention_metadata(
         tensors, block_size=block_size, num_decodes=step.decode_rows, prefills=step.prefills
     )
-    kernels, no_turn = TorchKernels(), torch.stack((torch.ones(len(q), DIM), torch.zeros(len(q), DIM)), dim=1)
+    kernels, no_turn = Kernels(), torch.stack((torch.ones(len(q), DIM), torch.zeros(len(q), DIM)), dim=1)
     qkv = torch.cat((q, k, v), dim=1)
-    q, k, v = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
+    q = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
     sinks = torch.randn(HEADS, generator=generator) if with_sinks else None
     plan = kernels.plan(metadata, HEADS, KV_HEADS, torch.float32, span)
-    scale = 0.3 if with_sinks else None
-    out = kernels.attention(q, k, v, cache, plan, sinks, scale)
+    scale = 0.3 if with_sinks else DIM**-0.5
+    out = kernels.attention(q, cache, plan, sinks, scale)
 
     for i, rows in enumerate(rows_of_chunks):
         keys_values, queries = sequences[i]
-        expected = plain(queries, keys_values, chunks[i].start, span, sinks, scale or DIM**-0.5)
+        expected = plain(queries, keys_values, chunks[i].start, span, sinks, scale)
         torch.testing.assert_close(out[rows], expected)
         assert step.positions[rows].tolist() == list(range(chunks[i].start, chunks[i].stop))
     written = torch.isfinite(cache).all(dim=(0, 3, 4)).sum()

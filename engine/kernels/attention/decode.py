@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import KV, launch, parts
+from baton.engine.kernels import KV, parts
 from baton.engine.kernels.attention.online_softmax import (
     LOG2_E,
     any_tile,
@@ -40,7 +40,7 @@ from baton.engine.kernels.attention.online_softmax import (
     values_of,
     whole_tile,
 )
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.model_config import Span
 
 # Measured on an H200.
@@ -143,7 +143,7 @@ def decode_attention(
         SINKS=sinks is not None,
         num_warps=max(1, head_dim * cache.itemsize // BYTES_PER_WARP),
         num_stages=STAGES,
-        **launch.options(),
+        **launch_options(),
     )
     if few:
         _combine[(requests, num_heads)](
@@ -156,7 +156,7 @@ def decode_attention(
             HEAD_DIM=head_dim,
             COMBINED=COMBINED,
             num_warps=1,
-            **launch.options(),
+            **launch_options(),
         )
 
 
@@ -243,9 +243,8 @@ def _split(
     FP8: tl.constexpr,
     SPAN: tl.constexpr,
     SINKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     kv_head = tl.program_id(0)  # the heads of a piece run at once, since they are neighbours in memory
     piece = tl.program_id(1)
     request = tl.load(work + piece * 3).to(tl.int64)
@@ -392,9 +391,8 @@ def _combine(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COMBINED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     request = tl.program_id(0)
     begin = tl.load(first + request)
     pieces = tl.load(first + request + 1) - begin

@@ -28,9 +28,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.engine.kernels.launch import COMPILED
 from baton.engine.model_config import Span
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -154,10 +154,6 @@ def whole_tile(
 def power_of_two(x):
     """The largest power of two up to x, positive float32."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-COMPILED = tl.constexpr(isinstance(power_of_two, JITFunction))
-"""False: the interpreter runs the kernels. It has no PTX."""
 
 
 @triton.jit

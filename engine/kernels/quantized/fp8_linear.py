@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Quantized, launch
+from baton.engine.kernels import FP8, FP8_GROUP, Quantized
 from baton.engine.kernels.fp8 import group_scales, outer_scales
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
 
 MAX_FEW_ROWS = 128
@@ -150,7 +150,7 @@ class Fp8Linear:
             SPLITS=shape.splits,
             num_warps=shape.warps,
             num_stages=shape.stages,
-            **launch.options(),
+            **launch_options(),
         )
         return out
 
@@ -174,9 +174,8 @@ def _fp8_linear(
     GROUPED: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     # Programs of the same rows of W are neighbours, so that W is read once.
     first_row = tl.program_id(0) * BLOCK_M
     tile, split = tl.program_id(1), tl.program_id(2)
