@@ -24,7 +24,7 @@ from torch import Tensor
 from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.gguf_groups import UNPACK
-from baton.engine.loader.rearranged import read_halves
+from baton.engine.loader.rearranged import halves, read_heads
 from baton.engine.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -217,18 +217,23 @@ class GGUFCheckpoint(Checkpoint):
             return torch.from_numpy(stored[tuple(part.indices for part in parts)].copy())
 
         blocks = [rows, Part(columns.start // values, columns.stop // values, columns.size // values)]
-        interleaves = self._interleaves(name)
-        raw = read_halves(read, blocks, self.config.head_dim) if interleaves else read(blocks)
+        raw = (
+            read_heads(read, halves(self.config.head_dim), blocks)
+            if self._interleaves(name)
+            else read(blocks)
+        )
         return UNPACK[info.kind.name](raw)
 
     def _interleaves(self, name: str) -> bool:
         return self.config.architecture == "LlamaForCausalLM" and INTERLEAVED.search(name) is not None
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        stored, head_dim = self._name_of[name], self.config.head_dim
-        if not self._interleaves(name):
-            return torch.from_numpy(self._file.read(stored, parts))
-        return read_halves(lambda whole: torch.from_numpy(self._file.read(stored, whole)), parts, head_dim)
+        def read(parts: Sequence[Part]) -> Tensor:
+            return torch.from_numpy(self._file.read(self._name_of[name], parts))
+
+        return (
+            read_heads(read, halves(self.config.head_dim), parts) if self._interleaves(name) else read(parts)
+        )
 
     def _config(self) -> ModelConfig:
         metadata = self._file.metadata
