@@ -94,6 +94,13 @@ def test_linear_of_few_rows_does_not_depend_on_timing() -> None:
 # Whole
 
 
+def test_a_gpu_replaces_every_operation() -> None:
+    from baton.engine.kernels.triton_kernels import TritonKernels
+
+    operations = {name for name in vars(Kernels) if not name.startswith("_")}
+    assert operations <= vars(TritonKernels).keys()
+
+
 def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
     from baton.engine.kernels.triton_kernels import TritonKernels
 
