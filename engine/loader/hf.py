@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face format: config.json, generation_config.json, *.safetensors, or random weights."""
+"""Checkpoints in Hugging Face format: config.json, generation_config.json, *.safetensors or dummy weights."""
 
 import hashlib
 from collections.abc import Collection, Sequence

@@ -91,9 +91,8 @@ def _norm(
     inside = columns < size
     at = group * size + columns
     to = row * size * tl.num_programs(1) + at
-    of_gate = gate + row * gate_stride + at
     if GATED_FIRST:
-        y = _gated(x + to, of_gate, inside)
+        y = _gated(x + to, gate + row * gate_stride + at, inside)
     else:
         y = tl.load(x + to, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(y * y, axis=0) / size if squares is None else tl.load(squares + row * squares_stride)
@@ -101,7 +100,7 @@ def _norm(
     of_weight = at if GATED_FIRST else columns
     y *= tl.load(weight + of_weight, mask=inside, other=0.0).to(tl.float32)
     if not GATED_FIRST:
-        gates = tl.load(of_gate, mask=inside, other=0.0).to(tl.float32)
+        gates = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
         y = y * gates * tl.sigmoid(gates)
     tl.store(out + to, y.to(out.dtype.element_ty), mask=inside)
 

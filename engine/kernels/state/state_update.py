@@ -100,25 +100,25 @@ def _update(
     of_group = channels + HEADS * HEAD_DIM + head // GROUP * SIZE + columns
     b = tl.load(of_group, mask=in_state, other=0.0).to(tl.float32)
     c = tl.load(of_group + HEADS // GROUP * SIZE, mask=in_state, other=0.0).to(tl.float32)
-    of_head = beside + row * beside_stride + head
-    to = y + row * y_stride + head * HEAD_DIM + dims
     if d is None:
         b *= tl.rsqrt(tl.sum(b * b, axis=0) + eps)
         c *= tl.rsqrt(tl.sum(c * c, axis=0) + eps) * scale
+        of_head = beside + row * beside_stride + head
         step = time_step(tl.load(of_head).to(tl.float32) + tl.load(dt_bias + head), 0.0, float("inf"))
         share = tl.sigmoid(tl.load(of_head + HEADS).to(tl.float32))
         now *= tl.exp(step * tl.load(a + head))
         written = (x - tl.sum(now * b[None, :], axis=1)) * share
         now += written[:, None] * b[None, :]
         out = tl.sum(now * c[None, :], axis=1).to(y.dtype.element_ty)
-        tl.store(to, out, mask=in_head)
+        tl.store(y + row * y_stride + head * HEAD_DIM + dims, out, mask=in_head)
         tl.store(kept, now, mask=inside)
     else:
-        step = time_step(tl.load(of_head).to(tl.float32) + tl.load(dt_bias + head), dt_min, dt_max)
+        dt = tl.load(beside + row * beside_stride + head).to(tl.float32) + tl.load(dt_bias + head)
+        step = time_step(dt, dt_min, dt_max)
         now = now * tl.exp(step * tl.load(a + head)) + (x * step)[:, None] * b[None, :]
         tl.store(kept, now, mask=inside)
         out = tl.sum(now * c[None, :], axis=1) + x * tl.load(d + head)
-        tl.store(to, out.to(y.dtype.element_ty), mask=in_head)
+        tl.store(y + row * y_stride + head * HEAD_DIM + dims, out.to(y.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
