@@ -213,7 +213,8 @@ def _attend_to(
     """Adds the keys [begin, end), of which the causal mask hides none before `whole`. Returns m, total, and
     the weighted sum of values."""
     first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
-    acc = tl.zeros([queries.shape[0], SHAPE.head_dim], tl.float32)
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    acc = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
     queries, scale = normalized(queries, scale, SHAPE.fp8)
     if SPAN:
         skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
