@@ -25,6 +25,7 @@ from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.gguf_groups import UNPACK
 from baton.engine.loader.rearranged import halves, read_heads
+from baton.engine.loader.settings import Settings
 from baton.engine.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -247,27 +248,14 @@ class GGUFCheckpoint(Checkpoint):
                 f"{self.source}: one of several parts; merge the parts with llama-gguf-split --merge"
             )
 
-        def get(key: str, default: Any = None) -> Any:
-            value = metadata.get(f"{kind}.{key}", default)
-            if value is None:
-                raise ValueError(f"{self.source}: metadata {kind}.{key} is missing")
-            return value
+        prefix = f"metadata {kind}."
+        settings = Settings({f"metadata {key}": value for key, value in metadata.items()}, self.source)
 
         def integer(key: str, default: int | None = None) -> int:
-            value = get(key, default)
-            if type(value) is not int or value < 1:
-                raise ValueError(
-                    f"{self.source}: metadata {kind}.{key} must be a positive integer, not {value!r}"
-                )
-            return value
+            return settings.integer(prefix + key, default)
 
         def number(key: str, default: float | None = None) -> float:
-            value = get(key, default)
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ValueError(
-                    f"{self.source}: metadata {kind}.{key} must be a number above 0, not {value!r}"
-                )
-            return value
+            return settings.number(prefix + key, default)
 
         if "token_embd.weight" not in self._file.tensors:
             raise ValueError(f"{self.source}: tensor token_embd.weight is missing, the file is incomplete")
@@ -286,7 +274,7 @@ class GGUFCheckpoint(Checkpoint):
             rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
             rope_theta=number("rope.freq_base", 10000.0),
             rope_scaling=self._rope_scaling(
-                get("rope.scaling.type", "none"), number("rope.scaling.factor", 1.0)
+                metadata.get(f"{kind}.rope.scaling.type", "none"), number("rope.scaling.factor", 1.0)
             ),
             tie_embeddings="output.weight" not in self._file.tensors,
             attention_bias="blk.0.attn_output.bias" in self._file.tensors,
