@@ -80,7 +80,7 @@ class Report:
     json_path: Path | None = None
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     rows: list[Row] = field(default_factory=list)
-    detail: dict[str, Any] | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
         """Also writes the file, so that a bench that is stopped keeps its results."""
@@ -96,7 +96,7 @@ class Report:
             "started": self.started,
             "results": [row.as_dict() for row in self.rows],
         }
-        return found if self.detail is None else found | {"detail": self.detail}
+        return found | {"detail": self.detail} if self.detail else found
 
     def write(self, indent: int | None = None) -> None:
         """Writes the JSON file, if there is a path. Indented for readers it takes twenty times as long."""

@@ -43,7 +43,6 @@ def measure(
     html: Path | None,
 ) -> None:
     """Measures all sides. Writes the page after each run."""
-    assert report.detail is not None
     measured: dict[str, dict[str, Any]] = report.detail["sides"]
     layout = report.parameters["layout"]
     for side in sides:

@@ -9,8 +9,8 @@ from baton.bench.load.measurement.quantiles import Series
 
 
 def test_quantiles_are_by_nearest_rank() -> None:
-    found = Series.of([[float(x)] for x in range(1, 1001)]).estimates()
-    assert {name: e.value for name, e in found.items()} == {
+    found = Series.of([[float(x)] for x in range(1, 1001)]).rows("x", {})
+    assert {quantile: row.value for quantile, row in found.items()} == {
         "p50": 500.0,
         "p90": 900.0,
         "p99": 990.0,
@@ -20,7 +20,7 @@ def test_quantiles_are_by_nearest_rank() -> None:
 
 
 def test_too_few_samples_have_no_upper_bound() -> None:
-    found = Series.of([[float(x)] for x in range(100)]).estimates()
+    found = Series.of([[float(x)] for x in range(100)]).rows("x", {})
     assert found["p99"].value == 98.0
     assert found["p99"].high is None
     assert found["p50"].high is not None
@@ -32,7 +32,7 @@ def test_too_few_samples_have_no_upper_bound() -> None:
      (100, {"p50", "p90", "p99", "max"}), (1000, {"p50", "p90", "p99", "p99.9", "max"})],
 )  # fmt: skip
 def test_a_quantile_needs_a_sample_above_it(count: int, names: set[str]) -> None:
-    assert Series.of([[float(x)] for x in range(count)]).estimates().keys() == names
+    assert Series.of([[float(x)] for x in range(count)]).rows("x", {}).keys() == names
 
 
 @pytest.mark.parametrize("size", [1, 20])
@@ -42,7 +42,7 @@ def test_the_interval_covers_the_true_value(size: int) -> None:
     covered = 0
     for _ in range(300):
         groups = [[x] * size for x in rng.exponential(1.0, 400).tolist()]
-        found = Series.of(groups).estimates()["p90"]
+        found = Series.of(groups).rows("x", {})["p90"]
         assert found.low is not None
         assert found.high is not None
         covered += found.low <= np.log(10) <= found.high
@@ -52,8 +52,8 @@ def test_the_interval_covers_the_true_value(size: int) -> None:
 def test_clusters_widen_the_interval() -> None:
     rng = np.random.default_rng(5)
     values = rng.exponential(1.0, 200)
-    clustered = Series.of([[x] * 50 for x in values.tolist()]).estimates()["p90"]
-    alone = Series.of([[x] for x in np.repeat(values, 50).tolist()]).estimates()["p90"]
+    clustered = Series.of([[x] * 50 for x in values.tolist()]).rows("x", {})["p90"]
+    alone = Series.of([[x] for x in np.repeat(values, 50).tolist()]).rows("x", {})["p90"]
     assert clustered.high is not None
     assert alone.high is not None
     assert clustered.low is not None
@@ -68,5 +68,5 @@ def test_the_curve_ends_at_the_maximum_and_never_falls() -> None:
 
 
 def test_an_empty_series_has_no_quantiles() -> None:
-    assert Series.of([[], []]).estimates() == {}
+    assert Series.of([[], []]).rows("x", {}) == {}
     assert Series.of([]).curve() == []

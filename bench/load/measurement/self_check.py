@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from baton.bench.load.traffic.wire import ClientUsage
@@ -19,30 +18,22 @@ _LEAST_SECONDS = 0.005
 _OF_LATENCY = 0.05
 
 
-class SelfCheck(msgspec.Struct, frozen=True):
-    """Times in seconds. `cpu` and `waited` are shares of the run's time, of the worst client process."""
-
-    lag_p99: float
-    lag_max: float
-    stall_p99: float
-    stall_max: float
-    cpu: float
-    waited: float
-    reasons: tuple[str, ...]
-
-    @property
-    def valid(self) -> bool:
-        return not self.reasons
-
-
 def check(
     loads: Sequence[ClientUsage],
     lags: Sequence[float],
     ttft_p50: float | None,
     gap_p50: float | None,
     died: Sequence[str],
-) -> SelfCheck:
-    """`lags`: how late the client sent each request. `ttft_p50` and `gap_p50` are the measured medians."""
+) -> tuple[dict[str, float], list[str]]:
+    """How busy the client was, and why its run is invalid: no reasons, if it is valid.
+
+    Times are in seconds. `cpu` and `waited` are shares of the run's time, of the worst client process.
+
+    Args:
+        lags: how late the client sent each request.
+        ttft_p50, gap_p50: the measured medians.
+        died: what became of client processes that ended early.
+    """
     stalls = np.asarray([s for load in loads for s in load.stalls] or [0.0])
     late = np.asarray(lags or [0.0])
     lag_p99, stall_p99 = float(np.percentile(late, 99)), float(np.percentile(stalls, 99))
@@ -63,12 +54,11 @@ def check(
         reasons.append(
             f"a client process waited for a core {waited:.0%} of the time: run it on another machine"
         )
-    return SelfCheck(
-        lag_p99=lag_p99,
-        lag_max=float(late.max()),
-        stall_p99=stall_p99,
-        stall_max=float(stalls.max()),
-        cpu=cpu,
-        waited=waited,
-        reasons=tuple(reasons),
-    )
+    return {
+        "lag_p99": lag_p99,
+        "lag_max": float(late.max()),
+        "stall_p99": stall_p99,
+        "stall_max": float(stalls.max()),
+        "cpu": cpu,
+        "waited": waited,
+    }, reasons

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from baton.bench.load.report.results import LATENCIES
+from baton.bench.load.measurement.summary import LATENCIES
 
 TITLES = {
     "ttft": "TTFT",
