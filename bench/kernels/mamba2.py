@@ -1,6 +1,4 @@
-"""The cases of Mamba-2: the scan of prompts in one kernel against the chain of five (`ssd_chain`), and the
-step of decodes against the bytes of the states.
-"""
+"""The cases of Mamba-2: the scan of prompts, and the step of decodes against the bytes of the states."""
 
 from __future__ import annotations
 
@@ -11,15 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.bench.kernels import ssd_chain
 from baton.bench.kernels.cases import Case, Make, nbytes
 from baton.engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.state import ssd
 from baton.engine.kernels.state.mamba2 import scan_work
-
-CHAIN_TOKENS = 128
-"""Of a chunk of the chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +88,9 @@ class Mamba2Cases:
         rows = self.normal(requests * tokens, shape.channels)
         dt, y = self.normal(len(rows), shape.heads), self.normal(len(rows), shape.heads * shape.head_dim)
         slots = torch.arange(requests, dtype=torch.int32, device=self.device)
-
-        def chunks(length: int) -> Tensor:
-            return torch.from_numpy(scan_work([(0, tokens)] * requests, 0, length)).to(self.device)
-
         units, copies = multiprocessors(self.device), self.no_copies(len(rows))
-        scans, of_chain = chunks(ssd.chunk_tokens(shape.dtype)), chunks(CHAIN_TOKENS)
-
-        def chain() -> None:
-            ssd_chain.scan(rows, dt, layer, state, slots, of_chain, y, CHAIN_TOKENS)
-
+        work = scan_work([(0, tokens)] * requests, 0, ssd.chunk_tokens(shape.dtype))
+        scans = torch.from_numpy(work).to(self.device)
         # The products with the state, and those within chunks of the length that needs fewest.
         inner = shape.state_size * shape.head_dim
         each = 4 * inner + ssd.TOKENS * (shape.state_size + shape.head_dim)
@@ -112,8 +99,6 @@ class Mamba2Cases:
             nbytes(rows) + nbytes(dt) + nbytes(y) + 2 * nbytes(state),
             len(rows) * shape.heads * each,
             lambda: ssd.scan(rows, dt, layer, state, slots, scans, copies, requests, units, y),
-            chain,
-            "chain of five kernels",
         )
 
     def prompts(self, requests: int, tokens: int) -> Case:

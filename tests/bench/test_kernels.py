@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -91,34 +90,10 @@ def test_every_case_of_state_layers_runs(cases: Cases) -> None:
     )
     mamba2_cases = Mamba2Cases(shape, cases.kernels, cases.device)
     rows = {row.name: row for make in mamba2_cases for row in bench.measure(make, one_second_each, PLAIN)}
-    assert rows["kernels.ssd.2x140"].ratio == 1.0
+    assert rows["kernels.ssd.2x140.time"].value == 1e6
     # projected and y of two rows, and the inputs and states of two requests, both ways
     moved = 2 * 2 * (128 + 4 + 64) + 2 * 2 * (2 * 3 * 128 + 4 * 4 * 16 * 16)
     assert rows["kernels.mamba2.decode.b2"].value == pytest.approx(moved / 1e9)
-
-
-@pytest.mark.parametrize("spans", [[(0, 40), (3, 9)], [(8, 9), (5, 300), (0, 128)]])
-def test_the_chain_of_kernels_equals_the_fused_scan(
-    cases: Cases, kernel_device: str, spans: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from baton.bench.kernels import ssd_chain
-    from baton.engine.kernels.state import ssd
-    from baton.engine.kernels.state.mamba2 import scan_work
-    from tests.engine.kernel_checks import F16
-    from tests.engine.test_mamba2 import Step, layer_of
-
-    step = Step(spans, layer_of(2, F16), F16)
-    y, state = step.run(cases.kernels, kernel_device)
-    scans = torch.from_numpy(scan_work(spans[step.decodes :], step.decodes, 128)).to(kernel_device)
-
-    def chain(rows: Any, dt: Any, layer: Any, ssm: Any, slots: Any, *others: Any) -> None:
-        ssd_chain.scan(rows, dt, layer, ssm, slots, scans, others[-1], 128)
-
-    monkeypatch.setattr(ssd, "scan", chain)
-    of_chain, after = step.run(cases.kernels, kernel_device)
-    torch.testing.assert_close(of_chain, y, rtol=2e-2, atol=2e-2)
-    used = step.slots.long()
-    torch.testing.assert_close(after.ssm[used], state.ssm[used], rtol=2e-2, atol=2e-2)
 
 
 def test_every_case_of_fp8_runs(cases: Cases) -> None:
