@@ -161,7 +161,7 @@ def report_rows(report: Report, name: str, run: Run, traces: Path) -> None:
     elsewhere = [prompt.token - prompt.taken for prompt in computed(traces / "prefill-0-engine.trace")]
     ratio = statistics.median(computing) / statistics.median(elsewhere)
     rows: list[tuple[str, list[float], dict[str, Any]]] = [
-        ("seconds", seconds, {"goal": GOAL_S, "better": "lower"}),
+        ("seconds", seconds, {"goal": GOAL_S}),
         ("until_prompt", waits, {}),
         ("computing", computing, {"ratio": ratio, "ratio_to": "prefill 0"}),
     ]
@@ -175,7 +175,7 @@ def report_rows(report: Report, name: str, run: Run, traces: Path) -> None:
         ("different_tokens", verdict.different + verdict.lost_or_repeated, "tokens"),
         ("leaked_blocks", sum(run.leaks.values()), "blocks, slots, attempts"),
     ):
-        report.add(Row(f"{name}.{row}", value, unit, goal=0, better="lower"))
+        report.add(Row(f"{name}.{row}", value, unit, goal=0))
     report.add(Row(f"{name}.flips", len(seconds), "times"))
     report.add(Row(f"{name}.requests", verdict.requests, "requests"))
     report.detail = {"seconds": seconds, "until_prompt": waits, "computing": computing}
@@ -194,7 +194,6 @@ def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--flips", type=int, metavar="N", help=f"default: {FLIPS}; {SHORT_FLIPS} with --short")
     p.add_argument("--clients", type=int, metavar="N", help="streams at a time (default: 8 on a CPU, 32)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of requests and moments")
@@ -208,15 +207,14 @@ def main() -> int:
     args.clients = args.clients or (8 if args.device == "cpu" else 32)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    report = Report("flip", {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, args.json)
+    report = Report.of("flip", args)
     with tempfile.TemporaryDirectory(prefix="baton-flip-") as temporary:
         directory = args.logs or Path(temporary)
         with start(args, directory) as cluster:
             run = asyncio.run(measure(args, cluster))
         # The traces are complete after the workers have ended.
         report_rows(report, f"flip.{args.device}", run, directory / TRACES)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -77,14 +77,14 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     verdict = judge(load.streams, right, [one for one in happened if one.role == "router"])
     for line in (*verdict.errors[:10], *(f"{name}: {count}" for name, count in leaks.items())):
         print(line, file=sys.stderr)
-    report = Report("chaos", {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, args.json)
+    report = Report.of("chaos", args)
     for name, value, unit in (
         ("failed", verdict.failed, "requests"),
         ("lost_or_repeated_tokens", verdict.lost_or_repeated, "tokens"),
         ("different_tokens", verdict.different, "tokens"),
         ("leaked_blocks", sum(leaks.values()), "blocks, slots, attempts"),
     ):
-        report.add(Row(f"chaos.{name}", value, unit, goal=0, better="lower"))
+        report.add(Row(f"chaos.{name}", value, unit, goal=0))
     report.add(Row("chaos.requests", verdict.requests, "requests"))
     report.add(Row("chaos.reconnected", verdict.reconnected, "connections"))
     report.add(Row("chaos.tokens", verdict.tokens, "tokens"))

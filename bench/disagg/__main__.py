@@ -125,7 +125,6 @@ def _rates(text: str) -> list[float]:
 
 def arguments() -> argparse.ArgumentParser:
     p = contract.parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="of Baton (default: 1p1d)")
     p.add_argument(
         "--against", action="append", default=[], metavar="'NAME=URL[,URL] FLAGS'",
@@ -179,11 +178,10 @@ def main() -> int:
         except ValueError as error:
             p.error(str(error))
         args.requests = requests
-        parameters = {k: v for k, v in vars(args).items() if k not in ("json", "html", "logs", "earlier")}
-        report = Report("disagg", parameters, args.json, detail={"sides": earlier})
+        report = Report.of("disagg", args)
+        report.detail = {"sides": earlier}
         measure(sides, loads, pace, report, directory, args.html)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -86,9 +86,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         goals = LARGE_MS.get(size, {})
         for name, took in _times(_child(large, size)).items():
             goal = goals.get(name)
-            report.add(
-                Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goal, better="lower" if goal else None)
-            )
+            report.add(Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goal))
 
 
 def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int = 64) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def _compare(
             Row(
                 f"engine.tp{size}.{name}", took, "ms",
                 ratio=before[name] / took, ratio_to="one rank, same run",
-                goal=goal, better="higher" if goal else None,
+                goal=goal, better="higher",
             )
         )  # fmt: skip
     if work.compared:

@@ -39,8 +39,7 @@ def main() -> int:
         plain = limits(device, graph_seconds)
         for make in cases:
             report.rows += measure(make, graph_seconds, plain)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

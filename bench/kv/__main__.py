@@ -41,7 +41,7 @@ from unittest.mock import patch
 
 import torch
 
-from baton.bench.contract import Report, Row, interleaved, paired_ratio, parser
+from baton.bench.contract import Report, Row, interleaved, parser
 from baton.bench.kv import exported
 from baton.bench.kv.pair import BLOCK, Pair, Settings, children, cpu_seconds
 from baton.bench.kv.raw_sockets import MIB, RawPair
@@ -96,13 +96,7 @@ def compare(
         each.speed(size)  # warm up
         each.cpu.clear()
     speeds, raw_speeds = interleaved(lambda: way.speed(size), lambda: to.speed(size), pairs)
-    ratio, spread = paired_ratio(speeds, raw_speeds)
-    report.add(
-        Row(
-            name, statistics.median(speeds), "GB/s", ratio=ratio, ratio_to=other, spread=spread,
-            goal=goal, better=None if goal is None else "higher",
-        )
-    )  # fmt: skip
+    report.add_ratio(name, speeds, "GB/s", raw_speeds, other, goal=goal, better="higher")
     report.add(Row(f"{name}.cpu", statistics.mean(way.cpu), "s/GB"))
     if shown:
         report.add(Row(shown, statistics.median(raw_speeds), "GB/s"))
@@ -139,8 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             nixl_on_gpus(report, args.nixl, pairs)
     if "exported" in parts:
         without_sockets(report, args.device, pairs)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 class Nixl:

@@ -240,37 +240,26 @@ def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Run
         report.add(
             Row(
                 f"{prefix}.handover{beside}", statistics.median(steps), "steps",
-                p99=contract.percentile(steps, 0.99), goal=2.5 if on_cpu else 2.0, better="lower",
+                p99=contract.percentile(steps, 0.99), goal=2.5 if on_cpu else 2.0,
             )
         )  # fmt: skip
         report.add(Row(f"{prefix}.step{beside}", _median_ms(r.step for r in series), "ms"))
-    ratio, spread = contract.paired_ratio([run.ttft for run in idle], runs.prefills)
-    report.add(
-        Row(
-            f"{prefix}.ttft", _median_ms(run.ttft for run in idle), "ms", ratio=ratio, spread=spread,
-            ratio_to="the same prefill without a handover", goal=1.05, better="lower",
-        )
+    report.add_ratio(
+        f"{prefix}.ttft", [run.ttft for run in idle], "ms", runs.prefills,
+        "the same prefill without a handover", scale=1e3, goal=1.05,
     )  # fmt: skip
     for batch, pairs in runs.gaps.items():
         for name, q, goal in (("ttit_p99", 0.99, 1.05), ("ttit", 0.5, None)):
-            during = [contract.percentile(injected, q) for _, injected in pairs]
-            ratio, spread = contract.paired_ratio(during, [contract.percentile(a, q) for a, _ in pairs])
-            report.add(
-                Row(
-                    f"{prefix}.{name}.b{batch}", _median_ms(during), "ms", ratio=ratio, spread=spread,
-                    ratio_to="while no KV is injected", goal=goal, better="lower" if goal else None,
-                )
-            )  # fmt: skip
+            quiet, during = (
+                [contract.percentile(gaps, q) for gaps in kind] for kind in zip(*pairs, strict=True)
+            )
+            to = "while no KV is injected"
+            report.add_ratio(f"{prefix}.{name}.b{batch}", during, "ms", quiet, to, scale=1e3, goal=goal)
     per_token = trace.joined[runs.alones[0]].size / tokens
     report.add(Row(f"{prefix}.wire", per_token, "bytes a token"))
     report.add(Row(f"{prefix}.exposed", _median_ms(exposed), "ms", p99=max(exposed) * 1e3))
-    ratio, spread = contract.paired_ratio(runs.raws, alones)
-    report.add(
-        Row(
-            f"{prefix}.alone", _median_ms(alones), "ms", ratio=ratio, spread=spread,
-            ratio_to="raw sockets, same bytes and lanes (as speed)",
-        )
-    )  # fmt: skip
+    to = "raw sockets, same bytes and lanes (as speed)"
+    report.add_ratio(f"{prefix}.alone", alones, "ms", runs.raws, to, scale=1e3, inverse=True)
 
 
 def report_long(
@@ -293,7 +282,6 @@ def _median_ms(seconds: Any) -> float:
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument(
         "--tokens", type=int, action="append", metavar="N",
         help="prompt length (default: 1000 on a CPU, 2000 on a GPU); may be repeated",
@@ -339,12 +327,10 @@ def main() -> int:
         p.error("--model-shape: with --device cuda")
     if args.rounds < contract.MIN_PAIRS:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
-    parameters = {k: v for k, v in vars(args).items() if k != "json"}
-    report = Report("overlap", parameters | {"output_tokens": OUTPUT_TOKENS}, args.json)
+    report = Report.of("overlap", args, output_tokens=OUTPUT_TOKENS)
     gc.disable()  # a collection over all received tokens takes 0.1 s and would delay timestamps
     asyncio.run(measure(args, report))
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -173,22 +173,17 @@ def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs) 
     """`name` begins the names of all rows."""
     ttfts = runs.ttfts
     for kind, goal in goals.items():
-        ratio, spread = contract.paired_ratio(ttfts[kind], ttfts["computed"])
-        report.add(
-            Row(
-                f"{name}.{kind}", statistics.median(ttfts[kind]) * 1e3, "ms",
-                p99=max(ttfts[kind]) * 1e3, ratio=ratio, ratio_to="computing it all", spread=spread,
-                goal=goal, better="lower",
-            )
+        report.add_ratio(
+            f"{name}.{kind}", ttfts[kind], "ms", ttfts["computed"], "computing it all", scale=1e3,
+            p99=max(ttfts[kind]) * 1e3, goal=goal,
         )  # fmt: skip
     report.add(Row(f"{name}.computed", statistics.median(ttfts["computed"]) * 1e3, "ms"))
     worst = max(runs.bytes_over_missing)
-    report.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02, better="lower"))
+    report.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02))
 
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (default: %(default)s)")
     p.add_argument(
         "--history", type=int, help=f"tokens (default: {ON_CPU.history} on a CPU, {ON_CUDA.history} on a GPU)"
@@ -211,12 +206,10 @@ def main() -> int:
         tiers.report(args, turns.history).finish()
         return 0
     runs = asyncio.run(measure(args, turns))
-    parameters = {k: v for k, v in vars(args).items() if k != "json"} | turns._asdict()
-    report = Report("reuse", parameters | {"transport": runs.transport}, args.json)
+    report = Report.of("reuse", args, **turns._asdict(), transport=runs.transport)
     of = args.device if args.kv_connector == "tcp" else f"{args.device}.{args.kv_connector}"
     report_rows(report, f"reuse.{of}", GOALS.get(of, GOALS[args.device]), runs)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.overlap.streams import prompt_of
 from baton.bench.roles import Driver, Roles, request, worker_flags
@@ -148,26 +147,15 @@ def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[
 
 
 def report(args: argparse.Namespace, history: int) -> Report:
-    given = {key: value for key, value in vars(args).items() if key != "json"}
-    made = Report("reuse", given | {"history": history}, args.json)
+    made = Report.of("reuse", args, history=history)
     name = f"reuse.{args.device}.{'host' if args.disk is None else 'disk'}_tier"
     loaded, computed = asyncio.run(first_tokens(args, history))
-    ratio, spread = contract.paired_ratio(loaded, computed)
-    made.add(
-        Row(
-            name, statistics.median(loaded) * 1e3, "ms", p99=max(loaded) * 1e3, ratio=ratio,
-            ratio_to="computing it", spread=spread, better="lower",
-            goal=GOALS[args.device] if args.disk is None else None,
-        )
+    made.add_ratio(
+        name, loaded, "ms", computed, "computing it", scale=1e3, p99=max(loaded) * 1e3,
+        goal=GOALS[args.device] if args.disk is None else None,
     )  # fmt: skip
     made.add(Row(f"{name}.computed", statistics.median(computed) * 1e3, "ms"))
     with tempfile.TemporaryDirectory() as directory:
         busy, quiet = steps(args, Path(directory))
-    ratio, spread = contract.paired_ratio(busy, quiet)
-    made.add(
-        Row(
-            f"{name}.step", statistics.median(busy) * 1e3, "ms", ratio=ratio, ratio_to="no copies",
-            spread=spread, goal=STEP_GOALS[args.device], better="lower",
-        )
-    )  # fmt: skip
+    made.add_ratio(f"{name}.step", busy, "ms", quiet, "no copies", scale=1e3, goal=STEP_GOALS[args.device])
     return made

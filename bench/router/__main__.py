@@ -166,9 +166,8 @@ def prefill_loads(workers: int, rng: random.Random) -> PrefillLoads:
 def measure(args: argparse.Namespace, report: Report) -> None:
     for name, busy in (("", 0.2), (".full", 0.98)):
         took = decisions(1_000, 2_000, busy=busy)
-        goal: dict = {} if name else {"goal": 50, "better": "lower"}
-        p99 = contract.percentile(took, 0.99)
-        report.add(Row(f"router.decision.w1000{name}", statistics.median(took), "µs", p99=p99, **goal))
+        p99, goal = contract.percentile(took, 0.99), None if name else 50
+        report.add(Row(f"router.decision.w1000{name}", statistics.median(took), "µs", p99=p99, goal=goal))
     with Roles() as roles, contextlib.closing(FakeWorkers(roles.secret)) as workers:
         router = start_router(roles, workers)
         url = router["url"]
@@ -181,7 +180,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         stalls = longest_stalls(url, large_requests(), MIN_PAIRS)
         worst = max(map(statistics.median, stalls.values()))
         p99 = contract.percentile([ms for series in stalls.values() for ms in series], 0.99)
-        report.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50, better="lower"))
+        report.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50))
         workers.step.value = LOADED_STEP_S
         with OpenStreams(url, args.streams):
             add_rows(report, f"router.added.streams{args.streams}", added(), bound=False)
@@ -221,9 +220,9 @@ async def until_ready(url: str) -> None:
 def add_rows(report: Report, name: str, found: Pairs, *, bound: bool = True) -> None:
     """`bound`: whether the median and the p99 have goals."""
     p99 = contract.percentile(found.added, 0.99)
-    goals: list[dict] = [{"goal": g, "better": "lower"} if bound else {} for g in (1, 3)]
-    report.add(Row(f"{name}.p50", statistics.median(found.added), "ms", p99=p99, **goals[0]))
-    report.add(Row(f"{name}.p99", p99, "ms", **goals[1]))
+    goals = (1, 3) if bound else (None, None)
+    report.add(Row(f"{name}.p50", statistics.median(found.added), "ms", p99=p99, goal=goals[0]))
+    report.add(Row(f"{name}.p99", p99, "ms", goal=goals[1]))
     for way, series in (("direct", found.direct), ("routed", found.routed)):
         took = [1e3 * seconds for seconds in series]
         p99 = contract.percentile(took, 0.99)
@@ -243,7 +242,6 @@ def collector_off() -> Iterator[None]:
 
 def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--pairs", type=int, default=2_000, help="requests each way (default: %(default)s)")
     p.add_argument("--streams", type=int, default=32, help="open at the same time (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=20.0, help="of saturation (default: %(default)s)")
@@ -252,12 +250,9 @@ def main() -> int:
         args.pairs, args.seconds = 400, 5.0
     if args.pairs < 100:
         p.error("--pairs: at least 100, or there is no p99")
-    parameters = {k: v for k, v in vars(args).items() if k != "json"}
-    fixed = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
-    report = Report("router", parameters | fixed, args.json)
+    report = Report.of("router", args, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS)
     measure(args, report)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ Profiles: what each value of `--optimize` gives on 2 workers, with a load that t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -120,7 +119,7 @@ def add_bounds(report: Report, sticky: Outcome, least_loaded: Outcome) -> None:
     report.add(Row("routing_sim.hits.sticky", hits, "of prompt tokens", goal=0.45, better="higher"))
     ours, theirs = (1e3 * contract.percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
     name = "routing_sim.ttft_p99.vs_least_loaded"
-    report.add(Row(name, ours, "ms", ratio=ours / theirs, ratio_to="least loaded", goal=1.0, better="lower"))
+    report.add(Row(name, ours, "ms", ratio=ours / theirs, ratio_to="least loaded", goal=1.0))
 
 
 def add_decode(report: Report, short: bool) -> None:
@@ -179,7 +178,6 @@ def add_placed(report: Report, name: str, found: dict[placement.Kind, Quantiles]
             ratio=value / other,
             ratio_to="colocated",
             goal=goal,
-            better="lower",
         )
         report.add(row)
     ratio = ours.ttft_p99 / found["split"].ttft_p99
@@ -262,7 +260,6 @@ def add_prefill(report: Report, short: bool) -> None:
 
 def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--only", choices=PARTS, help="simulate this part")
     args = p.parse_args()
     report = Report("routing_sim", {"short": args.short, "seed": SEED}, args.json)

@@ -56,7 +56,7 @@ class Series:
         return {
             quantile: Row(
                 f"{metric}.{quantile}", value, "ms", low=low, high=high,
-                goal=(goal := goals.get(f"{metric}.{quantile}")), better=None if goal is None else "lower",
+                goal=goals.get(f"{metric}.{quantile}"),
             )
             for quantile, (value, low, high) in found.items()
         }  # fmt: skip
