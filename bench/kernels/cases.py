@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,16 @@ class Shape:
     def hidden(self) -> int:
         return self.heads * self.head_dim
 
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """(columns, rows) of the fused weights."""
+        return {
+            "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim),
+            "out": (self.hidden, self.hidden),
+            "gate_up": (self.hidden, 2 * self.inner),
+            "down": (self.inner, self.hidden),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -59,31 +71,41 @@ Make = Callable[[], Case]
 """Makes a case with new inputs."""
 
 
-class Cases:
-    """All cases of a shape on a device."""
+S = TypeVar("S", bound=Any)
 
-    def __init__(self, shape: Shape, kernels: Kernels, device: torch.device) -> None:
+
+class Cases(Generic[S]):
+    """All cases of the shape of a layer on a device. Subclasses have the cases."""
+
+    def __init__(self, shape: S, kernels: Kernels, device: torch.device) -> None:
         self.shape, self.kernels, self.device = shape, kernels, device
+
+    def __iter__(self) -> Iterator[Make]:
+        raise NotImplementedError
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device).to(self.shape.dtype)
+
+
+class DenseCases(Cases[Shape]):
+    """The kernels of a dense layer."""
 
     def __iter__(self) -> Iterator[Make]:
         shape = self.shape
         for rows in (shape.batches[0], shape.batches[len(shape.batches) // 2], shape.prompts[0]):
-            yield lambda rows=rows: self.add_rms_norm(rows)
-            yield lambda rows=rows: self.silu_mul(rows)
-            yield lambda rows=rows: self.rope_and_write(rows)
+            yield partial(self.add_rms_norm, rows)
+            yield partial(self.silu_mul, rows)
+            yield partial(self.rope_and_write, rows)
         for batch in shape.batches:
-            yield lambda batch=batch: self.decode(f"b{batch}", [shape.context] * batch)
+            yield partial(self.decode, f"b{batch}", [shape.context] * batch)
         longest, batch = 16 * shape.context, shape.batches[len(shape.batches) // 2]
-        yield lambda: self.decode(f"b{batch}.ragged", [longest] + [shape.context // 2] * (batch - 1))
+        yield partial(self.decode, f"b{batch}.ragged", [longest] + [shape.context // 2] * (batch - 1))
         for tokens in shape.prompts:
-            yield lambda tokens=tokens: self.prefill(0, tokens)
-        yield lambda: self.prefill(3 * shape.prompts[0], shape.prompts[0])
+            yield partial(self.prefill, 0, tokens)
+        yield partial(self.prefill, 3 * shape.prompts[0], shape.prompts[0])
         for tokens in (40, 300):  # the next turn of a chat, and one that computes the answer before it, too
-            yield lambda tokens=tokens: self.prefill(shape.prompts[-1], tokens, in_graph=True)
+            yield partial(self.prefill, shape.prompts[-1], tokens, in_graph=True)
         yield from self._products()
-
-    def normal(self, *size: int) -> Tensor:
-        return torch.randn(size, device=self.device).to(self.shape.dtype)
 
     def add_rms_norm(self, rows: int) -> Case:
         size = self.shape.hidden
@@ -198,17 +220,10 @@ class Cases:
 
     def _products(self) -> Iterator[Make]:
         """Products with the fused weights: Baton's kernel and cuBLAS up to 64 rows, cuBLAS alone above."""
-        shape = self.shape
-        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        sizes = {"qkv": (shape.hidden, qkv), "out": (shape.hidden, shape.hidden)}
-        sizes |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
-        sizes |= {"head": (shape.hidden, shape.vocabulary)}
-        for rows, (name, (columns, out)) in itertools.product(
-            (*shape.batches, shape.prompts[0]), sizes.items()
-        ):
-            yield lambda rows=rows, name=name, columns=columns, out=out: self.product(
-                name, rows, columns, out
-            )
+        sizes = self.shape.products | {"head": (self.shape.hidden, self.shape.vocabulary)}
+        rows = (*self.shape.batches, self.shape.prompts[0])
+        for count, (name, size) in itertools.product(rows, sizes.items()):
+            yield partial(self.product, name, count, *size)
 
     def product(self, name: str, rows: int, columns: int, out: int) -> Case:
         x, weight = self.normal(rows, columns), self.normal(out, columns)

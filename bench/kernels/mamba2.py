@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.bench.kernels.cases import Case, Make, nbytes
-from baton.engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2
+from baton.bench.kernels.cases import Case, Cases, Make, nbytes
+from baton.engine.kernels import AttentionMetadata, LayerState, Mamba2
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.state import ssd
 from baton.engine.kernels.state.mamba2 import scan_work
@@ -42,21 +42,13 @@ class Mamba2Shape:
         return self.heads * self.head_dim + 2 * self.groups * self.state_size
 
 
-class Mamba2Cases:
-    """All cases of a shape on a device."""
-
-    def __init__(self, shape: Mamba2Shape, kernels: Kernels, device: torch.device) -> None:
-        self.shape, self.kernels, self.device = shape, kernels, device
-
+class Mamba2Cases(Cases[Mamba2Shape]):
     def __iter__(self) -> Iterator[Make]:
         for requests, tokens in self.shape.prompts:
             yield partial(self.scan, requests, tokens)
             yield partial(self.prompts, requests, tokens)
         for batch in self.shape.batches:
             yield partial(self.decode, batch)
-
-    def normal(self, *size: int) -> Tensor:
-        return torch.randn(size, device=self.device, dtype=self.shape.dtype)
 
     def layer(self) -> Mamba2:
         shape, device = self.shape, self.device

@@ -42,9 +42,10 @@ import tempfile
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import baton.bench.contract as contract
+from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.contract import Report, Row
 from baton.bench.kv.raw_sockets import RawPair
 from baton.bench.overlap.streams import (
@@ -52,18 +53,15 @@ from baton.bench.overlap.streams import (
     OUTPUT_TOKENS,
     Background,
     Streamed,
-    Workers,
     alone,
     injected_gaps,
     prefill_only,
-    prompt_of,
     quiet_gaps,
     streamed,
 )
 from baton.bench.overlap.trace import Trace
-from baton.bench.roles import Driver, Roles
+from baton.bench.roles import Driver, Workers, gpus_or_exit, prompt_of
 from baton.bench.shapes import DENSE, HYBRIDS, write_shape
-from baton.cluster.gpus import visible_gpus
 
 CONTEXT = 1000
 """Prompt tokens of the background streams."""
@@ -76,11 +74,6 @@ LONG_OUTPUT = 100
 """Output tokens of a request of --long."""
 LONG_REQUESTS = 2
 GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
-
-
-class Group(NamedTuple):
-    flags: list[str]
-    environment: dict[str, str]
 
 
 def background_tokens(tokens: int) -> int:
@@ -107,35 +100,29 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
     model = args.model or str(write_shape(args.model_shape, directory))
     prompts = (*args.tokens, *args.long)
     longest = max(CONTEXT + background_tokens(max(args.tokens)), *(length + 1024 for length in prompts))
-    common += ["--device", "cuda", "--model", model, "--load-format", "dummy"]
+    common += ["--model", model, "--load-format", "dummy"]
     common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
     common += ["--kv-slot-bytes", str(2 << 20), "--kv-slots", "256", "--engine-timeout", "120"]
     return common
 
 
-def groups(args: argparse.Namespace) -> tuple[Group, Group]:
-    """The ranks of both workers, and where they run. With too few GPUs the workers share them. Exits if there
-    are too few for one worker."""
-    prefill, decode = args.prefill_ranks, args.decode_ranks
+def groups(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The flags of the prefill and of the decode worker: their ranks, and where they run. With too few GPUs
+    the workers share them. Exits if there are too few for one worker."""
+    ranks = args.prefill_ranks, args.decode_ranks
     dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
-    sizes = [
+    prefill, decode = (
         ["--tensor-parallel-size", str(size), "--kv-cache-dtype", dtype]
-        for size, dtype in zip((prefill, decode), dtypes, strict=True)
-    ]
+        for size, dtype in zip(ranks, dtypes, strict=True)
+    )
     if args.device == "cpu":
-        return Group(sizes[0], {}), Group(sizes[1], {})
-    gpus = visible_gpus()
-    if max(prefill, decode) > len(gpus):
-        told = f"--prefill-ranks {prefill} --decode-ranks {decode}"
-        print(f"{told}: needs {max(prefill, decode)} GPUs, and there are {len(gpus)}", file=sys.stderr)
-        sys.exit(contract.EXIT_CANNOT_MEASURE)
-    if prefill + decode > len(gpus):
+        return prefill, decode
+    gpus = gpus_or_exit(max(ranks), "--prefill-ranks {} --decode-ranks {}:".format(*ranks))
+    if sum(ranks) > gpus:
         print("the workers share GPUs: steps beside a prefill take longer than with GPUs of their own")
-        for size in sizes:
-            size += ["--gpu-memory-utilization", "0.4"]
-    own = gpus[:prefill], gpus[-decode:]
-    first, second = ({"CUDA_VISIBLE_DEVICES": ",".join(names)} for names in own)
-    return Group(sizes[0], first), Group(sizes[1], second)
+        for flags in (prefill, decode):
+            flags += ["--gpu-memory-utilization", "0.4"]
+    return [*prefill, "--device", "cuda:0"], [*decode, "--device", f"cuda:{gpus - ranks[1]}"]
 
 
 @dataclass
@@ -154,21 +141,13 @@ class Runs:
 async def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        with Roles() as roles, closing(RawPair(args.lanes)) as raw:
-            common, (prefill, decode) = flags(args, directory), groups(args)
-            source = roles.start("prefill", *common, *prefill.flags, environment=prefill.environment)
-            target = roles.start("decode", *common, *decode.flags, environment=decode.environment)
-            drivers = [Driver(source["address"], roles.secret), Driver(target["address"], roles.secret)]
-            for driver in drivers:
-                await driver.attach()
-            workers = Workers(drivers[0], drivers[1], source)
-            measured = {tokens: await _measure(args, workers, tokens) for tokens in args.tokens}
-            long: dict[int, list[Streamed]] = {}
-            for length in args.long:
-                prompts = [prompt_of(length, 90_000 + n) for n in range(LONG_REQUESTS)]
-                long[length] = [await streamed(workers, prompt, LONG_OUTPUT) for prompt in prompts]
-            for driver in drivers:
-                await driver.close()
+        prefill, decode = groups(args)
+        workers = LocalCluster(
+            directory, prefill=1, decode=1, router=False, worker_flags=flags(args, directory),
+            prefill_flags=prefill, decode_flags=decode,
+        )  # fmt: skip
+        with workers as cluster, closing(RawPair(args.lanes)) as raw:
+            measured, long = await _measure_all(args, cluster)
             for runs in measured.values():
                 size = Trace.read(directory).joined[runs.alones[0]].size
                 runs.raws = [raw.seconds(size) for _ in runs.alones]
@@ -177,6 +156,20 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
     for tokens, runs in measured.items():
         report_rows(args, report, tokens, runs, trace)
     report_long(args, report, long, trace)
+
+
+async def _measure_all(
+    args: argparse.Namespace, cluster: LocalCluster
+) -> tuple[dict[int, Runs], dict[int, list[Streamed]]]:
+    """What was measured, by tokens of a prompt, and by those of a request of --long."""
+    drivers = (Driver(cluster.report(role), cluster.secret) for role in ("prefill", "decode"))
+    async with Workers(*drivers) as workers:
+        measured = {tokens: await _measure(args, workers, tokens) for tokens in args.tokens}
+        long: dict[int, list[Streamed]] = {}
+        for length in args.long:
+            prompts = [prompt_of(length, 90_000 + n) for n in range(LONG_REQUESTS)]
+            long[length] = [await streamed(workers, prompt, LONG_OUTPUT) for prompt in prompts]
+    return measured, long
 
 
 async def _measure(args: argparse.Namespace, workers: Workers, tokens: int) -> Runs:

@@ -4,44 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import statistics
 from dataclasses import dataclass
-from typing import Any
 
-from baton.bench.roles import Driver, request
+from baton.bench.roles import Workers, prompt_of, request, time_now
 from baton.rpc import worker_pb2 as pb
 
 OUTPUT_TOKENS = 12
-
-
-@dataclass
-class Workers:
-    prefill: Driver
-    decode: Driver
-    source: dict[str, Any]  # the report of the prefill worker
-
-    async def submit_prefill(
-        self, work: pb.Request, *, handover: bool = True, content: pb.ContentSource | None = None
-    ) -> bytes:
-        """`content`: a worker that may have KV of the prompt."""
-        prefill_id = os.urandom(16)
-        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=handover, content=content)
-        await self.prefill.send(pb.RouterMessage(prefill=submit))
-        return prefill_id
-
-    async def submit_decode(self, work: pb.Request, prefill_id: bytes | None) -> bytes:
-        """Without a `prefill_id` the decode worker computes the prompt."""
-        decode_id, source = os.urandom(16), None
-        if prefill_id is not None:
-            source = pb.PrefillSource(
-                prefill_id=prefill_id,
-                kv_address=self.source["kv_address"],
-                incarnation=int(self.source["incarnation"]),
-            )
-        submit = pb.SubmitDecode(decode_id=decode_id, request=work, source=source)
-        await self.decode.send(pb.RouterMessage(decode=submit))
-        return decode_id
 
 
 @dataclass
@@ -60,7 +29,7 @@ class Streamed:
 async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOKENS) -> Streamed:
     work = request(prompt, length)
     submitted = time_now()
-    prefill_id = await workers.submit_prefill(work)
+    prefill_id = await workers.prefill.prefill(work, handover=True)
     decode_id = await workers.submit_decode(work, prefill_id)
     [(first, token)] = await workers.prefill.tokens(prefill_id, 1)
     output = await workers.decode.tokens(decode_id, length)
@@ -75,7 +44,7 @@ async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOK
 async def alone(workers: Workers, prompt: list[int]) -> bytes:
     """A run B. Returns its decode id."""
     work = request(prompt, 2)
-    prefill_id = await workers.submit_prefill(work)
+    prefill_id = await workers.prefill.prefill(work, handover=True)
     await workers.prefill.tokens(prefill_id, 1)
     decode_id = await workers.submit_decode(work, prefill_id)
     await workers.decode.tokens(decode_id, 2)
@@ -85,7 +54,7 @@ async def alone(workers: Workers, prompt: list[int]) -> bytes:
 async def prefill_only(workers: Workers, prompt: list[int]) -> float:
     """A run C. Returns its time to first token."""
     submitted = time_now()
-    prefill_id = await workers.submit_prefill(request(prompt, 1), handover=False)
+    prefill_id = await workers.prefill.prefill(request(prompt, 1))
     [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
     return first - submitted
 
@@ -104,7 +73,7 @@ class Background:
         attempts: list[bytes] = []
         for number in range(size):
             work = request(prompt_of(context, seed + number), length)
-            prefill_id = await workers.submit_prefill(work)
+            prefill_id = await workers.prefill.prefill(work, handover=True)
             attempts.append(await workers.submit_decode(work, prefill_id))
         for decode_id in attempts:
             await workers.decode.tokens(decode_id, 2)
@@ -156,13 +125,3 @@ async def injected_gaps(background: Background, tokens: int, seconds: float, see
         # Not earlier: collecting gaps takes some milliseconds and would delay timestamps of tokens.
         if time_now() >= began + seconds and (gaps := background.gaps(began, time_now())):
             return gaps
-
-
-def prompt_of(length: int, number: int) -> list[int]:
-    """Token ids. No two prompts share a prefix."""
-    return [100 + (number * 7919 + i * 31) % 20_000 for i in range(length)]
-
-
-def time_now() -> float:
-    """The same clock as `Driver` uses."""
-    return asyncio.get_running_loop().time()

@@ -25,17 +25,20 @@ import asyncio
 import contextlib
 import gc
 import random
+import secrets
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvloop
 
 import baton.bench.contract as contract
+from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.contract import MIN_PAIRS, Report, Row
-from baton.bench.roles import Roles
 from baton.bench.router.ends import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
@@ -48,7 +51,6 @@ from baton.bench.router.ends import (
     through,
 )
 from baton.bench.router.stall import large_requests, longest_stalls
-from baton.cluster.model import EMBEDDED_NAME
 from baton.content import CHUNK_TOKENS
 from baton.router.policy import DecodeCaches, DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
 
@@ -94,15 +96,15 @@ class Saturated:
     per_core: list[float]
 
 
-def saturated(router: dict, args: argparse.Namespace) -> Saturated:
-    found = Saturated([], [])
-    with OpenStreams(router["url"], 4 * args.streams) as load:
+def saturated(cluster: LocalCluster, args: argparse.Namespace) -> Saturated:
+    found, pid = Saturated([], []), cluster.report("router")["pid"]
+    with OpenStreams(cluster.url, 4 * args.streams) as load:
         for _ in range(PERIODS):
-            began, tokens, cpu = time.perf_counter(), load.tokens.value, cpu_seconds(router["pid"])
+            began, tokens, cpu = time.perf_counter(), load.tokens.value, cpu_seconds(pid)
             time.sleep(args.seconds / PERIODS)
             received = load.tokens.value - tokens
             found.per_second.append(received / (time.perf_counter() - began))
-            found.per_core.append(received / (cpu_seconds(router["pid"]) - cpu))
+            found.per_core.append(received / (cpu_seconds(pid) - cpu))
     return found
 
 
@@ -168,13 +170,18 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         took = decisions(1_000, 2_000, busy=busy)
         p99, goal = contract.percentile(took, 0.99), None if name else 50
         report.add(Row(f"router.decision.w1000{name}", statistics.median(took), "µs", p99=p99, goal=goal))
-    with Roles() as roles, contextlib.closing(FakeWorkers(roles.secret)) as workers:
-        router = start_router(roles, workers)
-        url = router["url"]
+    secret = secrets.token_hex(16)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.closing(FakeWorkers(secret.encode())) as workers,
+        LocalCluster(Path(name), prefill=0, decode=0, secret=secret, router_flags=workers.flags) as cluster,
+    ):
+        url = cluster.url
+        uvloop.run(until_ready(url))
 
         def added() -> Pairs:
             with collector_off():
-                return uvloop.run(measure_added(url, workers.prefill, roles.secret, args.pairs))
+                return uvloop.run(measure_added(url, workers.prefill, secret.encode(), args.pairs))
 
         add_rows(report, "router.added", added())
         stalls = longest_stalls(url, large_requests(), MIN_PAIRS)
@@ -185,25 +192,19 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         with OpenStreams(url, args.streams):
             add_rows(report, f"router.added.streams{args.streams}", added(), bound=False)
         workers.step.value = SATURATED_STEP_S
-        found = saturated(router, args)
+        found = saturated(cluster, args)
         per_core, per_second = statistics.median(found.per_core), statistics.median(found.per_second)
         spread = max(found.per_core) - min(found.per_core)
         report.add(Row("router.tokens_per_core", per_core, "tokens/s", spread=spread))
         report.add(Row("router.cpu_per_token", 1e6 / per_core, "µs"))
         report.add(Row("router.processes1.tokens_per_s", per_second, "tokens/s"))
-        found = saturated(start_router(roles, workers, "--router-processes", "2"), args)
+        cluster.restart_router("--router-processes", "2")
+        uvloop.run(until_ready(url))
+        found = saturated(cluster, args)
         several = statistics.median(found.per_second)
         growth = {"ratio": several / per_second, "ratio_to": "processes1"}
         report.add(Row("router.processes2.tokens_per_s", several, "tokens/s", **growth))
         report.add(Row("router.processes2.tokens_per_core", statistics.median(found.per_core), "tokens/s"))
-
-
-def start_router(roles: Roles, workers: FakeWorkers, *more: str) -> dict:
-    flags = [*more, "--model", EMBEDDED_NAME, "--port", "0"]
-    flags += ["--worker", workers.prefill, "--worker", workers.decode]
-    router = roles.start("router", *flags)
-    uvloop.run(until_ready(router["url"]))
-    return router
 
 
 async def until_ready(url: str) -> None:

@@ -56,6 +56,11 @@ class FakeWorkers:
         self._process.start()
         self.prefill, self.decode = ours.recv()
 
+    @property
+    def flags(self) -> list[str]:
+        """Of the router in front of them."""
+        return ["--worker", self.prefill, "--worker", self.decode]
+
     def close(self) -> None:
         self._process.terminate()
         self._process.join()
