@@ -33,10 +33,9 @@ from typing import Any
 import baton.bench.contract as contract
 from baton import rpc
 from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
-from baton.bench.chaos.load import Load, Verdict, judge
-from baton.bench.chaos.streams import Case, expected
+from baton.bench.chaos.streams import Case, Load, Verdict, expected, judge
 from baton.bench.contract import Report, Row, percentile
-from baton.bench.overlap.trace import events
+from baton.bench.overlap.streams import events
 from baton.bench.shapes import write_shape
 from baton.cluster.supervision.workers import set_pool
 from baton.rpc import worker_pb2 as pb

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
 from baton.bench.chaos.faults import Happened, plan, torment
-from baton.bench.chaos.load import Load, judge, pauses
-from baton.bench.chaos.streams import Stream, cases, expected
+from baton.bench.chaos.streams import Load, Stream, cases, expected, judge, pauses
 from baton.bench.contract import Report, Row, parser, percentile
 
 WORKERS = ("prefill", "decode")

@@ -26,8 +26,7 @@ from typing import Any
 import baton.bench.contract as contract
 from baton.bench.contract import Report
 from baton.bench.disagg.loads import LOADS, MIN_SECONDS, SHORT, Load, Pace, command, warm_up
-from baton.bench.disagg.page import page
-from baton.bench.disagg.results import Point, line, point, rows, run
+from baton.bench.disagg.results import Point, line, page, point, rows, run
 from baton.bench.disagg.sides import COLOCATED, LAYOUTS, SPLIT, Side, against, baton, pools
 from baton.bench.shapes import DENSE, SHAPES
 

@@ -7,9 +7,8 @@ import torch
 
 from baton.bench import kernels as about
 from baton.bench.contract import Report, parser
-from baton.bench.kernels.cases import Cases, DenseCases, Shape
+from baton.bench.kernels.cases import Cases, DenseCases, Shape, graph_seconds, limits, measure
 from baton.bench.kernels.mamba2 import Mamba2Cases, Mamba2Shape
-from baton.bench.kernels.measure import graph_seconds, limits, measure
 from baton.bench.kernels.moe import MoeCases, MoeShape
 from baton.bench.kernels.quantized import Fp8Cases, Int4Cases
 from baton.bench.shapes import BAMBA, DENSE, MOE

@@ -19,8 +19,8 @@ from baton.bench.load.options import Options
 from baton.bench.load.report import table
 from baton.bench.load.report.live import Progression
 from baton.bench.load.report.page import page
+from baton.bench.load.target.answer import Record
 from baton.bench.load.target.endpoint import EndpointError
-from baton.bench.load.target.record import Record
 from baton.bench.load.traffic.fleet import REFUSALS, Fleet, Harvest
 
 T = TypeVar("T")

@@ -19,9 +19,8 @@ from baton.bench.load.measurement.server_stages import ServerView, Snapshot
 from baton.bench.load.measurement.summary import summarize
 from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
 from baton.bench.load.target import endpoint
-from baton.bench.load.target.exchange import new_http_session
-from baton.bench.load.target.record import Record
-from baton.bench.load.target.request import Dialect, Target
+from baton.bench.load.target.answer import Record
+from baton.bench.load.target.request import Dialect, Target, new_http_session
 from baton.bench.load.target.tokenization import Tokenization
 from baton.bench.load.traffic import datasets
 from baton.bench.load.traffic.client import ClientConfig

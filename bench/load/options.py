@@ -20,10 +20,15 @@ from baton.bench.contract import require_plotly
 from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
 from baton.bench.load.measurement.slo import Slo
 from baton.bench.load.target.request import Api
-from baton.bench.load.traffic.arrivals import ArrivalKind, Arrivals
 from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK
-from baton.bench.load.traffic.distribution import SYNTAX, Distribution
-from baton.bench.load.traffic.workload import DEFAULT_PRESET, PRESETS
+from baton.bench.load.traffic.workload import (
+    DEFAULT_PRESET,
+    PRESETS,
+    SYNTAX,
+    ArrivalKind,
+    Arrivals,
+    Distribution,
+)
 from baton.machine import usable_cpus
 
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -53,13 +53,13 @@ from baton.bench.overlap.streams import (
     OUTPUT_TOKENS,
     Background,
     Streamed,
+    Trace,
     alone,
     injected_gaps,
     prefill_only,
     quiet_gaps,
     streamed,
 )
-from baton.bench.overlap.trace import Trace
 from baton.bench.roles import Driver, Workers, gpus_or_exit, prompt_of
 from baton.bench.shapes import DENSE, HYBRIDS, write_shape
 

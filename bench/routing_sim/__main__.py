@@ -29,8 +29,7 @@ from functools import partial
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.load.traffic.datasets import SAMPLE_TRACE
-from baton.bench.routing_sim.baselines import POLICIES, emptiest
-from baton.bench.routing_sim.flips import Flips
+from baton.bench.routing_sim.baselines import POLICIES, Flips, emptiest
 from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix, size
 from baton.cluster.options.optimize import PROFILES
 from baton.router.policy import two_choices

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from baton.bench.load.traffic.arrivals import Arrivals
+from baton.bench.load.traffic.workload import Arrivals
 
 
 def _times(arrivals: Arrivals, count: int, seed: int = 7) -> np.ndarray:

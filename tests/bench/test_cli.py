@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.bench.load.cli import app
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.traffic import datasets
 from baton.bench.load.traffic.fleet import REFUSALS, Refusals
 from tests.bench.mock_server import Behavior, Fault, MockServer

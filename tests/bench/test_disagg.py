@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from baton.bench.disagg import results
 from baton.bench.disagg.loads import LOADS, Load, Pace, command
-from baton.bench.disagg.page import page
+from baton.bench.disagg.results import page
 from baton.bench.disagg.sides import against, baton
 from baton.bench.load.target.tokenization import WORDS
 from baton.bench.shapes import SHAPES, write_shape

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.bench.kernels import measure as bench
+from baton.bench.kernels import cases as bench
 from baton.bench.kernels.cases import Cases, DenseCases, Shape
 
 TINY = Shape(

@@ -11,7 +11,7 @@ import pytest
 from baton.bench.load.measurement.slo import Bound, Slo
 from baton.bench.load.options import Options
 from baton.bench.load.report.compare import Condition
-from baton.bench.load.traffic.distribution import Distribution
+from baton.bench.load.traffic.workload import Distribution
 
 
 @pytest.mark.parametrize(

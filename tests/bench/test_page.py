@@ -13,7 +13,7 @@ from baton.bench.load.experiment import Plan, client_of, report_of
 from baton.bench.load.options import Options
 from baton.bench.load.report.page import add_line, page, panels
 from baton.bench.load.report.table import console, render, render_sweep
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.traffic.fleet import Harvest
 from baton.bench.load.traffic.workload import Listed

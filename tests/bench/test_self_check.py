@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from baton.bench.load.measurement.self_check import check
-from baton.bench.load.traffic.wire import ClientUsage
+from baton.bench.load.traffic.client_process import ClientUsage
 
 IDLE = ClientUsage(elapsed=10.0, cpu=1.0, waited=0.1, stalls=[0.0005] * 1000)
 

@@ -15,7 +15,7 @@ from baton.bench.load.measurement.server_stages import (
     parse,
     scrape,
 )
-from baton.bench.load.target.exchange import new_http_session
+from baton.bench.load.target.request import new_http_session
 from baton.cluster.tools.histograms import Histogram
 from tests.bench.mock_server import Behavior, MockServer, _histogram
 

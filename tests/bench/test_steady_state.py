@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.bench.load.measurement import steady_state
+from baton.bench.load.measurement import self_check as steady_state
 
 
 def _noise(count: int, seed: int = 0) -> np.ndarray:

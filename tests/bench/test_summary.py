@@ -4,7 +4,7 @@ import pytest
 
 from baton.bench.load.measurement.slo import Slo
 from baton.bench.load.measurement.summary import Summary, request_value, summarize
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 from tests.bench.support import record
 
 

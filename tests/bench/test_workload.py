@@ -9,8 +9,7 @@ import pytest
 from baton.bench.load.target.tokenization import Composer, Segment, Tokenization
 from baton.bench.load.traffic import datasets
 from baton.bench.load.traffic.datasets import SAMPLE_CONVERSATIONS, SAMPLE_TRACE, Exchange, TraceLine
-from baton.bench.load.traffic.distribution import Distribution
-from baton.bench.load.traffic.workload import Listed, Session, Synthetic, Turn
+from baton.bench.load.traffic.workload import Distribution, Listed, Session, Synthetic, Turn
 from tests.bench.mock_server import count_tokens
 from tests.bench.support import EXACT
 

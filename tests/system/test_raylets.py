@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.bench.chaos.cluster import free_port, leaks_when_idle
-from baton.bench.chaos.load import Load, judge
-from baton.bench.chaos.streams import Case, cases, expected
+from baton.bench.chaos.streams import Case, Load, cases, expected, judge
 
 from .machine import Machine, alive, command_lines, titled, tree, until
 from .raylets import Raylets

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from baton.bench.contract import Row
-from baton.bench.load.measurement import steady_state
 from baton.bench.load.measurement.quantiles import Series
+from baton.bench.load.measurement.self_check import Steadiness, detect, fixed_warm_up
 from baton.bench.load.measurement.slo import QUANTILES, Bound, Slo
-from baton.bench.load.measurement.steady_state import Steadiness
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 
 LATENCIES = ("ttft", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e")
 BINS = 90  # of the time line
@@ -204,10 +203,10 @@ def _steadiness(records: Sequence[Record], warm_up: float | None, ramp: bool) ->
     ok = [r for r in records if r.ok]
     times, values = [r.intended for r in ok], [r.ttft for r in ok]
     if warm_up is not None:
-        return steady_state.fixed_warm_up(warm_up, times, values)
+        return fixed_warm_up(warm_up, times, values)
     if ramp:
         return Steadiness(0.0, None, "a ramp has no steady state: nothing excluded")
-    return steady_state.detect(times, values)
+    return detect(times, values)
 
 
 def _window(records: Sequence[Record], begin: float) -> tuple[float, float, str]:
