@@ -77,7 +77,7 @@ class Worker:
 
     def hang(self, kind: str) -> None:
         """SIGSTOP."""
-        processes.stop(self.processes()[kind])
+        processes.kill(self.processes()[kind], signal.SIGSTOP)
 
     def terminate(self) -> None:
         """SIGTERM: the worker drains."""

@@ -39,11 +39,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import torch
 
 from baton.bench.contract import Report, Row, interleaved, parser
 from baton.bench.kv import exported
-from baton.bench.kv.pair import BLOCK, Pair, Settings, children, cpu_seconds
+from baton.bench.kv.pair import BLOCK, Pair, Settings, cpu_seconds
 from baton.bench.kv.raw_sockets import MIB, RawPair
 from baton.kv_transfer.config import nixl_installed
 from baton.kv_transfer.staging import exported_slot_bytes
@@ -160,7 +161,9 @@ class Nixl:
         raise RuntimeError(f"{self._process.args} ended")
 
     def cpu_seconds(self) -> float:
-        return sum(map(cpu_seconds, (self._process.pid, *children(self._process.pid))))
+        return cpu_seconds(self._process.pid) + sum(
+            cpu_seconds(child.pid) for child in psutil.Process(self._process.pid).children()
+        )
 
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)

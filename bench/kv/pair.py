@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
+import psutil
 import torch
 
 import baton.kv_transfer as kv
@@ -159,7 +159,12 @@ class Pair:
         self._address = f"127.0.0.1:{port}"
         assert self._child.pid is not None
         transfers = (self._side.process.pid, pid)
-        self._pids = (os.getpid(), self._child.pid, *transfers, *(c for p in transfers for c in children(p)))
+        self._pids = (
+            os.getpid(),
+            self._child.pid,
+            *transfers,
+            *(c.pid for p in transfers for c in psutil.Process(p).children()),
+        )
 
     def seconds(self, size: int) -> float:
         """Seconds of one transfer of `size` bytes, from fetch() to Injected.
@@ -203,7 +208,3 @@ class Pair:
 def cpu_seconds(pid: int) -> float:
     """CPU time so far of a process with all threads. The ticks of /proc are longer than a transfer."""
     return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -24,6 +24,44 @@ from baton.bench.load.traffic.client import Client, ClientConfig
 
 STALL_PERIOD = 0.01
 _PROGRESS_PERIOD = 0.25
+_LENGTH = struct.Struct("<I")
+
+
+class Progress(msgspec.Struct, tag=True):
+    sent: int
+    in_flight: int
+
+
+class ClientUsage(msgspec.Struct, tag=True):
+    """How busy a client process was during the run, in seconds.
+
+    Attributes:
+        waited: the process was ready to run and had no core (Linux only, otherwise 0).
+        stalls: how late a timer of the event loop was, every `STALL_PERIOD`.
+    """
+
+    elapsed: float
+    cpu: float
+    waited: float
+    stalls: list[float]
+
+
+messages = msgspec.msgpack.Decoder(Record | Progress | ClientUsage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Any) -> bytes:
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """None at the end of the stream."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError:
+        return None
 
 
 async def main() -> None:
@@ -107,43 +145,3 @@ if __name__ == "__main__":
     # The parent handles Ctrl-C and sends Stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     uvloop.run(main())
-
-
-_LENGTH = struct.Struct("<I")
-
-
-class Progress(msgspec.Struct, tag=True):
-    sent: int
-    in_flight: int
-
-
-class ClientUsage(msgspec.Struct, tag=True):
-    """How busy a client process was during the run, in seconds.
-
-    Attributes:
-        waited: the process was ready to run and had no core (Linux only, otherwise 0).
-        stalls: how late a timer of the event loop was, every `STALL_PERIOD`.
-    """
-
-    elapsed: float
-    cpu: float
-    waited: float
-    stalls: list[float]
-
-
-messages = msgspec.msgpack.Decoder(Record | Progress | ClientUsage)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def frame(message: Any) -> bytes:
-    data = _encoder.encode(message)
-    return _LENGTH.pack(len(data)) + data
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """None at the end of the stream."""
-    try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        return await reader.readexactly(length)
-    except asyncio.IncompleteReadError:
-        return None
