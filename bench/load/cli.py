@@ -149,13 +149,9 @@ def compare(
         raise ValueError(f"compare {reports[0]}: with what? Give two reports or more.")
     conditions = [comparing.Condition.parse(text) for text in fail_if]
     loaded = [comparing.load(path) for path in reports]
-    verdicts = [comparing.judge(loaded[0], new, conditions) for new in loaded[1:]]
-    whole = comparing.Verdict(
-        tuple(f for v in verdicts for f in v.failed),
-        tuple(dict.fromkeys(w for v in verdicts for w in v.warnings)),
-    )
-    console().print(comparing.render(loaded, [path.stem for path in reports], whole))
-    return 1 if whole.failed else 0
+    verdict = comparing.judge(loaded, conditions)
+    console().print(comparing.render(loaded, [path.stem for path in reports], verdict))
+    return 1 if verdict.failed else 0
 
 
 @command("baton bench report before.json after.json --html report.html")

@@ -234,7 +234,7 @@ def test_a_comparison_says_what_changed() -> None:
         row |= {"low": 9, "high": 11} if row["name"] in ("ttft.p50", "ttit.p50") else {}
     new["parameters"] |= {"url": "http://other", "seed": 5}
     new["versions"] = {**old["versions"], "torch": "9"}
-    verdict = compare.judge(old, new, [])
+    verdict = compare.judge([old, new], [])
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(compare.render([old, new], ["a", "b"], verdict))
     text = console.export_text()
@@ -247,26 +247,26 @@ def test_a_comparison_says_what_changed() -> None:
 
 
 def test_a_condition_that_holds_reports_the_change() -> None:
-    verdict = compare.judge(_with(ttit_p99=10), _with(ttit_p99=12), [Condition.parse("ttit.p99>+5%")])
+    verdict = compare.judge([_with(ttit_p99=10), _with(ttit_p99=12)], [Condition.parse("ttit.p99>+5%")])
     assert verdict.failed == ("ttit.p99>+5%: 10 → 12 (+20.0%)",)
 
 
 def test_a_missing_row_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"second report has no row 'ttit.p99'. Did you mean ttit.p90"):
-        compare.judge(_with(ttit_p99=1), _with(ttit_p90=1), [Condition.parse("ttit.p99>+5%")])
+        compare.judge([_with(ttit_p99=1), _with(ttit_p90=1)], [Condition.parse("ttit.p99>+5%")])
 
 
 def test_conditions_on_an_invalid_run_are_refused() -> None:
     bad = _with({"valid": False}, a=1)
     with pytest.raises(ValueError, match="the second run is invalid"):
-        compare.judge(_with(a=1), bad, [Condition.parse("a>+5%")])
-    assert "INVALID" in compare.judge(_with(a=1), bad, []).warnings[0]
+        compare.judge([_with(a=1), bad], [Condition.parse("a>+5%")])
+    assert "INVALID" in compare.judge([_with(a=1), bad], []).warnings[0]
 
 
 def test_a_comparison_of_different_experiments_warns() -> None:
     other = _with(a=1)
     other["parameters"]["load"] = "open loop, poisson 4/s"
-    (warning,) = compare.judge(_with(a=1), other, []).warnings
+    (warning,) = compare.judge([_with(a=1), other], []).warnings
     assert "not the same experiment: load" in warning
 
 
