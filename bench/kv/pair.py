@@ -16,14 +16,13 @@ import psutil
 import torch
 
 import baton.kv_transfer as kv
-from baton.bench.kv.raw_sockets import MIB
+from baton.bench.kv.raw_sockets import MIB, cpu_seconds
 from baton.kv_transfer.wait import end_waits_on_time, wait
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 BLOCK = 16
 NO_TRACE = kv.TraceWriter(None, "")
 _INCARNATIONS = {"prefill": 1, "decode": 2}
-_CPUCLOCK_SCHED = 2  # part of the clock id of a process, see clock_getcpuclockid(3)
 _SECRET = b"bench.kv: not a secret"
 
 
@@ -203,8 +202,3 @@ class Pair:
         self._child.join()
         self._side.stop()
         self._receiver.shutdown()
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time so far of a process with all threads. The ticks of /proc are longer than a transfer."""
-    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
