@@ -89,18 +89,14 @@ def rows(
     """
     prefix = f"disagg.{side}.{load.key}.{load.level_key(point['level'])}"
     for name, found in point["results"].items():
-        ratio = ratio_to = goal = better = None
+        row: dict[str, Any] = {"low": found.get("low"), "high": found.get("high")}
+        goal, better = (FIRST_GAP_MS, "lower") if name == "handover.p99" else (None, "lower")
         if name in RATIO_GOALS[load.kind] and base is not None and (other := base[1].get(name)):
-            ratio, ratio_to = found["value"] / other["value"], base[0]
+            row |= {"ratio": found["value"] / other["value"], "ratio_to": base[0]}
             goal, better = RATIO_GOALS[load.kind][name]
-        elif name == "handover.p99":
-            goal, better = FIRST_GAP_MS, "lower"
-        if not judged:
-            goal = better = None
-        yield Row(
-            f"{prefix}.{name}", found["value"], RESULTS[name], ratio=ratio, ratio_to=ratio_to, goal=goal,
-            better=better, low=found.get("low"), high=found.get("high"),
-        )  # fmt: skip
+        if judged:
+            row |= {"goal": goal, "better": better}
+        yield Row(f"{prefix}.{name}", found["value"], RESULTS[name], **row)
 
 
 def line(side: str, load: Load, point: Point) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 from baton.bench.contract import Report, Row
 from baton.bench.load.measurement import self_check, server_stages
 from baton.bench.load.measurement.server_stages import ServerView, Snapshot
-from baton.bench.load.measurement.summary import summarize
+from baton.bench.load.measurement.summary import Summary, summarize
 from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
 from baton.bench.load.target import endpoint
 from baton.bench.load.target.answer import Record
@@ -165,7 +165,7 @@ def report_of(plan: Plan, harvest: Harvest, server: ServerView, started: str) ->
         "valid": not reasons,
         "incomplete": harvest.interrupted,
         "invalid_reasons": reasons,
-        "notes": [*plan.notes, *summary.detail["notes"], *_notes(plan, rows, summary.detail["interrupted"])],
+        "notes": [*plan.notes, *_notes(plan, summary)],
         "elapsed_s": harvest.ended - harvest.started,
         "client": client | {"processes": len(harvest.loads)},
         "server": server,
@@ -180,17 +180,31 @@ def report_of(plan: Plan, harvest: Harvest, server: ServerView, started: str) ->
     return Report("load", plan.parameters(), started=started, rows=measured, detail=detail)
 
 
-def _notes(plan: Plan, rows: Mapping[str, Row], interrupted: int) -> Iterator[str]:
-    if "input.off" in rows and (off := rows["input.off"].value):
+def _notes(plan: Plan, summary: Summary) -> Iterator[str]:
+    """Sentences that a reader needs to judge the numbers."""
+    values, detail = {name: row.value for name, row in summary.rows.items()}, summary.detail
+    ok = values["requests.ok"]
+    if off := values.get("input.off"):
         yield (
-            f"{off} of {rows['requests.ok'].value} prompts have other lengths than asked for, as the server "
-            f"counts (input lengths: {plan.client.tokenization.statement})"
+            f"{off} of {ok} prompts have other lengths than asked for, as the server counts (input lengths: "
+            f"{plan.client.tokenization.statement})"
         )
-    if interrupted:
+    if ok and "ttft.p99" not in values:
+        yield f"{ok} answers are too few for p99 of their latencies, which needs 100"
+    if short := values.get("output.short"):
+        yield f"{short} of {ok} answers are shorter than asked for"
+    if (tokens := values.get("output.tokens_per_chunk", 0)) > 1.02:
+        yield (
+            f"a chunk has {tokens:.2f} tokens: ttit is the time between chunks, ttit.normalized divides it "
+            "by their tokens"
+        )
+    if turns := detail["skipped_turns"]:
+        yield f"{turns} later turns were not sent, since a turn before them failed"
+    if interrupted := detail["interrupted"]:
         yield f"{interrupted} requests were interrupted and do not count"
     options = plan.options
     repeats = options.prefix_groups or options.trace or options.dataset or options.turns != "1"
-    if not repeats and "input.cached" in rows and (share := rows["input.cached"].value):
+    if not repeats and (share := values.get("input.cached")):
         yield (
             f"the server took {share:.0%} of the prompt tokens from its cache, though no two prompts of this "
             "run begin alike: give a new --seed"

@@ -81,11 +81,10 @@ def summarize(
         *_lengths(ok),
     ]
     samples = {r.error_class: r.detail for r in reversed(failed)}
-    by_name = {row.name: row for row in rows}
     return Summary(
-        by_name,
+        {row.name: row for row in rows},
         {
-            "notes": list(_notes(by_name, sum(r.skipped_turns for r in due))),
+            "skipped_turns": sum(r.skipped_turns for r in due),
             "window": [begin, end],
             "window_statement": window_statement,
             "steady": steadiness.steady,
@@ -138,22 +137,6 @@ def _lengths(ok: Sequence[Record]) -> Iterator[Row]:
     cached = [r.cached_tokens for r in ok if r.cached_tokens is not None]
     if cached:
         yield Row("input.cached", sum(cached) / max(1, prompts), "share")
-
-
-def _notes(rows: Mapping[str, Row], skipped_turns: int) -> Iterator[str]:
-    """Sentences that a reader needs to judge the numbers."""
-    ok = rows["requests.ok"].value
-    if ok and "ttft.p99" not in rows:
-        yield f"{ok} answers are too few for p99 of their latencies, which needs 100"
-    if ok and (short := rows["output.short"].value):
-        yield f"{short} of {ok} answers are shorter than asked for"
-    if ok and (tokens := rows["output.tokens_per_chunk"].value) > 1.02:
-        yield (
-            f"a chunk has {tokens:.2f} tokens: ttit is the time between chunks, "
-            "ttit.normalized divides it by their tokens"
-        )
-    if skipped_turns:
-        yield f"{skipped_turns} later turns were not sent, since a turn before them failed"
 
 
 def _is_good(record: Record, slo: Slo) -> bool:
