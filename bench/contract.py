@@ -207,9 +207,9 @@ def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[
     return statistics.median(ratios), max(ratios) - min(ratios)
 
 
-def percentile(values: Sequence[float], q: float) -> float:
+def percentile(values: Sequence[float] | np.ndarray, q: float) -> float:
     """The q-quantile (0…1) by nearest rank. The p99 of a short series is its maximum."""
-    assert values, "no values"
+    assert len(values), "no values"
     return float(np.quantile(values, q, method="inverted_cdf"))
 
 

@@ -35,7 +35,7 @@ from baton import rpc
 from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
 from baton.bench.chaos.streams import Case, Load, Verdict, expected, judge
 from baton.bench.contract import Report, Row, percentile
-from baton.bench.overlap.streams import events
+from baton.bench.overlap.streams import Trace
 from baton.bench.shapes import write_shape
 from baton.cluster.supervision.workers import set_pool
 from baton.rpc import worker_pb2 as pb
@@ -135,16 +135,10 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Run:
     return Run(flips, judge(load.streams, right), leaks)
 
 
-def computed(trace: Path) -> list[Computed]:
+def computed(path: Path) -> list[Computed]:
     """The prompts that an engine computed, in order."""
-    taken: dict[str, float] = {}
-    prompts = []
-    for event in events(trace):
-        if event["name"] == "taken":
-            taken[event["args"]["attempt"]] = event["ts"] / 1e6
-        elif event["name"] == "first token":
-            prompts.append(Computed(taken[event["args"]["prefill"]], event["ts"] / 1e6))
-    return prompts
+    trace = Trace.read(path)
+    return [Computed(trace.taken[prefill], token) for prefill, token in trace.first_token.items()]
 
 
 def first_prompts(flips: Sequence[float], prompts: Sequence[Computed]) -> list[Computed]:

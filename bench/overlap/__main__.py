@@ -149,10 +149,10 @@ async def measure(args: argparse.Namespace, report: Report) -> None:
         with workers as cluster, closing(RawPair(args.lanes)) as raw:
             measured, long = await _measure_all(args, cluster)
             for runs in measured.values():
-                size = Trace.read(directory).joined[runs.alones[0]].size
+                size = Trace.read(*directory.glob("*.trace")).joined[runs.alones[0]].size
                 runs.raws = [raw.seconds(size) for _ in runs.alones]
         # Complete after the workers have ended, which flushes their traces.
-        trace = Trace.read(directory)
+        trace = Trace.read(*directory.glob("*.trace"))
     for tokens, runs in measured.items():
         report_rows(args, report, tokens, runs, trace)
     report_long(args, report, long, trace)

@@ -6,10 +6,8 @@ import asyncio
 import itertools
 import json
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from baton.bench.roles import Workers, prompt_of, request, time_now
 from baton.rpc import worker_pb2 as pb
@@ -142,25 +140,24 @@ class Joined:
 class Trace:
     """Times in seconds of CLOCK_MONOTONIC, which all processes of a host share."""
 
+    taken: dict[bytes, float] = field(default_factory=dict)  # by the engine, by prefill id
     first_token: dict[bytes, float] = field(default_factory=dict)  # by prefill id
     joined: dict[bytes, Joined] = field(default_factory=dict)  # by decode id
 
     @classmethod
-    def read(cls, directory: Path) -> Trace:
+    def read(cls, *paths: Path) -> Trace:
+        """Of some processes. Complete when they have ended."""
         trace = cls()
-        for path in directory.glob("*.trace"):
-            for event in events(path):
+        for path in paths:
+            for line in path.read_text().splitlines()[1:]:
+                event = json.loads(line.rstrip(","))
                 at, about = event.get("ts", 0.0) / 1e6, event["args"]
                 match event["name"]:
+                    case "taken":
+                        trace.taken[bytes.fromhex(about["attempt"])] = at
                     case "first token":
                         trace.first_token[bytes.fromhex(about["prefill"])] = at
                     case "joined":
                         joined = Joined(at, about["bytes"], about["fetch_us"] / 1e6)
                         trace.joined[bytes.fromhex(about["decode"])] = joined
         return trace
-
-
-def events(path: Path) -> Iterator[dict[str, Any]]:
-    """Of one process. Complete when the process has ended."""
-    for line in path.read_text().splitlines()[1:]:
-        yield json.loads(line.rstrip(","))

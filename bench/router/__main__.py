@@ -88,24 +88,17 @@ async def measure_added(url: str, prefill: str, secret: bytes, pairs: int) -> Pa
     return found
 
 
-@dataclass
-class Saturated:
+def saturated(cluster: LocalCluster, args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Tokens that clients received in each period, per second and per CPU second of the router."""
-
-    per_second: list[float]
-    per_core: list[float]
-
-
-def saturated(cluster: LocalCluster, args: argparse.Namespace) -> Saturated:
-    found, pid = Saturated([], []), cluster.report("router")["pid"]
+    per_second, per_core, pid = [], [], cluster.report("router")["pid"]
     with OpenStreams(cluster.url, 4 * args.streams) as load:
         for _ in range(PERIODS):
             began, tokens, cpu = time.perf_counter(), load.tokens.value, cpu_seconds(pid)
             time.sleep(args.seconds / PERIODS)
             received = load.tokens.value - tokens
-            found.per_second.append(received / (time.perf_counter() - began))
-            found.per_core.append(received / (cpu_seconds(pid) - cpu))
-    return found
+            per_second.append(received / (time.perf_counter() - began))
+            per_core.append(received / (cpu_seconds(pid) - cpu))
+    return per_second, per_core
 
 
 def decisions(workers: int, count: int, *, busy: float) -> list[float]:
@@ -192,19 +185,18 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         with OpenStreams(url, args.streams):
             add_rows(report, f"router.added.streams{args.streams}", added(), bound=False)
         workers.step.value = SATURATED_STEP_S
-        found = saturated(cluster, args)
-        per_core, per_second = statistics.median(found.per_core), statistics.median(found.per_second)
-        spread = max(found.per_core) - min(found.per_core)
-        report.add(Row("router.tokens_per_core", per_core, "tokens/s", spread=spread))
+        seconds, cores = saturated(cluster, args)
+        per_core, per_second = statistics.median(cores), statistics.median(seconds)
+        report.add(Row("router.tokens_per_core", per_core, "tokens/s", spread=max(cores) - min(cores)))
         report.add(Row("router.cpu_per_token", 1e6 / per_core, "µs"))
         report.add(Row("router.processes1.tokens_per_s", per_second, "tokens/s"))
         cluster.restart_router("--router-processes", "2")
         uvloop.run(until_ready(url))
-        found = saturated(cluster, args)
-        several = statistics.median(found.per_second)
+        seconds, cores = saturated(cluster, args)
+        several = statistics.median(seconds)
         growth = {"ratio": several / per_second, "ratio_to": "processes1"}
         report.add(Row("router.processes2.tokens_per_s", several, "tokens/s", **growth))
-        report.add(Row("router.processes2.tokens_per_core", statistics.median(found.per_core), "tokens/s"))
+        report.add(Row("router.processes2.tokens_per_core", statistics.median(cores), "tokens/s"))
 
 
 async def until_ready(url: str) -> None:

@@ -444,8 +444,8 @@ def test_runs_flip(
         return contextlib.nullcontext(cluster)
 
     def traced(writer: TraceWriter, attempt: str) -> None:
-        writer.instant("taken", attempt=attempt)
-        writer.instant("first token", prefill=attempt, computing=0.0)
+        writer.instant("taken", attempt=attempt.encode().hex())
+        writer.instant("first token", prefill=attempt.encode().hex(), computing=0.0)
         writer.flush()
 
     monkeypatch.setattr(flip, "LocalCluster", started)

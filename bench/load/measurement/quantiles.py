@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.bench.contract import Row
+from baton.bench.contract import Row, percentile
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 CURVE_POINTS = 120
@@ -73,7 +73,7 @@ class Series:
 
     def _estimate(self, order: np.ndarray, q: float) -> tuple[float, float | None, float | None]:
         """The quantile and its 95 % interval. The upper end is None if there are too few samples."""
-        value = _rank(order, q)
+        value = percentile(order, q)
         _, cluster = np.unique(self.clusters, return_inverse=True)
         sizes = np.bincount(cluster)
         below = np.bincount(cluster, weights=self.values <= value)
@@ -84,9 +84,4 @@ class Series:
         # If all samples are equal the residuals vanish. Independent sampling gives the least error.
         error = max(error, float(np.sqrt(q * (1 - q) / n)))
         low, high = q - _Z * error, q + _Z * error
-        return value, _rank(order, max(0.0, low)), _rank(order, high) if high < 1 else None
-
-
-def _rank(values: np.ndarray, q: float) -> float:
-    """Nearest rank: the p99 of a short series is its maximum."""
-    return float(np.quantile(values, q, method="inverted_cdf"))
+        return value, percentile(order, max(0.0, low)), percentile(order, high) if high < 1 else None
