@@ -14,7 +14,7 @@ streams open through it, each with a token every 20 ms.
 received, divided by the CPU seconds of the router with all its threads and processes. It is measured again
 with two router processes.
 
-`stall` is the longest stall of the event loop beside one large request (`bench.router.stall`): the median of
+`stall` is the longest stall of the event loop beside one large request (`ends.Watch`): the median of
 five for each kind of request, and the largest of these medians.
 """
 
@@ -47,10 +47,11 @@ from baton.bench.router.ends import (
     OpenStreams,
     cpu_seconds,
     first_event,
+    large_requests,
+    longest_stalls,
     prompt_of,
     through,
 )
-from baton.bench.router.stall import large_requests, longest_stalls
 from baton.content import CHUNK_TOKENS
 from baton.router.policy import DecodeCaches, DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
 

@@ -36,7 +36,7 @@ from baton.bench.kv.raw_sockets import MIB
 from baton.bench.overlap.streams import Background
 from baton.bench.roles import Workers
 from baton.bench.router import __main__ as router
-from baton.bench.router import ends, stall
+from baton.bench.router import ends
 from baton.bench.shapes import SHAPES, write_shape
 from baton.kv_transfer import TraceWriter
 from baton.rpc import worker_pb2 as pb
@@ -59,12 +59,11 @@ def forked_processes() -> Iterator[None]:
     """Roles, and the processes of `multiprocessing`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["pytest", "baton.bench.kv.pair", "baton.bench.kv.exported", "baton.bench.router.stall"]
+        ["pytest", "baton.bench.kv.pair", "baton.bench.kv.exported", "baton.bench.router.ends"]
     )
     with forking(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda method: context)
-        for module in (ends, stall):
-            patch.setattr(module, "CONTEXT", context)
+        patch.setattr(ends, "CONTEXT", context)
         yield
 
 
