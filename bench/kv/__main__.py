@@ -172,13 +172,15 @@ class Bench:
             self.report.add(Row(f"{shown}.cpu", statistics.mean(other_cpu), "s/GB"))
 
     def lanes(self, settings: Settings) -> None:
-        with closing(RawPair(settings.lanes)) as raw:
-            for mib in SIZES:
+        with (
+            closing(RawPair(settings.lanes)) as raw,
+            closing(Pair(settings)) as pair,
+            closing(Pair(replace(settings, device=self.device))) as pools,
+        ):
+            for mib in SIZES:  # the largest at last: pools must hold the same KV when they close
                 name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB"
-                with closing(Pair(settings)) as pair:
-                    self.compare(name, pair, raw, mib, 0.85, shown=f"{name}.raw")
-                with closing(Pair(replace(settings, device=self.device))) as pair:
-                    self.compare(f"{name}.pool", pair, raw, mib)
+                self.compare(name, pair, raw, mib, 0.85, shown=f"{name}.raw")
+                self.compare(f"{name}.pool", pools, raw, mib)
 
     def encrypted(self, settings: Settings) -> None:
         with closing(Pair(settings)) as plain, closing(Pair(replace(settings, encrypt=True))) as pair:

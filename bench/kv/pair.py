@@ -158,12 +158,8 @@ class Pair:
         self._address = f"127.0.0.1:{port}"
         assert self._child.pid is not None
         transfers = (self._side.process.pid, pid)
-        self._pids = (
-            os.getpid(),
-            self._child.pid,
-            *transfers,
-            *(c.pid for p in transfers for c in psutil.Process(p).children()),
-        )
+        movers = [child.pid for each in transfers for child in psutil.Process(each).children()]
+        self._pids = (os.getpid(), self._child.pid, *transfers, *movers)
 
     def seconds(self, size: int) -> float:
         """Seconds of one transfer of `size` bytes, from fetch() to Injected.
@@ -197,8 +193,9 @@ class Pair:
 
     def close(self) -> None:
         """Ends both sides. Asserts that both pools hold the same KV."""
-        assert self._side.digest() == self._digest, "KV at decode differs from KV at prefill"
+        same = self._side.digest() == self._digest
         self._control.send(None)
         self._child.join()
         self._side.stop()
         self._receiver.shutdown()
+        assert same, "KV at decode differs from KV at prefill"

@@ -470,7 +470,7 @@ def test_runs_flip(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "reuse"])
+@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "kv --only tcp", "reuse"])
 def test_the_short_form_runs_with_real_processes(bench: str, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     name, *flags = bench.split()
