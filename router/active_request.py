@@ -186,13 +186,13 @@ class ActiveRequest:
                         index=index,
                         name=self.name,
                         span=span,
-                        timeout=max(0.0, self._deadline - began),
+                        deadline=self._deadline,
                         worker_wait=services.worker_wait,
                     )
                     for index, (job, turn) in enumerate(zip(self._jobs, turns, strict=True))
                 ]
                 for generation in self._generations:
-                    generation.start()
+                    generation.advance()
                 yield
             finally:
                 services.active.discard(self)

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from baton.router.active_request import Services
 from baton.router.config import RouterConfig
-from baton.router.workers.connection import POOL_NAMES, WorkerConnection
+from baton.router.workers.worker import POOL_NAMES, Worker
 
 
 async def router_status(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
@@ -63,18 +63,18 @@ def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def _worker(connection: WorkerConnection) -> dict[str, Any]:
-    status = await connection.current_status()
-    described = connection.description
+async def _worker(worker: Worker) -> dict[str, Any]:
+    status = await worker.current_status()
+    described = worker.description
     return {
-        "address": connection.address,
+        "address": worker.address,
         "role": POOL_NAMES.get(described.first_pool, "unknown"),
         "index": described.index,
         "incarnation": f"{described.incarnation:016x}",
-        "state": str(connection.state),
-        "reason": connection.reason,
-        "remedy": connection.remedy,
-        "attempts": len(connection.attempts),
+        "state": str(worker.state),
+        "reason": worker.reason,
+        "remedy": worker.remedy,
+        "attempts": len(worker.attempts),
         "description": _plain(described),
         "status": _plain(status),
     }

@@ -1,6 +1,6 @@
 """What the router knows of its work at one worker: the open attempts, their load, and whether they fail.
 
-Pure: no I/O and no clock. `WorkerConnection` sends and receives the messages, and passes the time.
+Pure: no I/O and no clock. `Worker` sends the messages and passes the time, `WorkerStream` receives.
 """
 
 from collections import deque

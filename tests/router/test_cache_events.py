@@ -16,9 +16,9 @@ from baton.content import Tier, prompt_hints
 from baton.router.policy import apply_cache_events
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers import candidates, connection
-from baton.router.workers.candidates import PrefixSource
+from baton.router.workers import roster, stream
 from baton.router.workers.checks import CacheAction, CacheSequence
+from baton.router.workers.pool import PrefixSource
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
@@ -117,9 +117,8 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
 
 def reported(cluster: Cluster) -> list[int]:
     """Returns how many chunks each worker has, as far as the router knows."""
-    members = cluster.router.services.pool._candidates
-    rows = {connection.address: row for connection, row in members._rows.items()}
-    return [members._loads.index.reported(rows[worker.address]) for worker in cluster.prefills]
+    pool = cluster.router.services.pool
+    return [pool.loads.index.reported(pool.listed[worker.address].row) for worker in cluster.prefills]
 
 
 async def went_to(cluster: Cluster, prompt: list[int], session: str) -> int:
@@ -165,12 +164,12 @@ async def test_after_a_missing_report_the_router_asks_for_a_snapshot(caching: Cl
 
 
 async def test_the_chunks_of_a_lost_worker_are_forgotten(caching: Cluster, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(candidates, "STALE_PART", 2)
+    monkeypatch.setattr(roster, "STALE_PART", 2)
     worker = caching.prefills[0]
     worker.change_cache([1, 2, 3])
     await caching.until(lambda: reported(caching)[0] == 3)
     port = int(worker.address.rpartition(":")[2])
-    index = caching.router.services.pool._candidates._loads.index
+    index = caching.router.services.pool.loads.index
     await worker.kill()
     await caching.until(lambda: not len(index))
     worker.cache = {8}
@@ -213,7 +212,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
         return submitted.content.incarnation if submitted.HasField("content") else None
 
     assert await source() is None
-    index = caching.router.services.pool._candidates._loads.index
+    index = caching.router.services.pool.loads.index
     decode.change_cache(prompt_hints(prompt, b"", b"")[:3])
     await caching.until(lambda: len(index) == 3)
     assert await source() == decode.incarnation
@@ -235,15 +234,13 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     [home_there, other_there] = [
         next(c for c in pool.connections if c.address == worker.address) for worker in (home, other)
     ]
-    chunks, candidates = prompt_hints(prompt, b"", b""), pool._candidates
-    index.expect(candidates._rows[other_there], chunks)
-    found = {candidates.prefix_source(home_there, chunks, 500, random.Random(seed)) for seed in range(9)}
+    chunks = prompt_hints(prompt, b"", b"")
+    index.expect(other_there.row, chunks)
+    found = {pool.prefix_source(home_there, chunks, 500) for _ in range(9)}
     assert found == {PrefixSource(connection, Tier.DEVICE)}, (
         "the other one will have it, but has nothing to send yet"
     )
-    index.unexpect(candidates._rows[other_there], chunks)
-    connection.description.kv_address = ""  # a decode worker of an older version may have none
-    assert await source() is None
+    index.unexpect(other_there.row, chunks)
 
 
 async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worker_that_has_it(
@@ -251,7 +248,7 @@ async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worke
 ):
     prompt, [decode], holder = list(range(3, 503)), caching.decodes, caching.prefills[0]
     await caching.complete(prompt=prompt)
-    index = caching.router.services.pool._candidates._loads.index
+    index = caching.router.services.pool.loads.index
     holder.change_cache(prompt_hints(prompt, b"", b""))
     await caching.until(lambda: len(index) == 7)
     await caching.complete(prompt=prompt)
@@ -300,9 +297,9 @@ async def test_what_a_worker_offers_goes_to_a_worker_that_lacks_it(caching: Clus
 async def test_a_worker_that_left_the_list_may_offer_prefixes_for_a_while(
     caching: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connection, "OFFERS", 0.2)
+    monkeypatch.setattr(stream, "OFFERS", 0.2)
     leaving, pool = caching.prefills[0], caching.router.services.pool
-    pool._retire(pool._connections.pop(leaving.address))
+    pool.retire(leaving.address)
     leaving.offer(1, list(range(200)))
     await caching.until(lambda: any(worker.submitted for worker in caching.prefills))
     assert not leaving.submitted, "it was not declined"
@@ -313,14 +310,13 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
     prompt, [asker, slow, fast] = list(range(3, 503)), caching.prefills
     chunks = prompt_hints(prompt, b"", b"")
     pool = caching.router.services.pool
-    candidates = pool._candidates
     by_address = {connection.address: connection for connection in pool.connections}
     asking = by_address[asker.address]
     for worker in (slow, fast):
         worker.change_cache(chunks)
     slow.change_cache([], tiers={Tier.HOST: chunks[2:]})
-    index = candidates._loads.index
-    [slow_row, fast_row] = [candidates._rows[by_address[worker.address]] for worker in (slow, fast)]
+    index = pool.loads.index
+    [slow_row, fast_row] = [by_address[worker.address].row for worker in (slow, fast)]
     await caching.until(lambda: index.slowest_tier(slow_row, chunks) is Tier.HOST)
     await caching.until(lambda: index.reported(fast_row) == 7)
     asker.status.prefill_tokens_per_s = 1000.0  # 448 tokens take 0.448 s
@@ -334,7 +330,7 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
         asker.status.tokens_waiting += 1
         asker.report()
         await caching.until(lambda: asking.status.tokens_waiting == asker.status.tokens_waiting)
-        found = {candidates.prefix_source(asking, chunks, 500, random.Random(seed)) for seed in range(9)}
+        found = {pool.prefix_source(asking, chunks, 500) for _ in range(9)}
         [only] = found
         return only
 
@@ -364,10 +360,10 @@ async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
         asker.status.prefix_links.add(incarnation=worker.incarnation, wait=0.01 * number, tokens_per_s=1e6)
     asker.status.prefill_tokens_per_s = 1000.0
     asker.report()
-    index = pool._candidates._loads.index
+    index = pool.loads.index
     await caching.until(lambda: bool(asking.status.prefix_links))
     await caching.until(lambda: sum(map(index.reported, range(4))) == 21)
-    rng = random.Random(0)
-    found = Counter(pool._candidates.prefix_source(asking, chunks, 500, rng) for _ in range(300))
+    pool._rng = random.Random(0)
+    found = Counter(pool.prefix_source(asking, chunks, 500) for _ in range(300))
     assert len(found) == 2, "of any two the faster one"
     assert max(found.values()) < 240

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from baton.bench.fakes.worker import SECRET, FakeWorker
+from baton.router.policy import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import attempts
 from baton.rpc import connect
@@ -132,16 +133,6 @@ async def test_requests_wait_for_a_pool_without_workers(tokenizer: ModelTokenize
         await cluster.idle()
 
 
-async def test_a_status_without_a_pool_means_the_first_one(cluster: Cluster) -> None:
-    [prefill], pool = cluster.prefills, cluster.router.services.pool
-    await flipped(cluster, prefill, DECODE)
-    assert (pool.ready(PREFILL), len(pool.ready(DECODE))) == ([], 2)
-    prefill.flip(pb.POOL_UNSPECIFIED)
-    await cluster.until(lambda: len(pool.ready(PREFILL)) == 1)
-    await answered_whole(cluster)
-    assert len(prefills(prefill)) == 1
-
-
 async def test_a_worker_keeps_its_known_cache_in_both_pools(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
@@ -155,10 +146,10 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
         def cached(pool_of: "pb.Pool") -> int:
             """Cached tokens of the prompt at the worker, as the choice in that pool sees it."""
             if pool_of == PREFILL:
-                target = pool.choose_prefill(0, chunks, 641, ())
+                target = pool.choose_prefill(PrefillRequest(0, 641, chunks))
                 assert target is not None
                 return 641 - target.work.tokens if target.worker is connection else 0
-            place = pool.place(connection, chunks, 641, 1, None, ())
+            place = pool.place(connection, PrefillRequest(0, 641, chunks), 1, None)
             assert place is not None
             assert place.work is not None
             return 641 - place.work.tokens
@@ -179,7 +170,7 @@ async def test_a_worker_with_an_open_breaker_serves_when_the_others_leave_its_po
     (p0, p1), pool = pair.prefills, pair.router.services.pool
 
     def chosen() -> set[str]:
-        targets = [pool.choose_prefill(key << 60, [], 10, ()) for key in range(16)]
+        targets = [pool.choose_prefill(PrefillRequest(key << 60, 10)) for key in range(16)]
         return {target.worker.address for target in targets if target is not None}
 
     for _ in range(3):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench.fakes.worker import FakeWorker
+from baton.router.policy import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 
@@ -44,7 +45,7 @@ async def filled(cluster: Cluster, worker: FakeWorker) -> list[asyncio.Task[None
 
 def reserved(cluster: Cluster) -> int:
     """Decodes that the router has submitted, whether or not they have arrived."""
-    return sum(load.own for load in cluster.router.services.pool._candidates.decodes)
+    return sum(load.own for load in cluster.router.services.pool.decodes)
 
 
 @pytest.fixture
@@ -116,18 +117,18 @@ async def test_the_decode_of_a_queued_prompt_finds_room(
     """A later request does not take it, but waits before its prefill."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
     pool = cluster.router.services.pool
-    [load] = pool._candidates.decodes
+    [load], wanted = pool.decodes, PrefillRequest(0, TOKENS + 1)
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert pool.choose_decode([], TOKENS + 1, ()) is None
-    assert pool.choose_decode([], TOKENS + 1, (), promised=True) is not None
+    assert pool.choose_decode(wanted) is None
+    assert pool.choose_decode(wanted, promised=True) is not None
     start(prefill, 3)
     await decode.until(lambda w: len(decodes(w)) == 3)
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert pool.choose_decode([], TOKENS + 1, ()) is not None, "the promise was kept"
+    assert pool.choose_decode(wanted) is not None, "the promise was kept"
 
 
 async def test_the_end_of_a_queued_prompt_ends_its_promise(
@@ -147,7 +148,7 @@ async def test_a_started_prefill_waits_for_decode_capacity(
     [prefill], [decode] = cluster.prefills, cluster.decodes
     admission = cluster.router.services.admission
     hold(decode)
-    [load] = cluster.router.services.pool._candidates.decodes
+    [load] = cluster.router.services.pool.decodes
     decode.status.blocks_free = 0
     decode.report()
     await cluster.until(lambda: load.blocks_free <= 0)

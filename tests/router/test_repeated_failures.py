@@ -6,6 +6,7 @@ import time
 import pytest
 
 from baton.router.admission import parked
+from baton.router.policy import PrefillRequest
 from baton.router.workers import attempts
 from baton.rpc import worker_pb2 as pb
 
@@ -40,7 +41,7 @@ async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
         """Ends the time without requests. Returns how many of six requests the worker then gets."""
         before = len(decodes(bad))
         connection.breaker._open_until = 0.0
-        pair.router.services.pool.breaker_changed(connection)
+        pair.router.services.pool.apply_breakers()
         for _ in range(6):
             await answered_whole(pair)
         return len(decodes(bad)) - before
@@ -74,7 +75,7 @@ async def test_a_worker_serves_again_although_the_timer_of_its_breaker_fires_ear
     [connection] = [c for c in pool.connections if c.address == failing.address]
 
     def serves() -> bool:
-        return pool.choose_decode([], 10, {other.address}) is connection
+        return pool.choose_decode(PrefillRequest(0, 10, avoid={other.address})) is connection
 
     for _ in range(3):
         connection.attempt_failed()
