@@ -86,9 +86,7 @@ def _plain(message: Message) -> dict[str, Any]:
     for described in message.DESCRIPTOR.fields:
         value = getattr(message, described.name)
         if described.enum_type is not None:
-            known = described.enum_type.values_by_number.get(
-                value
-            )  # None: an unknown value of a newer worker
+            known = described.enum_type.values_by_number.get(value)
             value = str(value) if known is None else known.name.lower()
         elif described.name == "incarnation":
             value = f"{value:016x}"  # too large for a number in JavaScript

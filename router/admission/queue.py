@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from baton.router.admission.drain_rate import DrainRate
+from baton.machine import Average
 from baton.router.admission.fairness import FairQueue
 from baton.router.admission.keys import MAX_RETRY_AFTER, Account, ApiKey, Clock
 from baton.router.admission.parked import Parked, RetryBudget
@@ -36,6 +36,8 @@ limits decode slots, KV positions, waiting tokens and bytes of bodies. Source: d
 and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998."""
 OUTPUT_WEIGHT = 2.0
 """Cost of an output token relative to a prompt token, when keys take turns."""
+DRAIN_SECONDS = 10.0
+"""Time constant of the rate at which waiting tokens get their first token."""
 
 
 class TurnResult(Enum):
@@ -258,7 +260,9 @@ class Admission:
         self._window = window
         self._free_capacity = free_capacity
         self.shared = shared
-        self._rate = DrainRate(clock)
+        self._clock = clock
+        self._drained = Average(math.exp(-1 / DRAIN_SECONDS))  # tokens in the time in which some waited
+        self._drained_at = 0.0
         self._dispatching = False
         self._window_full = False  # a generation waits for its key's window, as of the last dispatch
 
@@ -308,7 +312,7 @@ class Admission:
         self._check(account, tokens)
         account.spend(tokens)
         if not self.waiting_tokens:
-            self._rate.began()
+            self._drained_at = self._clock()
         self.waiting_tokens += tokens
         account.waiting_tokens += tokens
 
@@ -333,9 +337,16 @@ class Admission:
             )
 
     def _retry_after(self) -> int:
-        rate = self._rate.tokens_per_s()
+        self._drain(0)
+        rate = self._drained.value
         wait = self.waiting_tokens / rate if rate > 0 else 1.0
         return min(MAX_RETRY_AFTER, max(1, round(wait)))
+
+    def _drain(self, tokens: int) -> None:
+        """Counts tokens that got their first token now."""
+        now = self._clock()
+        passed, self._drained_at = now - self._drained_at, now
+        self._drained.add(tokens, passed, steps=passed)
 
     def dispatch(self) -> None:
         """Starts the generations whose conditions hold. Called whenever workers may have become less busy."""
@@ -386,4 +397,4 @@ class Admission:
             self._sent_tokens -= tokens
             account.sent_tokens -= tokens
         if drained:
-            self._rate.add(tokens)
+            self._drain(tokens)

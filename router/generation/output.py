@@ -103,7 +103,7 @@ class TokenWriter:
         `prompt` as in `Token`. `handed_over`: a prefill worker computed the prompt.
         """
         self._measure(emitted, handed_over)
-        # No token follows a finish reason, not even an unknown one of a newer worker.
+        # No token follows a finish reason, not even an unknown one.
         finish_reason = _FINISH.get(event.finish_reason, "length")
         if not finish_reason and emitted >= self._max_tokens:
             finish_reason = "length"

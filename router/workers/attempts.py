@@ -82,8 +82,8 @@ class AttemptTable:
     def fail(self, failure: pb.AttemptFailed) -> Attempt | None:
         """Applies a failure that the worker reported. None if the attempt is not open.
 
-        After KV_FAILED the attempt stays: the worker keeps its reservation. All other failures end it. A code
-        of a newer worker becomes UNSPECIFIED.
+        After KV_FAILED the attempt stays: the worker keeps its reservation. All other failures end it. An
+        unknown code becomes UNSPECIFIED.
         """
         attempt = self._attempts.get(failure.attempt_id)
         if attempt is None:

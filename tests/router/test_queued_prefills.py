@@ -73,17 +73,6 @@ async def test_the_decode_is_submitted_when_the_prefill_starts(
     assert await no_attempt_was_replaced(cluster)
 
 
-async def test_the_token_of_an_older_worker_brings_the_decode(
-    cluster: Cluster, queue: list[asyncio.Task[None]]
-) -> None:
-    [prefill] = cluster.prefills
-    prefill.reports_starts = False
-    start(prefill, 3)
-    release(prefill)
-    await asyncio.gather(*queue)
-    assert await no_attempt_was_replaced(cluster)
-
-
 async def test_prompts_of_other_routers_are_ahead_too(cluster: Cluster) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
     prefill.starts = asyncio.Semaphore(0)
