@@ -79,19 +79,22 @@ class SendQueue:
 
 
 class Worker:
-    """Attributes:
-    description: of the attached incarnation, or of the last one.
-    accepted: the worker passed `Roster.check`. False again after the stream ends.
-    reason, remedy: why the worker is not ready and what to do; empty if it is ready.
-    status: the last report.
-    prefix_links: those of the last report, by incarnation and tier of the other worker.
-    pool: in which the worker gets new work: that of the last report, or else its first.
-    attempts: the open attempts, and the worker's decode load.
-    breaker: decides whether the worker fails too often to get work.
-    row: its row in the tables of the policies, while it is attached.
-    retired: discovery no longer lists it.
-    send_queue, stub: of its stream; None without a stream.
-    on_end: called when an attempt has ended.
+    """The connection to one worker, without the task that keeps it open.
+
+    Attributes:
+        description: of the attached incarnation, or of the last one.
+        accepted: the worker passed `Roster.check`. False again after the stream ends.
+        reason, remedy: why the worker is not ready and what to do; empty if it is ready.
+        status: the last report.
+        prefix_links: those of the last report, by incarnation and tier of the other worker.
+        pool: in which the worker gets new work: that of the last report, or else its first.
+        attempts: the open attempts, and the worker's decode load.
+        breaker: decides whether the worker fails too often to get work.
+        row: its row in the tables of the policies, while it is attached.
+        retired: discovery no longer lists it.
+        send_queue, stub: of its stream; None without a stream.
+        on_load: called when the worker may have capacity for another decode.
+        on_end: called when an attempt has ended.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Worker:
         on_load: Callable[[], None],
         on_breaker: Callable[[], None],
     ) -> None:
-        """`on_load`: the worker may have capacity for another decode. `on_breaker`: its breaker changed."""
+        """`on_breaker`: called when the breaker opens, closes, or lets a probe through."""
         self.address = address
         self.state = WorkerState.CONNECTING
         self.reason = self.remedy = ""
