@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from baton.router.admission.queue import Admission, Entry
 from baton.router.api.jobs import SamplingDefaults
+from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, TooSlow
 from baton.router.generation.generation import Generation
 from baton.router.generation.output import Choice, Delta, TokenQueue
@@ -42,11 +43,9 @@ class Services:
     admission: Admission
     metrics: Metrics
     tracer: Tracer
-    model_name: str
+    config: RouterConfig
     defaults: SamplingDefaults
     """Fields that a request gets if it leaves them out."""
-    request_timeout: float
-    worker_wait: float
     active: "ActiveRequests" = field(default_factory=lambda: ActiveRequests())
 
 
@@ -187,7 +186,7 @@ class ActiveRequest:
                         name=self.name,
                         span=span,
                         deadline=self._deadline,
-                        worker_wait=services.worker_wait,
+                        worker_wait=services.config.worker_wait,
                     )
                     for index, (job, turn) in enumerate(zip(self._jobs, turns, strict=True))
                 ]
@@ -237,7 +236,7 @@ class ActiveRequest:
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.response.model": self._services.model_name,
+            "gen_ai.response.model": self._services.config.model_name,
         }
         began = time.monotonic()
         span = self._services.tracer.begin("request", self._traceparent, attributes, "server")

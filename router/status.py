@@ -10,22 +10,21 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.router.active_request import Services
-from baton.router.config import RouterConfig
 from baton.router.workers.worker import POOL_NAMES, Worker
 
 
-async def router_status(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
+async def router_status(services: Services, draining: bool) -> dict[str, Any]:
     """Asks all workers at once. For a worker that does not answer it shows the last report."""
     return {
-        "router": router_state(config, services, draining),
+        "router": router_state(services, draining),
         "workers": list(await asyncio.gather(*map(_worker, services.pool.connections))),
-        "cluster": _cluster(config.cluster_file),
+        "cluster": _cluster(services.config.cluster_file),
     }
 
 
-def router_state(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
+def router_state(services: Services, draining: bool) -> dict[str, Any]:
     """The status of the router itself, without a question to a worker."""
-    pool, admission = services.pool, services.admission
+    config, pool, admission = services.config, services.pool, services.admission
     return {
         "index": config.index,
         "pid": os.getpid(),

@@ -113,7 +113,7 @@ class Frontend:
 
     async def peek(self, raw: bytes | bytearray, entry: Entry) -> Peek:
         """Looks at a body of /v1/responses. Raises ApiError."""
-        async with _deadline(self._services.request_timeout, time.monotonic()):
+        async with _deadline(self._services.config.request_timeout, time.monotonic()):
             return await self._preparer.peek(raw, self._served, entry.key)
 
     async def prepare(
@@ -145,7 +145,7 @@ class Frontend:
         entry.receive(len(history))
         entry.expect(max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity)))
         with self._services.active.preparing():
-            limit = min(self._services.request_timeout, math.inf if timeout is None else timeout)
+            limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
             async with _deadline(limit, began):
                 prepared = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
             assert isinstance(prepared, Prepared)
@@ -181,7 +181,7 @@ class Frontend:
 
     async def convert(self, kind: Converted, raw: bytes | bytearray, entry: Entry) -> bytes:
         """Returns the JSON response to an endpoint that only counts or converts. Raises ApiError."""
-        async with _deadline(self._services.request_timeout, time.monotonic()):
+        async with _deadline(self._services.config.request_timeout, time.monotonic()):
             response = await self._preparer.prepare(kind, raw, self._served, entry.key)
         assert isinstance(response, bytes)
         return response

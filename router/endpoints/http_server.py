@@ -244,12 +244,10 @@ class HttpEndpoints:
         return web.Response(body=page, content_type="text/html", charset="utf-8")
 
     async def _status(self, request: web.Request) -> web.Response:
-        return _json(await router_status(self._config, self._services, self._frontend.draining))
+        return _json(await router_status(self._services, self._frontend.draining))
 
     async def _targets(self, request: web.Request) -> web.Response:
-        return _json(
-            scrape_targets(await router_status(self._config, self._services, self._frontend.draining))
-        )
+        return _json(scrape_targets(await router_status(self._services, self._frontend.draining)))
 
 
 def _json(payload: Any) -> web.Response:

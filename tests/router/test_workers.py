@@ -348,9 +348,7 @@ async def test_a_defect_in_one_request_does_not_hide_a_lost_worker_from_the_othe
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"port": 70_000}, "--port"),
-        ({"request_timeout": 0}, "--request-timeout"),
-        ({"worker_wait": -1}, "--worker-wait"),
+        ({"drain_timeout": -1}, "--drain-timeout"),
         ({"decode_only": True, "overflow": False}, "--no-overflow"),
         ({"workers": ("nowhere",)}, "--worker"),
         ({"workers": ("host:99999",)}, "--worker"),
