@@ -64,7 +64,7 @@ class Turn:
         self.tokens = tokens
         self._admission = admission
         self._priority = priority
-        self._level = admission.among_keys(account, priority)
+        self._level = account.among_keys(priority) if admission.shared else priority
         self._ticket: int | None = None  # its number in the queue, from the first wait on
         self._computed = tokens  # of the prompt; the rest is cached
         self._positions = tokens
@@ -184,12 +184,24 @@ class Entry:
 
     def among_keys(self, priority: int) -> int:
         """Returns what a priority counts beside the requests of other keys."""
-        return self._admission.among_keys(self._account, priority)
+        return self._account.among_keys(priority) if self._admission.shared else priority
 
     def receive(self, size: int) -> None:
         """Counts bytes of its body; a negative size corrects the count. Raises Overloaded and RateLimited."""
-        self._admission.receive(self._account, size)
+        admission, account = self._admission, self._account
+        left = admission.max_body_bytes - admission.body_bytes - size
+        if size > 0 and admission.shared and account.body_bytes + size > KEY_SHARE * left:
+            raise RateLimited(
+                f"key {account.key.name!r} has {account.body_bytes} bytes of requests under way; the rest of "
+                f"{admission.max_body_bytes} is kept for other keys",
+                retry_after=1,
+            )
+        if left < 0:
+            text = f"{admission.body_bytes} bytes of requests are under way"
+            raise Overloaded(f"{text}, and {admission.max_body_bytes} may be", retry_after=1)
         self._bytes += size
+        admission.body_bytes += size
+        account.body_bytes += size
 
     def expect(self, tokens: int) -> None:
         """Counts an estimate of its prompt tokens, once. Raises Overloaded and RateLimited."""
@@ -213,9 +225,9 @@ class Entry:
             turn.end()
 
     def _drop_body(self) -> None:
-        self._admission.receive(self._account, -self._bytes)
+        self.receive(-self._bytes)
         self._admission.release(self._account, self._estimate)
-        self._bytes = self._estimate = 0
+        self._estimate = 0
 
 
 def _unlimited() -> FreeCapacity:
@@ -230,9 +242,9 @@ class Admission:
         window: takes the length of a prompt that waits. Returns the prompt tokens of one key that workers may
             have without a first token.
         free_capacity: returns the free capacity of all decode workers.
-        max_body_bytes: bound of `body_bytes`.
 
     Attributes:
+        max_body_bytes: bound of `body_bytes`.
         body_bytes: bytes of bodies that are read or prepared.
         waiting_tokens: prompt tokens of generations without a first token, in the router and at workers. Only
             a single request that is larger than the bound exceeds it.
@@ -256,7 +268,7 @@ class Admission:
         self.parked = Parked(RetryBudget())
         self._sent_tokens = 0
         self._max = max_waiting_tokens
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self._window = window
         self._free_capacity = free_capacity
         self.shared = shared
@@ -288,24 +300,6 @@ class Admission:
                 entry.end()
         finally:
             account.leave()
-
-    def among_keys(self, account: Account, priority: int) -> int:
-        """Returns a priority, or the lowest that the key may have if there are other keys."""
-        return max(priority, account.key.min_priority) if self.shared else priority
-
-    def receive(self, account: Account, size: int) -> None:
-        """Counts bytes of a body, which came or are given back. Raises Overloaded and RateLimited."""
-        left = self._max_body_bytes - self.body_bytes - size
-        if size > 0 and self.shared and account.body_bytes + size > KEY_SHARE * left:
-            text = (
-                f"key {account.key.name!r} has {account.body_bytes} bytes of requests under way; the rest of"
-            )
-            raise RateLimited(f"{text} {self._max_body_bytes} is kept for other keys", retry_after=1)
-        if left < 0:
-            text = f"{self.body_bytes} bytes of requests are under way, and {self._max_body_bytes} may be"
-            raise Overloaded(text, retry_after=1)
-        self.body_bytes += size
-        account.body_bytes += size
 
     def reserve(self, account: Account, tokens: int) -> None:
         """Counts prompt tokens as waiting. Raises Overloaded and RateLimited."""

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from baton.router.admission.parked import Waits
 from baton.router.job import Job
 from baton.router.policy import PrefillRequest, PrefillWork
 from baton.router.workers.attempts import OnEvent
@@ -72,14 +73,22 @@ class AttemptPair:
         prefill, decode: the current attempts; None if there is none.
         output_ids: emitted tokens in order. Only this class changes it.
         failures: of the attempts before.
+        retried: an attempt ended before its time.
     """
 
-    def __init__(self, on_event: OnEvent, span: Span, job: Job, pool: WorkerPool) -> None:
-        """`on_event` is told what happens to the attempts. `span`: of the request."""
+    def __init__(
+        self, on_event: OnEvent, span: Span, job: Job, name: str, pool: WorkerPool, waits: Waits
+    ) -> None:
+        """`on_event` is told what happens to the attempts. `span`: of the request. `name`: the request id
+        that the client knows. `waits`: with the deadline."""
         self.prefill: PrefillAttempt | None = None
         self.decode: DecodeAttempt | None = None
         self.output_ids: list[int] = []
         self.failures = FailureCount()
+        self.retried = False
+        self._id = _new_id()
+        self._name = name
+        self._waits = waits
         self._on_event = on_event
         self._span = span
         self._job = job
@@ -165,29 +174,62 @@ class AttemptPair:
         self.prefill = PrefillAttempt(target.worker, target.work, target.within, base, handover)
         return self.prefill
 
-    def send_prefill(self, request: pb.Request) -> None:
+    def send_prefill(self) -> None:
         prefill = self.prefill
         assert prefill is not None
         prefill.sent = True
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id,
-            request=request,
+            request=self._request(self.output_ids, prefill.within, last=not prefill.handover),
             handover=prefill.handover,
             report_start=prefill.queued,
             content=self._pool.content_source(prefill.worker, self._job.chunks, self.length),
         )
         prefill.worker.submit_prefill(submit, self._on_event, self._span, prefill.work)
 
-    def submit_decode(self, worker: Worker, request: pb.Request, work: PrefillWork | None = None) -> None:
-        """The worker fetches the KV of the current prefill, unless it computes the prompt itself (`work`)."""
+    def submit_decode(self, worker: Worker, output_ids: list[int], place: Place | None = None) -> None:
+        """The worker fetches the KV of the current prefill, or computes the prompt itself, as `place` says.
+
+        `output_ids` were emitted before."""
+        work, within = (None, 0.0) if place is None else (place.work, place.within)
         decode = self.decode = DecodeAttempt(worker, prefills=work is not None)
-        length = len(request.prompt_ids) + len(request.output_ids)
-        submit = pb.SubmitDecode(decode_id=decode.id, request=request)
+        length = len(self._job.prompt_ids) + len(output_ids)
+        submit = pb.SubmitDecode(decode_id=decode.id, request=self._request(output_ids, within))
         if work is None:
             submit.source.CopyFrom(self._next_source())
         elif content := self._pool.content_source(worker, self._job.chunks, length):
             submit.content.CopyFrom(content)
         worker.submit_decode(submit, self._on_event, self._span, length + 1, work)
+
+    def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
+        """Builds the message to a worker. `output_ids` were emitted before.
+
+        `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
+        `last`: the worker generates no more than one token.
+        """
+        job = self._job
+        request = pb.Request(
+            request_id=self._id,
+            prompt_ids=job.prompt_ids,
+            output_ids=output_ids,
+            sampling=job.sampling,
+            timeout_ms=max(1, int(1000 * self._waits.seconds_left)),
+            priority=job.priority,
+            alone=self.failures.alone,
+            retried=self.retried,
+            first_token_within=within,
+            waited=0.0 if output_ids else self._waits.waited,
+            cache_salt=job.cache_salt,
+            tenant=job.tenant,
+            name=self._name,
+        )
+        sampling = request.sampling
+        if output_ids:  # they came after all log probabilities of the prompt
+            sampling.ClearField("prompt_logprobs")
+        if last:
+            sampling.max_tokens = len(output_ids) + 1
+            sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
+        return request
 
     def retarget(self) -> None:
         """Tells the decode worker to fetch the KV of the planned prefill of prompt + output."""

@@ -4,19 +4,12 @@ The docstring of the package shows the states, and what waits for what.
 """
 
 import logging
-import os
 
 from baton.router import prompt_logprobs
 from baton.router.admission.parked import Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
 from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
-from baton.router.generation.attempts import (
-    AttemptPair,
-    DecodeAttempt,
-    PrefillAttempt,
-    Verdict,
-    is_failure,
-)
+from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict, is_failure
 from baton.router.generation.output import TokenQueue, TokenWriter
 from baton.router.job import Job
 from baton.router.metrics import Metrics
@@ -55,7 +48,6 @@ class Generation:
         deadline: float,
         worker_wait: float,
     ) -> None:
-        self.id = os.urandom(16)
         self.name = name
         self.cached_tokens = 0
         self.done = False
@@ -64,7 +56,6 @@ class Generation:
         self._pool = pool
         self._writer = TokenWriter(tokens, index, job.sampling.max_tokens, metrics, span)
         self._metrics = metrics
-        self._pair = AttemptPair(self._on_event, span, job, pool)
         self._waits = Waits(
             parked,
             name=name,
@@ -74,7 +65,7 @@ class Generation:
             deadline=deadline,
             worker_wait=worker_wait,
         )
-        self._retried = False
+        self._pair = AttemptPair(self._on_event, span, job, name, pool, self._waits)
         self._scores = prompt_logprobs.Received()
 
     def __repr__(self) -> str:
@@ -122,7 +113,7 @@ class Generation:
         worker = self._pair.choose_decode(tokens)
         if worker is None:
             if self._pair.prefill is None and (place := self._pair.place_without_room()) is not None:
-                return self._prefill_on_prefill_worker(place)
+                return self._prefill_and_decode_on(place)
             if self._pool.can_ever_hold(tokens):
                 self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
@@ -132,26 +123,18 @@ class Generation:
             return self._fetch(self._pair.prefill, worker, output_ids)
         return self._prefill_and_decode(worker)
 
-    def _prefill_on_prefill_worker(self, place: Place) -> TurnResult:
-        """No decode worker has room, or there is none, so a prefill worker also decodes."""
-        if not self._waits.may_prefill():
-            return TurnResult.PARKED
-        self._prefill_and_decode_on(place)
-        return TurnResult.SENT
-
     def _prefill_and_decode(self, worker: Worker) -> TurnResult:
         if not self._waits.may_prefill():
             return TurnResult.PARKED
         target = self._pair.choose_prefill()
         place = self._pair.place(worker, target)
         if place is not None and place.work is not None:
-            self._prefill_and_decode_on(place)
-            return TurnResult.SENT
+            return self._prefill_and_decode_on(place)
         if not self._plan_prefill(target):
             return TurnResult.PARKED
         assert self._pair.prefill is not None
         assert target is not None
-        if not self._retried:
+        if not self._pair.retried:
             if target.queues:
                 self._pair.promise()
             self._send_prefill()  # first: the client waits for its token
@@ -171,14 +154,17 @@ class Generation:
             return TurnResult.PARKED
         return TurnResult.SENT
 
-    def _prefill_and_decode_on(self, place: Place) -> None:
+    def _prefill_and_decode_on(self, place: Place) -> TurnResult:
         """One worker computes the prompt and decodes."""
         assert place.work is not None
+        if not self._waits.may_prefill():
+            return TurnResult.PARKED
         self._prompt_sent(place.work)
         if place.why.reason is not None:
             self._metrics.overflow[place.why.reason].inc()
         self._waits.worker_found()
-        self._pair.submit_decode(place.worker, self._request(self.output_ids, place.within), place.work)
+        self._pair.submit_decode(place.worker, self.output_ids, place)
+        return TurnResult.SENT
 
     def _prefill_here(self, worker: Worker) -> None:
         """The only worker left computes the prompt and decodes."""
@@ -201,7 +187,7 @@ class Generation:
         prefill = self._pair.prefill
         assert prefill is not None
         self._prompt_sent(prefill.work)
-        self._pair.send_prefill(self._request(self.output_ids, prefill.within, last=not prefill.handover))
+        self._pair.send_prefill()
 
     def _prompt_sent(self, work: PrefillWork) -> None:
         if not self._waits.prefilled:
@@ -213,7 +199,7 @@ class Generation:
     def _submit_decode(self, worker: Worker, output_ids: list[int]) -> None:
         """The worker fetches the KV of the current prefill."""
         self._waits.worker_found()
-        self._pair.submit_decode(worker, self._request(output_ids, 0.0))
+        self._pair.submit_decode(worker, output_ids)
 
     def _retarget(self, decode: DecodeAttempt) -> None:
         """Keeps the reservation. The decode worker fetches the KV of a new prefill of prompt + output."""
@@ -229,36 +215,6 @@ class Generation:
         elif self._plan_prefill(target):
             self._pair.retarget()
             self._send_prefill()
-
-    def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
-        """Builds the message to a worker. `output_ids` were emitted before.
-
-        `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
-        `last`: the worker generates no more than one token.
-        """
-        job = self._job
-        request = pb.Request(
-            request_id=self.id,
-            prompt_ids=job.prompt_ids,
-            output_ids=output_ids,
-            sampling=job.sampling,
-            timeout_ms=max(1, int(1000 * self._waits.seconds_left)),
-            priority=job.priority,
-            alone=self._pair.failures.alone,
-            retried=self._retried,
-            first_token_within=within,
-            waited=0.0 if output_ids else self._waits.waited,
-            cache_salt=job.cache_salt,
-            tenant=job.tenant,
-            name=self.name,
-        )
-        sampling = request.sampling
-        if output_ids:  # they came after all log probabilities of the prompt
-            sampling.ClearField("prompt_logprobs")
-        if last:
-            sampling.max_tokens = len(output_ids) + 1
-            sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
-        return request
 
     def _on_worker(self) -> None:
         """The wait for a worker has ended."""
@@ -403,7 +359,7 @@ class Generation:
 
     def _failed(self, cause: str, worker: Worker, *, counts: bool, message: str) -> None:
         self._metrics.retries[cause].inc()
-        self._retried = True
+        self._pair.retried = True
         if counts:
             self._pair.failures.failed(worker.address, crashed=cause == "engine")
             worker.attempt_failed()

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.router.admission.parked import Waits
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, Verdict
 from baton.router.job import Job
 from baton.router.policy import PrefillLoads, PrefillOffer, PrefillWork
@@ -21,7 +22,9 @@ TARGET = PrefillTarget(WORKER, PrefillWork(1), PrefillOffer(0.0), 0.0, queues=Fa
 
 def make_pair() -> AttemptPair:
     job = Job([1], pb.SamplingParams(), 0, [])
-    return AttemptPair(lambda event: None, cast("Span", None), job, cast("WorkerPool", None))
+    return AttemptPair(
+        lambda event: None, cast("Span", None), job, "r", cast("WorkerPool", None), cast("Waits", None)
+    )
 
 
 def begin_prefill(pair: AttemptPair, name: bytes) -> int:
