@@ -7,8 +7,8 @@
 4. If a worker fails, it starts new attempts from prompt + output. `FailureCount` ends that after too many
    failures. `admission.parked.Waits` bounds the waits for a worker, for retry budget, and in all.
 
-`Generation` is a state machine without tasks. `advance` requests what it needs next; the streams to the workers
-tell it what happened to its attempts (`_on_event`). Nothing waits in between.
+`Generation` is a state machine without tasks. `advance` requests what it needs next; the streams to the
+workers tell it what happened to its attempts (`_on_event`). Nothing waits in between.
 
     decode   none ─ submitted ─ reserved ─ joined (its first token came) ─ finished
     prefill  none ─ planned ─ sent ─ answered (its token came) ─ over (decode has the KV, or needs none)
