@@ -132,7 +132,7 @@ class WorkerStream:
             worker.described(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT))
             self._roster.check(worker)
             worker.accepted = True
-            worker.attempts.load = _decode_load(worker)
+            worker.decode_load = _decode_load(worker)
             worker.report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
             messages, self._cache = SendQueue(self._unread), CacheSequence()
             hello = pb.RouterHello(router_id=self._router_id, report_seconds=self._roster.report_seconds)
@@ -163,7 +163,7 @@ class WorkerStream:
         worker.accepted = False
         if worker.state is not WorkerState.REFUSED:
             worker.state = WorkerState.CONNECTING
-        lost = worker.attempts.lose_all()
+        lost = worker.lose_all()
         if was_attached:
             self._roster.availability_changed(worker)
         if failed:  # not earlier: an open breaker makes the router choose again, and this worker has gone
@@ -234,11 +234,9 @@ class WorkerStream:
         self._receive_failure(pb.AttemptFailed(attempt_id=attempt_id, message=f"{self.worker}: {defect}"))
 
     def _receive_failure(self, failure: pb.AttemptFailed) -> None:
-        worker, attempt = self.worker, self.worker.attempts.fail(failure)
+        worker, attempt = self.worker, self.worker.fail(failure)
         if attempt is None:
             return
-        if failure.code != pb.FAILURE_CODE_KV_FAILED:
-            worker.ended(attempt)
         if failure.code == pb.FAILURE_CODE_DRAINING and worker.state is WorkerState.READY:
             worker.state = WorkerState.DRAINING
             self._roster.availability_changed(worker)

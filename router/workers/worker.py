@@ -21,7 +21,7 @@ from enum import StrEnum
 import grpc.aio
 
 from baton.router.policy import DecodeLoad, PrefillLoads, PrefillWork
-from baton.router.workers.attempts import Attempt, AttemptTable, CircuitBreaker, OnEvent
+from baton.router.workers.attempts import Attempt, CircuitBreaker, OnEvent
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.logs import of_request
@@ -88,7 +88,8 @@ class Worker:
         status: the last report.
         prefix_links: those of the last report, by incarnation and tier of the other worker.
         pool: in which the worker gets new work: that of the last report, or else its first.
-        attempts: the open attempts, and the worker's decode load.
+        attempts: the open attempts, by id.
+        decode_load: what the router knows of its decodes, in either pool; None without a stream.
         breaker: decides whether the worker fails too often to get work.
         row: its row in the tables of the policies, while it is attached.
         retired: discovery no longer lists it.
@@ -113,7 +114,8 @@ class Worker:
         self.status = pb.WorkerStatus()
         self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
         self.pool = pb.POOL_UNSPECIFIED
-        self.attempts = AttemptTable()
+        self.attempts: dict[bytes, Attempt] = {}
+        self.decode_load: DecodeLoad | None = None
         self.breaker = CircuitBreaker()
         self.row = -1
         self.retired = False
@@ -145,8 +147,8 @@ class Worker:
     @property
     def load(self) -> DecodeLoad:
         """The decode load of an attached worker."""
-        assert self.attempts.load is not None
-        return self.attempts.load
+        assert self.decode_load is not None
+        return self.decode_load
 
     def described(self, description: pb.WorkerDescription) -> None:
         """Applies the description of a new incarnation."""
@@ -225,25 +227,53 @@ class Worker:
         self.forget(prefill_id)
         self.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=prefill_id)))
 
-    def forget(self, attempt_id: bytes, failure: str = "") -> bool:
-        """Ends an attempt here. False: it had ended before."""
-        attempt = self.attempts.end(attempt_id, failure)
-        if attempt is not None:
-            self.ended(attempt)
-        return attempt is not None
-
-    def ended(self, attempt: Attempt) -> None:
-        """Gives back what an attempt took, which is no longer in the table."""
+    def forget(self, attempt_id: bytes, failure: str = "", *, full: bool = False) -> bool:
+        """Ends an attempt here. False: it had ended before. `failure` goes into its span. `full`: the worker
+        refused the reservation."""
+        attempt = self.attempts.pop(attempt_id, None)
+        if attempt is None:
+            return False
+        attempt.span.end(failure)
         self.prefilled(attempt, computed=False)
         if attempt.tokens:
+            self.load.ended(attempt.tokens)
+            self.load.full = full
             self.on_load()
         self.on_end()
+        return True
+
+    def fail(self, failure: pb.AttemptFailed) -> Attempt | None:
+        """Applies a failure that the worker reported. None if the attempt is not open.
+
+        After KV_FAILED the attempt stays: the worker keeps its reservation. All other failures end it. An
+        unknown code becomes UNSPECIFIED.
+        """
+        attempt = self.attempts.get(failure.attempt_id)
+        if attempt is None:
+            return None
+        if failure.code not in pb.FailureCode.values():
+            failure.message = f"{failure.message} (unknown failure code {failure.code})"
+            failure.code = pb.FAILURE_CODE_UNSPECIFIED
+        if failure.code != pb.FAILURE_CODE_KV_FAILED:
+            text = f"{pb.FailureCode.Name(failure.code)}: {failure.message}"
+            self.forget(failure.attempt_id, text, full=failure.code == pb.FAILURE_CODE_NO_ROOM)
+        return attempt
+
+    def lose_all(self) -> dict[bytes, Attempt]:
+        """Forgets all attempts when the stream ends. Returns what was open."""
+        lost, self.attempts, self.decode_load = self.attempts, {}, None
+        for attempt in lost.values():
+            attempt.span.end("the worker was lost")
+        return lost
 
     def prefilled(self, attempt: Attempt, *, computed: bool) -> None:
         """The first token came (`computed`), or the prompt is not computed any more."""
-        work = self.attempts.prefilled(attempt)
-        if work is not None:
-            self._loads.ended(self.row, work, computed=computed, now=time.monotonic())
+        work, attempt.work = attempt.work, None
+        if work is None:
+            return
+        if not attempt.tokens:
+            attempt.span.end()
+        self._loads.ended(self.row, work, computed=computed, now=time.monotonic())
 
     def send(self, message: pb.RouterMessage) -> None:
         if self.send_queue is not None:
@@ -268,7 +298,9 @@ class Worker:
 
     def _submit(self, attempt_id: bytes, attempt: Attempt, message: pb.RouterMessage) -> None:
         assert self.ready, "work goes to ready workers only"
-        self.attempts.add(attempt_id, attempt)
+        self.attempts[attempt_id] = attempt
+        if attempt.tokens:
+            self.load.sent(attempt.tokens)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "request %s, attempt %s: %s at %s",
