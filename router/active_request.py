@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from baton.router.admission.queue import Admission, Entry
-from baton.router.api.jobs import SamplingDefaults
+from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, TooSlow
 from baton.router.generation.generation import Generation
 from baton.router.generation.output import Choice, Delta, TokenQueue
-from baton.router.job import Job
 from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Prepared
 from baton.router.text.detokenizer import StopStrings

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.router.admission.parked import Waits
-from baton.router.job import Job
+from baton.router.api.jobs import Job
 from baton.router.policy import PrefillRequest, PrefillWork
 from baton.router.workers.attempts import OnEvent
 from baton.router.workers.pool import Place, PrefillTarget, WorkerPool

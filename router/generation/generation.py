@@ -8,10 +8,10 @@ import logging
 from baton.router import prompt_logprobs
 from baton.router.admission.parked import Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
+from baton.router.api.jobs import Job
 from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict, is_failure
 from baton.router.generation.output import TokenQueue, TokenWriter
-from baton.router.job import Job
 from baton.router.metrics import Metrics
 from baton.router.policy import Placement, PrefillWork
 from baton.router.workers.attempts import AttemptEvent, Lost

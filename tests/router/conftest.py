@@ -19,6 +19,7 @@ from baton.router.config import RouterConfig
 from baton.router.server import RunningRouter, running
 from baton.router.text.gguf_tokenizer import read_gguf
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.router.workers.worker import Worker
 from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
 
@@ -179,9 +180,15 @@ class Cluster:
         """The text of its prompt."""
         return self.tokenizer.decode(list(self.sent.prompt_ids), skip_special_tokens=False)
 
-    async def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
-        async with self.http.post(self.url + path, json=body) as response:
+    async def post(
+        self, path: str, headers: Mapping[str, str] | None = None, /, **body: Any
+    ) -> tuple[int, dict[str, Any]]:
+        async with self.http.post(self.url + path, json=body, headers=headers) as response:
             return response.status, await response.json()
+
+    def connection(self, worker: FakeWorker) -> Worker:
+        """What the router knows of a worker that is listed."""
+        return self.router.services.pool.listed[worker.address]
 
     async def metrics(self) -> str:
         async with self.http.get(self.url + "/metrics") as response:

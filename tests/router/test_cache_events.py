@@ -184,15 +184,13 @@ async def test_a_worker_that_reports_more_chunks_than_blocks_is_refused(caching:
     worker.change_cache([512])
     pool = caching.router.services.pool
     await caching.until(lambda: len(pool.ready(pb.POOL_PREFILL)) == 2)
-    [refused] = [c for c in pool.connections if c.address == worker.address]
-    assert "more cached chunks" in refused.reason
+    assert "more cached chunks" in caching.connection(worker).reason
 
 
 async def test_a_worker_with_a_host_tier_may_report_more_chunks(caching: Cluster):
     worker = caching.prefills[0]
     pool = caching.router.services.pool
-    [connection] = [c for c in pool.connections if c.address == worker.address]
-    connection.description.offload_blocks = 1
+    caching.connection(worker).description.offload_blocks = 1
     worker.change_cache(range(512))
     worker.change_cache([512])
     await caching.until(lambda: reported(caching)[0] == 513)
@@ -226,14 +224,12 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     await caching.until(lambda: len(index) == 7)
     assert await source() == decode.incarnation
     pool = caching.router.services.pool
-    [connection] = [c for c in pool.connections if c.address == decode.address]
+    connection = caching.connection(decode)
     monkeypatch.setattr(pool, "_may_fetch_prefixes", False)
     assert await source() is None
     monkeypatch.undo()
     other = next(w for w in caching.prefills if w is not home)
-    [home_there, other_there] = [
-        next(c for c in pool.connections if c.address == worker.address) for worker in (home, other)
-    ]
+    home_there, other_there = caching.connection(home), caching.connection(other)
     chunks = prompt_hints(prompt, b"", b"")
     index.expect(other_there.row, chunks)
     found = {pool.prefix_source(home_there, chunks, 500) for _ in range(9)}
@@ -310,13 +306,12 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
     prompt, [asker, slow, fast] = list(range(3, 503)), caching.prefills
     chunks = prompt_hints(prompt, b"", b"")
     pool = caching.router.services.pool
-    by_address = {connection.address: connection for connection in pool.connections}
-    asking = by_address[asker.address]
+    asking = caching.connection(asker)
     for worker in (slow, fast):
         worker.change_cache(chunks)
     slow.change_cache([], tiers={Tier.HOST: chunks[2:]})
     index = pool.loads.index
-    [slow_row, fast_row] = [by_address[worker.address].row for worker in (slow, fast)]
+    slow_row, fast_row = caching.connection(slow).row, caching.connection(fast).row
     await caching.until(lambda: index.slowest_tier(slow_row, chunks) is Tier.HOST)
     await caching.until(lambda: index.reported(fast_row) == 7)
     asker.status.prefill_tokens_per_s = 1000.0  # 448 tokens take 0.448 s
@@ -334,8 +329,8 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
         [only] = found
         return only
 
-    from_fast = PrefixSource(by_address[fast.address], Tier.DEVICE)
-    from_slow = PrefixSource(by_address[slow.address], Tier.HOST)
+    from_fast = PrefixSource(caching.connection(fast), Tier.DEVICE)
+    from_slow = PrefixSource(caching.connection(slow), Tier.HOST)
     assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 5e3)) == from_fast
     assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 2e4)) == from_slow
     assert await source(a=(fast, Tier.DEVICE, 1e4)) == from_slow, "it was not measured lately"
@@ -354,7 +349,7 @@ async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
     chunks = prompt_hints(list(range(3, 503)), b"", b"")
     pool = caching.router.services.pool
     asker, *holders = [*caching.prefills, *caching.decodes]
-    [asking] = [connection for connection in pool.connections if connection.address == asker.address]
+    asking = caching.connection(asker)
     for number, worker in enumerate(holders):
         worker.change_cache(chunks)
         asker.status.prefix_links.add(incarnation=worker.incarnation, wait=0.01 * number, tokens_per_s=1e6)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.router.admission.parked import Waits
+from baton.router.api.jobs import Job
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, Verdict
-from baton.router.job import Job
 from baton.router.policy import PrefillLoads, PrefillOffer, PrefillWork
 from baton.router.workers.pool import PrefillTarget, WorkerPool
 from baton.router.workers.worker import Worker

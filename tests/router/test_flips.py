@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,16 +19,12 @@ from .test_recovery import answered_whole, decodes, prefills, retargets
 PREFILL, DECODE = pb.POOL_PREFILL, pb.POOL_DECODE
 
 
-def connection_of(cluster: Cluster, worker: FakeWorker) -> Any:
-    return next(c for c in cluster.router.services.pool.connections if c.address == worker.address)
-
-
 async def flipped(cluster: Cluster, worker: FakeWorker, pool: "pb.Pool") -> None:
     """Moves the worker with its own RPC, and waits until the router knows."""
     async with connect(worker.address, SECRET) as channel:
         status = await WorkerStub(channel).SetPool(pb.SetPoolRequest(pool=pool))
     assert status.pool == pool
-    connection = connection_of(cluster, worker)
+    connection = cluster.connection(worker)
     await cluster.until(lambda: connection.pool == pool)
 
 
@@ -141,7 +136,7 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
         chunks = list(range(100, 110))
         worker.cache = set(chunks)
         await cluster.until(lambda: len(pool.ready(PREFILL)) == 2 and pool.complete)
-        connection = connection_of(cluster, worker)
+        connection = cluster.connection(worker)
 
         def cached(pool_of: "pb.Pool") -> int:
             """Cached tokens of the prompt at the worker, as the choice in that pool sees it."""
@@ -174,7 +169,7 @@ async def test_a_worker_with_an_open_breaker_serves_when_the_others_leave_its_po
         return {target.worker.address for target in targets if target is not None}
 
     for _ in range(3):
-        connection_of(pair, p0).attempt_failed()
+        pair.connection(p0).attempt_failed()
     assert chosen() == {p1.address}
     await flipped(pair, p1, DECODE)
     assert chosen() == {p0.address}

@@ -15,7 +15,7 @@ from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster
-from .test_flips import connection_of, flipped, hold, no_attempt_was_replaced, release
+from .test_flips import flipped, hold, no_attempt_was_replaced, release
 from .test_recovery import decodes, prefills
 
 TOKENS = 1500
@@ -78,7 +78,7 @@ async def test_prompts_of_other_routers_are_ahead_too(cluster: Cluster) -> None:
     prefill.starts = asyncio.Semaphore(0)
     prefill.status.tokens_waiting, prefill.status.prefill_tokens_per_s = 10_000, 1.0
     prefill.report()
-    connection = connection_of(cluster, prefill)
+    connection = cluster.connection(prefill)
     await cluster.until(lambda: connection.status.tokens_waiting == 10_000)
     request = asyncio.create_task(answered(cluster, 1))
     await prefill.until(prefills)
@@ -149,7 +149,7 @@ async def test_a_started_prefill_waits_for_decode_capacity(
     await cluster.heard(third)
     if dropped:
         prefill.drop(third)
-        await cluster.until(lambda: connection_of(cluster, prefill).attempts.get(third) is None)
+        await cluster.until(lambda: cluster.connection(prefill).attempts.get(third) is None)
         assert len(prefills(prefill)) == 3
     decode.status.blocks_free = 512
     decode.report()
