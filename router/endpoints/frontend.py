@@ -20,8 +20,7 @@ from baton.router.api.validation import named_as_in
 from baton.router.config import RouterConfig
 from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
-from baton.router.preparation.peek import Peek
-from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
+from baton.router.preparation.prepare import Converted, Generated, Peek, Prepared, Served
 from baton.router.preparation.preparer import Preparer
 from baton.router.tools.reasoning import END, START
 from baton.rpc import worker_pb2 as pb

@@ -28,10 +28,9 @@ from baton.router.api.sampling import Body
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from baton.router.preparation import child
-from baton.router.preparation.child import reply_to
+from baton.router.preparation.child import MAX_OPTIONS_BYTES, read_reply, reply_to, request_head
 from baton.router.preparation.prepare import _BODIES, Kind, Prepared, Served, prepare
 from baton.router.preparation.preparer import SMALL_BYTES, Preparer
-from baton.router.preparation.wire import MAX_OPTIONS_BYTES, read_reply, request_head
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc.inference_pb2_grpc import InferenceStub
