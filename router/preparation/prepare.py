@@ -211,7 +211,7 @@ def _rendered(tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[
         text = "continue_final_message: the last message has tool_calls, and no text can follow them"
         raise InvalidRequest(text, param="continue_final_message")
     try:
-        return tokenizer.render_chat(
+        return tokenizer.chat_template.render(
             [message.for_template() for message in messages],
             [tool.for_template() for tool in tools],
             body.template_settings,

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from baton.router.text.chat import ChatEncoder, ChatTemplate
 from baton.router.text.gguf_tokenizer import read_gguf
-from baton.router.text.model_files import locate, read_directory
+from baton.router.text.model_files import context_length, locate, read_directory
 from baton.router.tools import FORMATS, REASONING, ReasoningParser, ToolParser, format_of, reasoning_of
 from baton.router.tools.reasoning import END, START
 from baton.rpc import vocabulary_fingerprint
@@ -108,25 +108,12 @@ class ModelTokenizer:
         client what others have sent."""
         return self._chat_encoder.encode(text, scope)
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        settings: dict[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """As `ChatTemplate.render`. Raises ValueError also when the model has no chat template."""
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises ValueError when the model has none."""
         if self._template is None:
             raise ValueError("this model has no chat template; use /v1/completions, or give --chat-template")
-        return self._template.render(
-            messages,
-            tools,
-            settings,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+        return self._template
 
     def token_id(self, text: str) -> int | None:
         """Returns the token that is this text. None: there is none."""
@@ -182,41 +169,23 @@ def load_tokenizer(
     """
     of_model = locate(model, revision)
     path = of_model if tokenizer is None else locate(tokenizer, None, "--tokenizer")
-    if path.is_dir():
-        directory = read_directory(path)
-        loaded = _from_directory(path)
-        source = directory.chat_template
-        bos, eos = directory.special_token("bos_token"), directory.special_token("eos_token")
-    else:
-        directory = read_gguf(path)
-        loaded, source = directory.tokenizer, directory.chat_template
-        bos, eos = directory.bos_token, directory.eos_token
-    if path != of_model:
-        directory = read_directory(of_model) if of_model.is_dir() else read_gguf(of_model)
-    max_model_len = directory.max_model_len
+    files = read_directory(path) if path.is_dir() else read_gguf(path)
+    max_model_len = context_length(str(of_model), None)
+    source = files.chat_template
     if chat_template is not None:
         try:
             source = Path(chat_template).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
-    template = None if source is None else ChatTemplate(source, bos_token=bos, eos_token=eos)
+    tokens = {"bos_token": files.bos_token, "eos_token": files.eos_token}
+    template = None if source is None else ChatTemplate(source, **tokens)
     tool_format = FORMATS[tool_call_parser] if tool_call_parser else format_of(source or "")
     reasoning = REASONING.get(reasoning_parser) if reasoning_parser else reasoning_of(source or "")
-    if reasoning is not None and loaded.token_to_id(END) is None:
+    if reasoning is not None and files.tokenizer.token_to_id(END) is None:
         if reasoning_parser:
             raise ValueError(f"--reasoning-parser {reasoning_parser}: this model has no token {END}")
         reasoning = None
-    return ModelTokenizer(loaded, template, max_model_len, tool_format, reasoning)
-
-
-def _from_directory(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"{path} has no tokenizer.json (slow tokenizers are not supported)")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"{file} cannot be loaded: {error}") from error
+    return ModelTokenizer(files.tokenizer, template, max_model_len, tool_format, reasoning)
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:

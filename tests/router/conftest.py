@@ -51,7 +51,7 @@ def tokenizer(embedded_model_path: Path) -> ModelTokenizer:
 
 def encode_chat(tokenizer: ModelTokenizer, messages: list[dict[str, Any]]) -> list[int]:
     """The token ids of a chat, as the router makes them."""
-    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    return tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)
 
 
 @pytest.fixture(scope="session")
