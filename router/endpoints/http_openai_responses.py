@@ -20,10 +20,17 @@ from aiohttp import web
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.queue import Entry
 from baton.router.config import RouterConfig
-from baton.router.endpoints.builders import OpenAIResponsesBuilder
 from baton.router.endpoints.builders.base import encode
+from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.http_generation import ACCOUNT, REQUEST_ID, HttpGeneration, collect, read_body
+from baton.router.endpoints.http_generation import (
+    ACCOUNT,
+    REQUEST_ID,
+    HttpGeneration,
+    collect,
+    json_response,
+    read_body,
+)
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
 from baton.rpc.ports import url_host
@@ -78,14 +85,14 @@ class OpenAIResponses:
             raise Unsupported("stream is not supported here: ask again for the response", param="stream")
         key, id = ACCOUNT.get().key.name, request.match_info["id"]
         if (running := self._running.get((key, id))) is not None:
-            return _json(running[1].response("in_progress" if running[1].begun else "queued"))
-        return _bytes(self._stored.get(key, id).response)
+            return json_response(encode(running[1].response("in_progress" if running[1].begun else "queued")))
+        return json_response(self._stored.get(key, id).response)
 
     async def delete(self, request: web.Request) -> web.Response:
         key, id = ACCOUNT.get().key.name, request.match_info["id"]
         await self._cancel(key, id)
         self._stored.delete(key, id)
-        return _json({"id": id, "object": "response", "deleted": True})
+        return json_response(encode({"id": id, "object": "response", "deleted": True}))
 
     async def cancel(self, request: web.Request) -> web.Response:
         key, id = ACCOUNT.get().key.name, request.match_info["id"]
@@ -93,7 +100,7 @@ class OpenAIResponses:
         stored = self._stored.get(key, id)
         if not stored.background:
             raise InvalidRequest(f"Cannot cancel a synchronous response: {id} was not made with background")
-        return _bytes(stored.response)
+        return json_response(stored.response)
 
     async def _cancel(self, key: str, id: str) -> None:
         if (running := self._running.get((key, id))) is not None:
@@ -143,7 +150,7 @@ class OpenAIResponses:
         except asyncio.CancelledError:
             task.cancel()
             raise
-        return _json(builder.response("queued"))
+        return json_response(encode(builder.response("queued")))
 
     async def _generate_unseen(
         self,
@@ -165,7 +172,8 @@ class OpenAIResponses:
             builder = self._builder(request, active, turn)
             self._running[turn.key, builder.id] = task, builder
             prepared.set_result(builder)
-            await collect(active, builder)
+            with active.generating():
+                await collect(active, builder)
             builder.whole()
         except asyncio.CancelledError:
             if builder is not None:
@@ -190,12 +198,3 @@ def _new_id(request: web.Request) -> str:
     """Returns an id that leads an endpoint picker back to this router."""
     host, port, *_ = request.get_extra_info("sockname", ("", 0))
     return home_tag(f"{url_host(host)}:{port}") + os.urandom(14).hex()
-
-
-def _json(payload: dict[str, Any]) -> web.Response:
-    return _bytes(encode(payload))
-
-
-def _bytes(body: bytes) -> web.Response:
-    headers = {"x-request-id": REQUEST_ID.get()}
-    return web.Response(body=body, content_type="application/json", headers=headers)
