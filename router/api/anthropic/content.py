@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from baton.router.api.fields import Items, Nullable, Part, TextPart, tag, text, union_of
+from baton.router.api.fields import ByType, Items, Nullable, Part, TextPart, text
 from baton.router.api.messages import FUNCTION_NAME
 
 Text = Annotated[str, BeforeValidator(text, json_schema_input_type=str | list[TextPart] | None)]
@@ -43,13 +43,7 @@ class ToolResultBlock(Block):
     is_error: Nullable[bool] = False
 
 
-AnyBlock = Annotated[
-    Annotated[TextBlock, tag("text")]
-    | Annotated[ThinkingBlock, tag("thinking")]
-    | Annotated[ToolUseBlock, tag("tool_use")]
-    | Annotated[ToolResultBlock, tag("tool_result")],
-    *union_of("text", "thinking", "tool_use", "tool_result"),
-]
+AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, ByType()]
 
 
 def _blocks(value: Any) -> Any:

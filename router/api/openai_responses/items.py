@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from baton.router.api.fields import Items, Part, TextPart, invalid, tag, text, union_of
+from baton.router.api.fields import ByType, Items, Part, TextPart, invalid, text
 from baton.router.api.messages import FUNCTION_NAME
 
 _TEXT = ("input_text", "output_text", "text")
@@ -62,11 +62,7 @@ class FunctionCallOutputItem(Item):
 
 
 AnyItem = Annotated[
-    Annotated[MessageItem, tag("message")]
-    | Annotated[ReasoningItem, tag("reasoning")]
-    | Annotated[FunctionCallItem, tag("function_call")]
-    | Annotated[FunctionCallOutputItem, tag("function_call_output")],
-    *union_of("message", "reasoning", "function_call", "function_call_output", default="message"),
+    MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem, ByType(default="message")
 ]
 
 
