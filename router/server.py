@@ -70,11 +70,9 @@ def main(config: RouterConfig, runner: asyncio.Runner) -> int:
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
-    for flag, parser in (
-        ("tool-call-parser", tokenizer.tool_format),
-        ("reasoning-parser", tokenizer.reasoning_parser),
-    ):
-        log.info("--%s: %s", flag, "none" if parser is None else parser.name)
+    tool_format = tokenizer.tool_format
+    log.info("--tool-call-parser: %s", "none" if tool_format is None else tool_format.name)
+    log.info("--reasoning-parser: %s", tokenizer.reasoning_parser or "none")
     defaults = sampling_defaults(config.generation_config, locate(config.model, config.revision))
     log.info("--generation-config %s: %s", config.generation_config, shown(defaults) or "no defaults")
     gc.collect()

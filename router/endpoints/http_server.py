@@ -217,13 +217,13 @@ class HttpEndpoints:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         tokenizer = self._services.tokenizer
-        tools, reasoning = tokenizer.tool_format, tokenizer.reasoning_parser
+        tools = tokenizer.tool_format
         info = {
             "version": version(),
             "model": self._config.model_name,
             "max_model_len": self._frontend.capacity,
             "tool_call_parser": None if tools is None else tools.name,
-            "reasoning_parser": None if reasoning is None else reasoning.name,
+            "reasoning_parser": tokenizer.reasoning_parser,
             "default_sampling_params": shown(self._services.defaults),
         }
         return web.json_response(info)

@@ -26,7 +26,7 @@ from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from baton.router.preparation.peek import kind_of, peek
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools import Beginning, continues_reasoning
+from baton.router.tools.reasoning import Beginning, beginning_after, continues_reasoning
 
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
 Converted = Literal["tokenize", "detokenize", "count_tokens"]
@@ -129,7 +129,7 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes
     beginning: Beginning = "answer"
     if tokenizer.reasoning_parser is not None:
         if not body.continue_final_message:
-            beginning = tokenizer.reasoning_parser.beginning(text)
+            beginning = beginning_after(text, tokenizer.reasoning_parser)
         elif continues_reasoning(body.messages[-1].content):
             beginning = "reasoning"
     return Prepared(body, [prompt], [], beginning)

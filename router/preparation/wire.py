@@ -13,7 +13,7 @@ import msgspec
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.errors import ApiError, InvalidRequest, all_errors
 from baton.router.preparation.prepare import Kind, Prepared, Served
-from baton.router.tools import Beginning
+from baton.router.tools.reasoning import Beginning
 from baton.rpc.logs import stack_without_text
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 from baton.router.text.chat import ChatEncoder, ChatTemplate
 from baton.router.text.gguf_tokenizer import read_gguf
 from baton.router.text.model_files import context_length, locate, read_directory
-from baton.router.tools import FORMATS, REASONING, ReasoningParser, ToolParser, format_of, reasoning_of
-from baton.router.tools.reasoning import END, START
+from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.parser import ToolParser
+from baton.router.tools.reasoning import END, START, reasoning_of
 from baton.rpc import vocabulary_fingerprint
 
 
@@ -23,7 +24,7 @@ class ModelTokenizer:
         max_model_len: context length of the model. Its workers may serve a shorter one.
         takes_tools: the chat template can describe tools.
         tool_format: the format of the model's tool calls. None: unknown.
-        reasoning_parser: finds the reasoning in the model's text. None: it is content.
+        reasoning_parser: the model's way to reason, one of `REASONING`. None: reasoning is content.
         vocab_size: every token id is below it.
         longest_token: characters of the longest token.
         vocabulary_fingerprint: differs from a worker's if the same ids mean other text there.
@@ -35,7 +36,7 @@ class ModelTokenizer:
         template: ChatTemplate | None,
         max_model_len: int,
         tool_format: type[ToolParser] | None = None,
-        reasoning_parser: type[ReasoningParser] | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_encoder = ChatEncoder(tokenizer)
@@ -81,7 +82,7 @@ class ModelTokenizer:
             "template": None if self._template is None else self._template.state,
             "max_model_len": self.max_model_len,
             "tool_format": None if self.tool_format is None else self.tool_format.name,
-            "reasoning_parser": None if self.reasoning_parser is None else self.reasoning_parser.name,
+            "reasoning_parser": self.reasoning_parser,
         }
         return json.dumps(state).encode()
 
@@ -89,13 +90,13 @@ class ModelTokenizer:
     def restored(cls, state: bytes) -> Self:
         """Returns a copy of the tokenizer with this `state`."""
         given = json.loads(state)
-        template, name, reasoning = given["template"], given["tool_format"], given["reasoning_parser"]
+        template, name = given["template"], given["tool_format"]
         return cls(
             Tokenizer.from_str(given["tokenizer"]),
             None if template is None else ChatTemplate(**template),
             given["max_model_len"],
             None if name is None else FORMATS[name],
-            None if reasoning is None else REASONING[reasoning],
+            given["reasoning_parser"],
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -180,7 +181,9 @@ def load_tokenizer(
     tokens = {"bos_token": files.bos_token, "eos_token": files.eos_token}
     template = None if source is None else ChatTemplate(source, **tokens)
     tool_format = FORMATS[tool_call_parser] if tool_call_parser else format_of(source or "")
-    reasoning = REASONING.get(reasoning_parser) if reasoning_parser else reasoning_of(source or "")
+    reasoning = reasoning_parser or reasoning_of(source or "")
+    if reasoning == "none":
+        reasoning = None
     if reasoning is not None and files.tokenizer.token_to_id(END) is None:
         if reasoning_parser:
             raise ValueError(f"--reasoning-parser {reasoning_parser}: this model has no token {END}")

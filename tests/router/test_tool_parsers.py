@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.router.api.messages import Tool
-from baton.router.tools import FORMATS, Piece, format_of
+from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.parser import Piece
 
 WEATHER = {"city": 'Paris "} </tool_call> [TOOL_CALLS] é\\', "days": [1, {"x": "]"}], "deep": {"a": {}}}
 W = json.dumps(WEATHER, ensure_ascii=False)

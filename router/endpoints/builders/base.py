@@ -15,7 +15,8 @@ from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools import Piece, Text
+from baton.router.tools.parser import Piece
+from baton.router.tools.reasoning import ReasoningParser, Text
 from baton.rpc import worker_pb2 as pb
 
 encode = msgspec.json.Encoder().encode
@@ -158,10 +159,9 @@ class OutputParser:
         self._named = isinstance(body.tool_choice, NamedTool)
         tool_format = tokenizer.format_of_calls(forced=body.must_call) if body.offered_tools else None
         self._tools = None if tool_format is None else tool_format()
-        reasoning = tokenizer.reasoning_parser if body.separate_reasoning else None
-        self.reasons = reasoning is not None
+        self.reasons = tokenizer.reasoning_parser is not None and body.separate_reasoning
         self.reasoning_tokens = 0
-        self._reasoning = None if reasoning is None else reasoning(request.beginning)
+        self._reasoning = ReasoningParser(request.beginning) if self.reasons else None
         self._with_reasoning = body.include_reasoning
         self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
 
