@@ -68,17 +68,28 @@ FULL_STEP = 512
 on the time of a step grows with its tokens."""
 
 
-def without_padding(tokens: int, decodes: int, rows: Sequence[int]) -> int:
-    """Returns at most `tokens` prompt tokens for a step with so many decodes.
+def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int]) -> int:
+    """Returns the most prompt tokens of a step with so many decodes: at most `tokens`, the chunk limit.
 
+    `mixed_steps`: steps since the last one that only decoded.
     `rows`: rows of steps that need no padding, in ascending order. A step between two of them is padded to
     the larger, so it takes longer than expected. The smaller is better if it takes over half of the tokens.
     """
+    if decodes and mixed_steps >= MIXED_STEPS:
+        return 0
     whole = bisect_right(rows, decodes + tokens)
     if not 0 < whole < len(rows):
         return tokens
     fitting = rows[whole - 1] - decodes
     return fitting if 2 * fitting > tokens else tokens
+
+
+def may_join(left: int, planned: int, full_step: int = FULL_STEP) -> bool:
+    """Whether a prompt with `left` tokens may share a step without decodes that has `planned` prompt tokens.
+
+    Such prompts go one after another: together they would take as long, and the first would wait for the
+    last."""
+    return not planned or planned + left <= full_step
 
 
 class ChunkLimit:

@@ -42,7 +42,7 @@ from functools import partial
 from baton.content import Tier
 from baton.engine.api.request import CacheObserver, EngineRequest
 from baton.engine.core.block_pool import BlockPool
-from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, without_padding
+from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, may_join, prompt_limit
 from baton.engine.core.fair_shares import FairShares
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
@@ -247,9 +247,7 @@ class Scheduler:
         """Most prompt tokens of a step with so many decodes."""
         if not decodes and not self.reserved:
             return self.max_num_batched_tokens
-        if decodes and self._mixed_steps >= MIXED_STEPS:
-            return 0
-        return without_padding(chunk_limit, decodes, self._mixed_rows)
+        return prompt_limit(chunk_limit, decodes, self._mixed_steps, self._mixed_rows)
 
     def _admit(
         self, budget: int, alone: LiveRequest | None, plan: Schedule, before: LiveRequest | None = None
@@ -273,9 +271,8 @@ class Scheduler:
         return used
 
     def _may_join(self, live: LiveRequest, plan: Schedule) -> bool:
-        """Whether the next chunk of a prompt may share the step. Without decodes, prompts go one after
-        another: together they would take as long, and the first would wait for the last."""
-        return plan.decodes or not plan.chunks or plan.prompt_tokens + live.num_left <= self._full_step
+        """Whether the next chunk of a prompt may share the step."""
+        return plan.decodes or may_join(live.num_left, plan.prompt_tokens, self._full_step)
 
     def _add_chunk(self, live: LiveRequest, budget: int, plan: Schedule) -> int:
         """Adds the next chunk of a request to the plan. Returns its number of tokens."""
