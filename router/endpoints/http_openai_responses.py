@@ -74,11 +74,17 @@ class OpenAIResponses:
             entry = admitted.enter_context(self._frontend.admit(ACCOUNT.get()))
             raw = await read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
-            if turn.background:
-                return await self._create_in_background(request, raw, turn, entry, admitted.pop_all())
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
-            return await self._generation.respond(request, active, self._builder(request, active, turn))
+            builder = self._builder(request, active, turn)
+            if not turn.background:
+                return await self._generation.respond(request, active, builder)
+            until_end = admitted.pop_all()
+        until_end.callback(self._running.pop, (turn.key, builder.id))
+        task = asyncio.create_task(self._generate_unseen(active, builder))
+        self._running[turn.key, builder.id] = task, builder
+        task.add_done_callback(lambda _: until_end.close())
+        return json_response(encode(builder.response("queued")))
 
     async def retrieve(self, request: web.Request) -> web.Response:
         if request.query.get("stream", "false").lower() not in ("false", "0"):
@@ -133,65 +139,21 @@ class OpenAIResponses:
         model, tokenizer = self._config.model_name, self._services.tokenizer
         return OpenAIResponsesBuilder(active, model, tokenizer, _new_id(request), keep)
 
-    async def _create_in_background(
-        self,
-        request: web.Request,
-        raw: bytearray,
-        turn: _Turn,
-        entry: Entry,
-        admitted: contextlib.ExitStack,
-    ) -> web.Response:
-        """`admitted` ends the entry."""
-        prepared: asyncio.Future[OpenAIResponsesBuilder] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._generate_unseen(request, raw, turn, entry, prepared))
-        task.add_done_callback(lambda _: admitted.close())
+    async def _generate_unseen(self, active: ActiveRequest, builder: OpenAIResponsesBuilder) -> None:
+        """Generates in the background."""
         try:
-            builder = await prepared
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        return json_response(encode(builder.response("queued")))
-
-    async def _generate_unseen(
-        self,
-        request: web.Request,
-        raw: bytearray,
-        turn: _Turn,
-        entry: Entry,
-        prepared: "asyncio.Future[OpenAIResponsesBuilder]",
-    ) -> None:
-        """Generates in the background. `prepared` gets the builder, or the error that comes before it."""
-        task = asyncio.current_task()
-        assert task is not None
-        builder: OpenAIResponsesBuilder | None = None
-        try:
-            active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
-            del raw
-            if prepared.cancelled():
-                return  # the client disconnected, and this task is not cancelled yet
-            builder = self._builder(request, active, turn)
-            self._running[turn.key, builder.id] = task, builder
-            prepared.set_result(builder)
             with active.generating():
                 await collect(active, builder)
             builder.whole()
         except asyncio.CancelledError:
-            if builder is not None:
-                builder.cancelled()
+            builder.cancelled()
         except Exception as raised:
-            if isinstance(raised, ApiError):
-                error = raised
-            else:
+            error = raised
+            if not isinstance(error, ApiError):
                 error = ApiError(f"request {REQUEST_ID.get()} failed inside the router")
                 log.exception("request %s", REQUEST_ID.get())
-            if builder is not None:
-                self._services.metrics.failed(error)
-                builder.failed(error)
-            elif not prepared.cancelled():
-                prepared.set_exception(error)
-        finally:
-            if builder is not None:
-                del self._running[turn.key, builder.id]
+            self._services.metrics.failed(error)
+            builder.failed(error)
 
 
 def _new_id(request: web.Request) -> str:

@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from baton.router.api.anthropic import content
-from baton.router.api.openai_responses import items
+from baton.router.api.anthropic import body as anthropic
+from baton.router.api.openai_responses import body as openai
 
 COUNT = 40_000
-USE = content.ToolUseBlock(type="tool_use", id="a", name="f", input={})
-CALL = items.FunctionCallItem(type="function_call", call_id="a", name="f", arguments="{}")
+USE = anthropic.ToolUseBlock(type="tool_use", id="a", name="f", input={})
+CALL = openai.FunctionCallItem(type="function_call", call_id="a", name="f", arguments="{}")
 
 
 @pytest.mark.parametrize(
     "translate",
     [
-        lambda: content.chat_messages(
-            "", [content.InputMessage.model_construct(role="assistant", content=[USE] * COUNT)]
+        lambda: anthropic.chat_messages(
+            "", [anthropic.InputMessage.model_construct(role="assistant", content=[USE] * COUNT)]
         ),
-        lambda: items.chat_messages(None, [CALL] * COUNT),
+        lambda: openai.chat_messages(None, [CALL] * COUNT),
     ],
     ids=["messages", "responses"],
 )

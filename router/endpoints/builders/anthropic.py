@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.router.active_request import ActiveRequest
 from baton.router.api.anthropic.reply import error_body
-from baton.router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
+from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, written
 from baton.router.errors import ApiError
 from baton.router.text.tokenizer import ModelTokenizer
 

@@ -7,8 +7,14 @@ from typing import Any, Literal
 import msgspec
 
 from baton.router.active_request import ActiveRequest
-from baton.router.endpoints.builders.base import LogprobEntries, Part
-from baton.router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
+from baton.router.endpoints.builders.base import (
+    Block,
+    BlocksBuilder,
+    Event,
+    LogprobEntries,
+    Part,
+    written,
+)
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.text.tokenizer import ModelTokenizer
