@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
@@ -42,6 +43,13 @@ THINKING_TEMPLATE = """
 THOUGHT, ANSWER = "\nIt is a tag, a < b.\n", "\n\nA mark."
 ARGUMENTS = '{"city": "Paris"}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether workers take `text` as the whole output."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    said = text.encode()
+    return matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
 
 
 @pytest.fixture(scope="session")
