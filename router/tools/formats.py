@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from baton.router.api.messages import FUNCTION_NAME
-from baton.router.tools.parser import SPACE, CallReader, Marker, Piece, ToolParser
+from baton.router.tools.parser import SPACE, CallReader, Marker, Part, ToolParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -23,7 +23,7 @@ class HermesParser(ToolParser):
         self._space: list[str] = []  # held back, because space before a call is not content
         self._closing = False  # a call has ended, and its closing tag may follow
 
-    def _take_outside(self, character: str) -> Iterator[Piece]:
+    def _take_outside(self, character: str) -> Iterator[Part]:
         if self._closing:
             text, closed = self._close.take(character)
             self._closing = not closed and not text.strip(SPACE + "}")
@@ -38,18 +38,18 @@ class HermesParser(ToolParser):
         self._space.clear()
         self._closing = True
 
-    def _give_up(self, raw: str) -> Iterator[Piece]:
+    def _give_up(self, raw: str) -> Iterator[Part]:
         return self._content(OPEN + raw)
 
-    def _end(self) -> Iterator[Piece]:
+    def _end(self) -> Iterator[Part]:
         yield from self._content(self._open.held)
         if self._space and not self.num_calls:
-            yield Piece("".join(self._space))
+            yield Part("content", "".join(self._space))
 
-    def _content(self, text: str) -> Iterator[Piece]:
+    def _content(self, text: str) -> Iterator[Part]:
         kept = text.rstrip(SPACE)
         if kept:
-            yield Piece("".join(self._space) + kept)
+            yield Part("content", "".join(self._space) + kept)
             self._space.clear()
         if len(kept) < len(text):
             self._space.append(text[len(kept) :])
@@ -70,9 +70,9 @@ class LlamaParser(ToolParser):
         self._between: list[str] = []  # characters since the last call, which may be content
         self._only_content = False
 
-    def _take_outside(self, character: str) -> Iterator[Piece]:
+    def _take_outside(self, character: str) -> Iterator[Part]:
         if self._only_content:
-            yield Piece(character)
+            yield Part("content", character)
         elif character == "{":
             self._call = CallReader()
             yield from self._take(character)
@@ -84,14 +84,14 @@ class LlamaParser(ToolParser):
     def _end_call(self, call: CallReader) -> None:
         self._between = []
 
-    def _give_up(self, raw: str) -> Iterator[Piece]:
+    def _give_up(self, raw: str) -> Iterator[Part]:
         """All further text is content, too."""
         self._only_content = True
-        yield Piece("".join(self._between) + raw)
+        yield Part("content", "".join(self._between) + raw)
 
-    def _end(self) -> Iterator[Piece]:
+    def _end(self) -> Iterator[Part]:
         if self._between and not self.num_calls and not self._only_content:
-            yield Piece("".join(self._between))
+            yield Part("content", "".join(self._between))
 
 
 CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
@@ -120,18 +120,18 @@ class MistralParser(ToolParser):
     def _start(cls, calls: str, spell: Callable[[str], str]) -> str:
         return f'{spell(CALLS)} "[" {calls} "]"'
 
-    def _take_outside(self, character: str) -> Iterator[Piece]:
+    def _take_outside(self, character: str) -> Iterator[Part]:
         if self._held is None:
             text, found = self._marker.take(character)
             if text:
-                yield Piece(text)
+                yield Part("content", text)
             self._held = [CALLS] if found else None
         elif self._listed:
             yield from self._take_in_list(self._held, character)
         else:
             yield from self._take_in_head("".join(self._held[1:]), self._held, character)
 
-    def _take_in_list(self, held: list[str], character: str) -> Iterator[Piece]:
+    def _take_in_list(self, held: list[str], character: str) -> Iterator[Part]:
         """Takes a character between the calls of a list."""
         if character == "{":
             self._call = CallReader()
@@ -144,7 +144,7 @@ class MistralParser(ToolParser):
             yield from self._give_up("")
             yield from self._take(character)
 
-    def _take_in_head(self, head: str, held: list[str], character: str) -> Iterator[Piece]:
+    def _take_in_head(self, head: str, held: list[str], character: str) -> Iterator[Part]:
         """Takes a character between the marker and the first call."""
         name = head.strip(SPACE).removesuffix(ARGS).strip(SPACE)
         if character == "{" and re.fullmatch(FUNCTION_NAME, name):
@@ -169,14 +169,14 @@ class MistralParser(ToolParser):
         self._listed = self._listed and not call.broken
         self._held = [] if self._listed else None
 
-    def _give_up(self, raw: str) -> Iterator[Piece]:
-        yield Piece("".join(self._held or ()) + raw)
+    def _give_up(self, raw: str) -> Iterator[Part]:
+        yield Part("content", "".join(self._held or ()) + raw)
         self._held, self._listed = None, False
 
-    def _end(self) -> Iterator[Piece]:
+    def _end(self) -> Iterator[Part]:
         held = [self._marker.held] if self._held is None else self._held
         if self._held is None or held[:1] == [CALLS]:
-            yield Piece("".join(held))
+            yield Part("content", "".join(held))
 
 
 FORMATS: dict[str, type[ToolParser]] = {p.name: p for p in (HermesParser, LlamaParser, MistralParser)}

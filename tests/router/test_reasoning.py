@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.router.api import responses
-from baton.router.endpoints.builders.base import OutputParser, Part
+from baton.router.endpoints.builders.base import OutputParser
 from baton.router.endpoints.builders.completions import ChatBuilder
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
+from baton.router.tools.parser import Part
 from baton.router.tools.reasoning import (
     Beginning,
     ReasoningParser,

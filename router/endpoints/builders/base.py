@@ -2,11 +2,9 @@
 logprobs."""
 
 import os
-import secrets
-import string
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -17,7 +15,7 @@ from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools.parser import Piece
+from baton.router.tools.parser import Part
 from baton.router.tools.reasoning import ReasoningParser, Text
 from baton.rpc import worker_pb2 as pb
 
@@ -90,11 +88,12 @@ class LogprobEntries:
         """Returns the token's name, its logprob, and the alternatives by name."""
         logprobs = delta.token.logprobs or pb.TokenLogprobs()
         top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        return self._of_completion(delta.token.token_id, logprobs.logprob, top)
+        return self.of_echo(delta.token.token_id, logprobs.logprob, top)
 
-    def _of_completion(
+    def of_echo(
         self, token_id: int, logprob: float, top: Iterable[tuple[int, float]]
     ) -> tuple[str, float, msgspec.Raw]:
+        """As `of_completion`, for any token and its alternatives."""
         names = {self.name(i): max(other, LOWEST_LOGPROB) for i, other in top}
         name, logprob = self.name(token_id), max(logprob, LOWEST_LOGPROB)
         # As in OpenAI's API, the token itself is always among them. As in vLLM, it is the first one.
@@ -111,10 +110,6 @@ class LogprobEntries:
         }
         return msgspec.Raw(encode(entry))
 
-    def of_echo(self, token_id: int, logprob: PromptLogprob, top: int) -> tuple[str, float, msgspec.Raw]:
-        """As `of_completion`, for a token of the prompt."""
-        return self._of_completion(token_id, logprob.logprob, logprob.top[:top])
-
     def spelled(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
@@ -127,23 +122,6 @@ class LogprobEntries:
 
     def name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self.spelled(token_id)
-
-
-_ALPHANUMERIC = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of an output. Later text cannot change it."""
-
-    kind: Literal["reasoning", "content", "call"]
-    text: str
-    """For a call, a part of its arguments."""
-    call: int = -1
-    """The index of the call."""
-    call_id: str | None = None
-    name: str | None = None
-    """The name of the function. Only the first part of a call has it and `call_id`."""
 
 
 class OutputParser:
@@ -194,31 +172,19 @@ class OutputParser:
             if reasoning and self._with_reasoning:
                 parts.append(Part("reasoning", reasoning))
         if self._tools is not None:
-            parts += map(
-                _part, self._kept([*self._tools.push(text), *(self._tools.finish() if last else ())])
-            )
+            parts += self._kept([*self._tools.push(text), *(self._tools.finish() if last else ())])
         elif text:
             parts.append(Part("content", text))
         return parts
 
-    def _kept(self, pieces: list[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            if piece.call is None:
+    def _kept(self, parts: list[Part]) -> Iterator[Part]:
+        for part in parts:
+            if part.kind == "content":
                 # The grammar allows only calls. Other text is the beginning of a call that was cut off.
-                if not self._only_calls and piece.text:
-                    yield piece
-            elif self._max_calls is None or piece.call < self._max_calls:
-                yield piece
-
-
-def _part(piece: Piece) -> Part:
-    if piece.call is None:
-        return Part("content", piece.text)
-    if piece.name is None:
-        return Part("call", piece.text, piece.call)
-    # Mistral's chat templates demand an id of nine letters and digits.
-    call_id = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-    return Part("call", piece.text, piece.call, call_id, piece.name)
+                if not self._only_calls and part.text:
+                    yield part
+            elif self._max_calls is None or part.call < self._max_calls:
+                yield part
 
 
 @dataclass

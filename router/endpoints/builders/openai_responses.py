@@ -7,17 +7,11 @@ from typing import Any, Literal
 import msgspec
 
 from baton.router.active_request import ActiveRequest
-from baton.router.endpoints.builders.base import (
-    Block,
-    BlocksBuilder,
-    Event,
-    LogprobEntries,
-    Part,
-    written,
-)
+from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, LogprobEntries, written
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.tools.parser import Part
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _PREFIXES = {"reasoning": "rs_", "content": "msg_", "call": "fc_"}
