@@ -89,18 +89,16 @@ async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
 
     Raises ValueError when the port cannot be had.
     """
-    routers = Routers(config.routers, config.metrics_port)
     health = HealthServicer()
     # The names that the protocol asks for. "" and "liveness": the process serves.
     health.set("liveness", HealthCheckResponse.SERVING)
-    for name in ("readiness", SERVICE):
-        health.set(name, HealthCheckResponse.NOT_SERVING)
 
-    async def follow_readiness() -> None:
-        await routers.found.wait()
+    def tell(found: bool) -> None:
         for name in ("readiness", SERVICE):
-            health.set(name, HealthCheckResponse.SERVING)
+            health.set(name, HealthCheckResponse.SERVING if found else HealthCheckResponse.NOT_SERVING)
 
+    tell(found=False)
+    routers = Routers(config.routers, config.metrics_port, on_found=lambda: tell(found=True))
     server = create_public_server(
         MAX_MESSAGE_BYTES, health, [SERVICE], message_timeout=_MESSAGE_SECONDS, share=False
     )
@@ -112,15 +110,13 @@ async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
         raise ValueError(cannot_listen("--port", config.host, config.port, error)) from error
     await server.start()
     following = asyncio.create_task(routers.run(), name="routers")
-    readiness = asyncio.create_task(follow_readiness(), name="readiness")
     try:
         yield RunningPicker(f"{url_host(config.host)}:{port}", following)
     finally:
         health.stop()
         await server.stop(config.drain_timeout)
-        for task in (following, readiness):
-            task.cancel()
-        await asyncio.gather(following, readiness, return_exceptions=True)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 async def serve(config: PickerConfig) -> None:
