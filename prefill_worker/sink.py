@@ -1,14 +1,14 @@
 """Passes the engine's reports of its prefills to the KV sender and to their routers, and never waits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from baton.engine import PrefillChunk
 from baton.kv_transfer import Sender, TraceWriter
 from baton.worker.engine_process.attempts import Attempts
 
 
 class SenderSink:
-    """The engine's KVSink. `sender` is set after the engine is built, because it reads the engine's cache."""
+    """The engine's hooks of prefills. `sender` is set after the engine is built, because it reads the
+    engine's cache."""
 
     sender: Sender
 
@@ -34,16 +34,16 @@ class SenderSink:
             self.awaited.remove(request_id)
             self._attempts.prefill_started(request_id)
 
-    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         self.layers_ready += 1
         # Not before: another rank may still be computing cached positions until it comes to this step.
-        for request_id, num_cached in self._cached:
-            self.sender.ready(request_id, None, 0, num_cached)
+        for prefill_id, num_cached in self._cached:
+            self.sender.ready(prefill_id, None, 0, num_cached)
         self._cached.clear()
-        for chunk in chunks:
-            self.sender.ready(chunk.request_id, layer, chunk.start, chunk.stop)
+        for prefill_id, chunk in chunks.items():
+            self.sender.ready(prefill_id, layer, chunk.start, chunk.stop)
         if self._trace.enabled:
-            for chunk in chunks:
+            for prefill_id, chunk in chunks.items():
                 self._trace.instant(
-                    "layer", prefill=chunk.request_id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
+                    "layer", prefill=prefill_id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
                 )

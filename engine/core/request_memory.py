@@ -1,17 +1,14 @@
 """What requests hold: blocks of KV, and a state slot if the model has state layers. Pure."""
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.content import CHUNK_TOKENS
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
-from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.core.prefix_names import PrefixNames
-from baton.engine.core.schedule import Chunk
-from baton.engine.core.state_copies import Save
-from baton.engine.core.state_pool import StatePool
+from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
+from baton.engine.core.states import Save, StatePool
 
 
 class RequestMemory:
@@ -189,14 +186,14 @@ class RequestMemory:
         self._restores.clear()
         return restores
 
-    def saves(self, chunks: Iterable[Chunk]) -> list[Save]:
+    def saves(self, chunks: Mapping[LiveRequest, range]) -> list[Save]:
         """The copies of states that the step of these chunks makes, which is launched now."""
         saves: list[Save] = []
         copies = self._copies
         if copies is None or self._cache is None:
             return saves
-        for live, start, stop, _ in chunks:
-            positions = [*copies.positions(live.num_cached, start, stop, len(live.token_ids))]
+        for live, chunk in chunks.items():
+            positions = [*copies.positions(live.num_cached, chunk.start, chunk.stop, len(live.token_ids))]
             for position in positions[-copies.most_written :]:
                 if position <= live.num_known:
                     name = self._names(live, self._cache).blocks[position // self._block_size - 1]

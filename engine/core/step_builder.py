@@ -7,13 +7,12 @@ knows the tokens of the step before, which a grammar needs.
 from array import array
 from collections.abc import Collection, Sequence
 from itertools import accumulate
-from operator import attrgetter
 
 import numpy as np
 
 from baton.engine.core.live_request import DRAW, PENDING, LiveRequest
-from baton.engine.core.schedule import Chunk
-from baton.engine.core.state_copies import Save
+from baton.engine.core.scheduler import Schedule
+from baton.engine.core.states import Save
 from baton.engine.step import (
     NOT_SCORED,
     Adjustments,
@@ -32,14 +31,15 @@ NO_TOP_P = np.float32(2)
 DRAW_TYPES = np.float32, np.int32, np.int32, np.float32, np.float32
 """Types of the fields of `Draws`."""
 
-
 MOST_ROWS = 8
 """Most tokens of a request that decodes whose queries attend one by one. More of them read their KV together,
 as those of a prompt do."""
 
+_Chunk = tuple[LiveRequest, range]  # with the positions that a step computes
+
 
 def build_step(
-    chunks: Sequence[Chunk],
+    plan: Schedule,
     vocabulary: int,
     *,
     block_size: int,
@@ -47,83 +47,84 @@ def build_step(
     has_states: bool = False,
     restores: Sequence[tuple[int, int]] = (),
     saves: Sequence[Save] = (),
-) -> tuple[Step, list[LiveRequest], list[Chunk]]:
-    """The step, the requests that get a token in the order of its sampled rows, and the positions that
-    `Step.scored` has in its order. `has_states`: the model has state layers. `restores` is as in
-    `Step`."""
+) -> Step:
+    """The step. Also sets `plan.sampled`, in the order of the step's sampled rows, and `plan.scored`, in
+    that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`."""
+    # The state of a request takes one token, or several in the way of a prompt.
+    most = 1 if has_states else MOST_ROWS
+    one_by_one: list[_Chunk] = []
+    together: list[_Chunk] = []
+    for live, positions in plan.chunks.items():
+        decodes = live not in plan.prompts and len(positions) <= most
+        (one_by_one if decodes else together).append((live, positions))
     # Decodes are sorted by length: attention groups requests of similar length.
-    decodes = sorted([c for c in chunks if _one_by_one(c, has_states)], key=attrgetter("stop"))
-    chunks = decodes + [c for c in chunks if not _one_by_one(c, has_states)]
+    chunks = sorted(one_by_one, key=lambda chunk: chunk[1].stop) + together
 
     tokens: list[int] = []
-    for live, start, stop, _ in chunks:
-        first = live.token_ids[start]
+    for live, positions in chunks:
+        first = live.token_ids[positions.start]
         tokens.append(-1 - live.row if first == PENDING else first)
-        if stop > start + 1:
-            tokens += live.token_ids[start + 1 : stop]
-    sampled = [i for i, c in enumerate(chunks) if c.stop == len(c.live.token_ids)]
-    requests = [chunks[i].live for i in sampled]
-    scored, scores = _scored(chunks)
+        if len(positions) > 1:
+            tokens += live.token_ids[positions.start + 1 : positions.stop]
+    sampled = [i for i, (live, positions) in enumerate(chunks) if positions.stop == len(live.token_ids)]
+    plan.sampled = [chunks[i][0] for i in sampled]
+    scored, plan.scored = _scored(chunks)
     after, within = _saves(chunks, saves) if saves else ((), ())
-    step = arrange(
+    return arrange(
         tokens,
-        [c.start for c in chunks],
-        [c.stop for c in chunks],
-        [c.live.blocks for c in chunks],
+        [positions.start for _, positions in chunks],
+        [positions.stop for _, positions in chunks],
+        [live.blocks for live, _ in chunks],
         sampled,
-        *draws_of(requests, vocabulary),
-        num_decodes=len(decodes),
-        hands_over=any(c.live.handover for c in chunks),
+        *draws_of(plan.sampled, vocabulary),
+        num_decodes=len(one_by_one),
+        hands_over=any(live.handover for live in plan.prompts),
         block_size=block_size,
         table_width=table_width,
         scored=scored,
-        state_slots=[c.live.state_slot for c in chunks] if has_states else None,
+        state_slots=[live.state_slot for live, _ in chunks] if has_states else None,
         restores=restores,
         saves=after,
         copies=within,
     )
-    return step, requests, scores
-
-
-def _one_by_one(chunk: Chunk, has_states: bool) -> bool:
-    """Whether the queries of a chunk attend one by one. The state of a request takes one token, or several
-    in the way of a prompt."""
-    return chunk.decodes and chunk.tokens <= (1 if has_states else MOST_ROWS)
 
 
 def _saves(
-    chunks: Sequence[Chunk], saves: Sequence[Save]
+    chunks: Sequence[_Chunk], saves: Sequence[Save]
 ) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
     """`Step.saves` and `Step.copies`: what is copied after the step, and what while it computes."""
-    begins = accumulate([c.tokens for c in chunks[:-1]], initial=0)
-    of_slot = {c.live.state_slot: (begin, c) for begin, c in zip(begins, chunks, strict=True)}
+    begins = accumulate([len(positions) for _, positions in chunks[:-1]], initial=0)
+    of_slot = {
+        live.state_slot: (begin, positions) for begin, (live, positions) in zip(begins, chunks, strict=True)
+    }
     after: list[tuple[int, int]] = []
     within: list[tuple[int, int]] = []
     for slot, position, to in saves:
-        begin, chunk = of_slot[slot]
-        if position == chunk.stop:
+        begin, positions = of_slot[slot]
+        if position == positions.stop:
             after.append((slot, to))
         else:
-            within.append((begin + position - chunk.start - 1, to))
+            within.append((begin + position - positions.start - 1, to))
     return after, within
 
 
-def _scored(chunks: Sequence[Chunk]) -> tuple[Scored, list[Chunk]]:
+def _scored(chunks: Sequence[_Chunk]) -> tuple[Scored, list[_Chunk]]:
     """The tokens of prompts that get log probabilities, and the positions that predict them."""
-    if not any(c.start < c.live.scores_to for c in chunks):
+    if not any(positions.start < live.scores_to for live, positions in chunks):
         return NOT_SCORED, []
     rows: list[int] = []
     tokens: list[int] = []
-    scores: list[Chunk] = []
-    begin = 0  # row of the chunk's first token
-    for live, start, stop, _ in chunks:
-        first, end = max(start, live.num_scored), min(stop, live.scores_to)
+    scores: list[_Chunk] = []
+    row = 0  # of position 0 of the request, if it were in the step
+    for live, positions in chunks:
+        row -= positions.start
+        first, end = max(positions.start, live.num_scored), min(positions.stop, live.scores_to)
         if first < end:
-            rows += range(begin + first - start, begin + end - start)
+            rows += range(row + first, row + end)
             tokens += live.token_ids[first + 1 : end + 1]
-            scores.append(Chunk(live, first, end))
-        begin += stop - start
-    top = max((c.live.request.sampling.prompt_logprobs or 0 for c in scores), default=0)
+            scores.append((live, range(first, end)))
+        row += positions.stop
+    top = max((live.request.sampling.prompt_logprobs or 0 for live, _ in scores), default=0)
     return Scored(np.array(rows), np.array(tokens), top) if rows else NOT_SCORED, scores
 
 

@@ -7,6 +7,7 @@ CUDA graphs replay a step once they are captured; a step with more rows than the
 kernel by kernel.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -168,6 +169,11 @@ class ModelRunner:
         """Rows of the graphs for steps with decodes and chunks, in ascending order. A step with other rows is
         padded to the next of them."""
         return [] if self._graphs is None else self._graphs.mixed_rows
+
+    @property
+    def graph_rows(self) -> float:
+        """Most tokens of a step with prompts that a graph computes. Infinite: there are no graphs."""
+        return self.mixed_rows[-1] if self.mixed_rows else math.inf
 
     def expert_meter(self) -> ExpertMeter | None:
         """None: a dense model."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, build_engine
+from baton.engine.api.request import NO_HOOKS, Hooks
 from baton.engine.execution.events import record
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
@@ -293,7 +294,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
-    def make(*, kv_sink: Any = None, tick: Callable[[], None] = lambda: None, **config: Any) -> Engine:
+    def make(*, hooks: Hooks = NO_HOOKS, **config: Any) -> Engine:
         settings: dict[str, Any] = {
             "model": str(tiny_path),
             "dtype": "float32",
@@ -303,7 +304,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
             "overlap": False,
             "cuda_graphs": False,
         }
-        return build_engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, tick=tick)
+        return build_engine(EngineConfig(**{**settings, **config}), hooks=hooks)
 
     return make
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from baton.engine import Engine, EngineRequest, Output
+from tests.engine.scheduling import hooks_to
 from tests.engine.test_disaggregation import LIST, copy_kv
 
 WAYS = ("add", "start", "resume", "join")
@@ -24,7 +25,7 @@ class Everything:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back = self.joined = 0
         self.tables: dict[bytes, Sequence[int]] = {}
-        engine._steps._kv_sink = self
+        engine._steps._hooks = hooks_to(self)
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
@@ -32,7 +33,7 @@ class Everything:
         self.tables[request_id] = block_ids
 
     def layer_done(self, layer: int, chunks: Any) -> None:
-        assert all(chunk.request_id.startswith(b"prefill") for chunk in chunks)
+        assert all(request_id.startswith(b"prefill") for request_id in chunks)
 
     def serve(self, requests: Sequence[EngineRequest], ways: Sequence[str]) -> dict[bytes, list[Output]]:
         engine = self.engine

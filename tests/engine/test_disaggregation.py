@@ -25,6 +25,7 @@ from baton.engine import (
 )
 from baton.engine.kernels import parts
 from tests.device import DEVICE
+from tests.engine.scheduling import hooks_to
 
 
 class Pair:
@@ -37,15 +38,12 @@ class Pair:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back: list[bytes] = []
         self.copied = 0  # positions
-        prefill._steps._kv_sink = self
+        prefill._steps._hooks = hooks_to(self)
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.tables[request_id] = list(block_ids)
-
-    def layer_done(self, layer: int, chunks: Any) -> None:
-        pass
 
     def run(self, requests: Sequence[EngineRequest]) -> dict[bytes, list[int]]:
         """Serves them all, injecting between decode steps. What the decode engine hands back starts anew."""
@@ -284,7 +282,7 @@ def test_the_chunk_limit_knows_when_a_request_joins(
     tiny_engine: Callable[..., Engine], request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, limit = tiny_engine(), KnownLimit()
-    monkeypatch.setattr(engine._steps, "_chunk_limit", limit)
+    monkeypatch.setattr(engine._meters, "chunk_limit", limit)
     engine.add(request_of(1, [3, 4, 5], max_tokens=20, ignore_eos=True))
     for _ in range(2):
         engine.step()

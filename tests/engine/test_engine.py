@@ -1,13 +1,14 @@
 """The engine with a tiny random model: every way a request can live and end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from baton.engine import Engine, PrefillChunk, SamplingParams, check_request
+from baton.engine import Engine, SamplingParams, check_request
 from baton.engine.kernels import parts
+from tests.engine.scheduling import hooks_to
 
 PROMPT = [5, 9, 17, 33, 65, 129, 3, 4, 11]
 
@@ -282,18 +283,22 @@ class Recorder:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.events: list[tuple[Any, ...]] = []
+        self.ticks = 0
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.events.append(("started", request_id, list(block_ids), num_tokens, num_cached))
 
-    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         assert self.engine is not None
-        for chunk in chunks:
-            blocks = next(e[2] for e in self.events if e[:2] == ("started", chunk.request_id))
+        for request_id, chunk in chunks.items():
+            blocks = next(e[2] for e in self.events if e[:2] == ("started", request_id))
             kv = read(self.engine, blocks, chunk.stop)[layer]
-            self.events.append(("layer", layer, chunk, kv[:, chunk.start :]))
+            self.events.append(("layer", layer, request_id, chunk, kv[:, chunk.start :]))
+
+    def tick(self) -> None:
+        self.ticks += 1
 
 
 def slots(blocks: Sequence[int], block_size: int, count: int) -> torch.Tensor:
@@ -318,12 +323,8 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Recorder()
-    ticks: list[None] = []
-    engine = tiny_engine(
-        kv_sink=sink, max_num_batched_tokens=5, max_num_seqs=5, tick=lambda: ticks.append(None)
-    )
-    sink.engine = engine
-    ticks.clear()
+    engine = sink.engine = tiny_engine(hooks=hooks_to(sink), max_num_batched_tokens=5, max_num_seqs=5)
+    sink.ticks = 0
     order: list[str] = []
     for owner, name in ((engine._runner._kernels, "attention"), (sink, "layer_done")):
         monkeypatch.setattr(owner, name, _noted(getattr(owner, name), order))
@@ -332,19 +333,17 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     engine.add(request, handover=True)
     engine.add(plain)
     results = run(engine)
-    assert len(ticks) % (engine.model_config.num_layers + 1) == 0  # each layer, and the end of the step
-    assert len(ticks) > 0
+    assert sink.ticks % (engine.model_config.num_layers + 1) == 0  # each layer, and the end of the step
+    assert sink.ticks > 0
     assert order[:6] == ["layer_done", "attention"] * 3, "told after what could have hidden the transfer"
     started, *layers = sink.events
     assert started[:2] == ("started", request.id)
     assert started[3:] == (9, 0)
-    assert [(layer, chunk) for _, layer, chunk, _ in layers] == [
-        (layer, PrefillChunk(request.id, start, stop))
-        for start, stop in ((0, 5), (5, 9))
-        for layer in range(3)
+    assert [event[1:4] for event in layers] == [
+        (layer, request.id, chunk) for chunk in (range(5), range(5, 9)) for layer in range(3)
     ]
     final = read(engine, started[2], 9)
-    for _, layer, chunk, kv in layers:
+    for _, layer, _, chunk, kv in layers:
         assert torch.equal(kv, final[layer][:, chunk.start : chunk.stop]), "reported before it was written"
     assert len(results[request.id].outputs) == 1
     assert engine.stats().held == 1
@@ -397,8 +396,7 @@ def test_cached_prefix_is_announced_as_ready(
     tiny_engine: Callable[..., Engine], run: Any, request_of: Any
 ) -> None:
     sink = Recorder()
-    engine = tiny_engine(kv_sink=sink, enable_prefix_caching=True)
-    sink.engine = engine
+    engine = sink.engine = tiny_engine(hooks=hooks_to(sink), enable_prefix_caching=True)
     for number in (1, 2):
         run(engine, [request_of(number, PROMPT)], handover=True)
         engine.release(request_of(number, PROMPT).id)

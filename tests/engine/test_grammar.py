@@ -416,7 +416,7 @@ def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: P
     wanted = StructuredOutput("regex", re.escape(text))
     request = request_of(1, [1, 5], max_tokens=60, structured_output=wanted)
     live = LiveRequest(request, Phase.RUNNING, 1)
-    grammars = Grammars(str(embedded_model_path), 49152, {EOS})
+    grammars = Grammars(tokenizer_json, str(embedded_model_path), 49152, {EOS})
     live.grammar = grammars.compile(request)
     for expected in [*tokenizer.encode(text).ids, EOS]:
         mask, failed = grammars.allowed([(live.grammar, live.token_ids)])

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig, build_engine, step_loop
-from baton.engine.core import state_copies
-from baton.engine.core.state_copies import StateCopies
+from baton.engine.core import states
+from baton.engine.core.scheduler import Schedule
+from baton.engine.core.states import StateCopies
 from baton.engine.execution import memory_plan
 from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.loader import check_model
@@ -167,7 +168,7 @@ def caching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
         return {"enable_prefix_caching": True, **config}
 
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
-    monkeypatch.setattr(state_copies, "END_TOKENS", 4)
+    monkeypatch.setattr(states, "END_TOKENS", 4)
     return make
 
 
@@ -295,9 +296,9 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     lengths: list[list[int]] = []
     build = step_loop.build_step
 
-    def build_step(chunks: Any, *args: Any, **others: Any) -> Any:
-        lengths.append([chunk.stop - chunk.start for chunk in chunks])
-        return build(chunks, *args, **others)
+    def build_step(plan: Schedule, *args: Any, **others: Any) -> Any:
+        lengths.append([len(positions) for positions in plan.chunks.values()])
+        return build(plan, *args, **others)
 
     monkeypatch.setattr(step_loop, "build_step", build_step)
     results = [run(engine, [request]).popitem()[1] for request in requests]
@@ -310,7 +311,7 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
 def test_a_chunk_ends_where_its_scan_cannot_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scans copy states after each 16 tokens of a chunk. This prompt of 60 tokens gets copies at 24, 48 and
     56."""
-    monkeypatch.setattr(state_copies, "END_TOKENS", 4)
+    monkeypatch.setattr(states, "END_TOKENS", 4)
     copies = StateCopies(0, 8, interval=24, block_size=8, chunk_tokens=16)
 
     def taken(start: int, stop: int) -> tuple[list[int], int]:

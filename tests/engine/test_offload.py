@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.content import Tier
-from baton.engine.api.request import CachedBlock, EngineRequest
+from baton.engine.api.request import CachedBlock, EngineRequest, Hooks
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core import offload_tier
 from baton.engine.core.block_pool import BlockPool
@@ -20,6 +20,7 @@ from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import BlockCopy, OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.scheduler import Scheduler
+from tests.engine.scheduling import hooks_to
 
 BLOCK = 16
 TENANTS = [b"one", b"two", b"three"]
@@ -52,14 +53,15 @@ class Worker:
 
     def __init__(self, num_blocks: int, num_places: int, seqs: int = 4, tier: Tier = Tier.HOST) -> None:
         self.observed = Observed()
+        pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
-            BlockPool(num_blocks),
+            pool,
             block_size=BLOCK,
             max_num_seqs=seqs,
             max_num_batched_tokens=64,
-            content_root=b"root",
-            cache_observer=self.observed,
-            offload_places={tier: num_places},
+            cache=PrefixCache(
+                pool, BLOCK, b"root", hooks=hooks_to(self.observed), offload_places={tier: num_places}
+            ),
         )
         [self.tier] = self.scheduler.offload
         self.rows: dict[int, object] = {}
@@ -79,10 +81,10 @@ class Worker:
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
-        for chunk in plan.chunks:
-            self.scheduler.launched([chunk])
-            self.scheduler.landed([chunk])
-            live, tokens = chunk.live, tuple(chunk.live.token_ids)
+        self.scheduler.launched(plan)
+        self.scheduler.landed(plan.chunks)
+        for live, chunk in plan.chunks.items():
+            tokens = tuple(live.token_ids)
             for position in range(chunk.stop):
                 row = live.blocks[position // BLOCK] * BLOCK + position % BLOCK
                 if position >= chunk.start:
@@ -286,7 +288,7 @@ def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads() -> Non
     pool = BlockPool(4)
     tier = OffloadTier(Tier.HOST, 8, pool, BLOCK, lambda name: b"", lambda name: None, lambda: speed)
     assert tier.pays()
-    tier._tokens, tier._seconds = 1000.0, 1.0
+    tier._speed.add(1000.0, 1.0)
     speed = 900.0
     assert tier.pays()
     speed = 1100.0
@@ -432,12 +434,13 @@ def test_no_copy_is_made_for_a_while_after_one_failed(monkeypatch: pytest.Monkey
 
 def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
     pool, seen = BlockPool(8), dict[bytes, Tier | None]()
-    observer = SimpleNamespace(
+    hooks = Hooks(
         cached=lambda blocks: seen.update((block.name, Tier.DEVICE) for block in blocks),
         moved=seen.__setitem__,
         evicted=lambda name: seen.__setitem__(name, None),
     )
-    cache = PrefixCache(pool, BLOCK, b"root", observer, {Tier.DISK: 4, Tier.HOST: 2}, lambda: 0.0)  # type: ignore[arg-type]
+    places = {Tier.DISK: 4, Tier.HOST: 2}
+    cache = PrefixCache(pool, BLOCK, b"root", hooks=hooks, offload_places=places)
     host, disk = cache.offload
     names = cache.names(EngineRequest(b"r", text(4 * BLOCK, 1)))
     names.extend(text(4 * BLOCK, 1), 4 * BLOCK)

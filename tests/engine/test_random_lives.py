@@ -18,6 +18,7 @@ from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import parts
 from baton.engine.step import Step
 from tests.engine.conftest import LateEvent
+from tests.engine.scheduling import hooks_to
 from tests.engine.test_disaggregation import copy_kv
 
 KINDS: list[dict[str, Any]] = [
@@ -71,7 +72,7 @@ class Lives:
         self.resumed: set[bytes] = set()
         self.ahead = self.unsampled = 0
         self.cached = 0  # positions that reservations found in the prefix cache
-        prefill._steps._kv_sink = self
+        prefill._steps._hooks = hooks_to(self)
         for engine in (prefill, decode):
             engine._runner.run = partial(self.run, engine._runner)
 
@@ -82,9 +83,9 @@ class Lives:
         self.moved[request_id] = Counter(dict.fromkeys(range(3), num_cached))
 
     def layer_done(self, layer: int, chunks: Any) -> None:
-        for chunk in chunks:
-            assert self.moved[chunk.request_id][layer] == chunk.start
-            self.moved[chunk.request_id][layer] = chunk.stop
+        for request_id, chunk in chunks.items():
+            assert self.moved[request_id][layer] == chunk.start
+            self.moved[request_id][layer] = chunk.stop
 
     def run(self, runner: ModelRunner, step: Step, layer_done: Any) -> Launched:
         launched = ModelRunner.run(runner, step, layer_done)

@@ -60,9 +60,9 @@ def test_requests_start_by_priority_then_arrival_and_never_overtake() -> None:
     add(scheduler, 2, 16)  # does not fit beside the first
     add(scheduler, 3, 1)  # fits
     plan = step(scheduler)
-    assert [c.live.id[0] for c in plan.chunks] == [1]
+    assert [live.id[0] for live in plan.chunks] == [1]
     add(scheduler, 4, 1, priority=-1)
-    assert [c.live.id[0] for c in step(scheduler).chunks] == [1, 4]
+    assert [live.id[0] for live in step(scheduler).chunks] == [1, 4]
     assert [live.id[0] for live in scheduler.waiting] == [2, 3]
 
 
@@ -83,7 +83,7 @@ def test_a_slot_is_free_when_the_last_step_that_uses_it_is_over() -> None:
     scheduler = make(states=1)
     live = add(scheduler, 0, 3)
     plan = scheduler.schedule()
-    scheduler.launched(plan.chunks)
+    scheduler.launched(plan)
     scheduler.drop(live)
     add(scheduler, 1, 3)
     assert not scheduler.can_admit
@@ -108,7 +108,7 @@ def test_the_last_request_in_order_is_preempted_and_recomputed() -> None:
         step(scheduler)
     assert (len(first.token_ids), len(second.token_ids), scheduler.pool.free) == (13, 13, 0)
     plan = step(scheduler)
-    assert plan.recomputed == [second]
+    assert plan.preempted == [second]
     assert tokens(plan) == [(1, 12, 13)]
     scheduler.drop(first)
     assert tokens(step(scheduler)) == [(2, 0, 13)], "prompt and output are prefilled together"
@@ -123,7 +123,7 @@ def test_a_preempted_joined_request_is_handed_back() -> None:
     scheduler.join(joined)
     joined.token_ids.append(7)
     plans = [step(scheduler) for _ in range(9)]
-    assert [plan.handed_back for plan in plans if plan.handed_back] == [[joined]]
+    assert [plan.preempted for plan in plans if plan.preempted] == [[joined]]
     assert joined.phase is Phase.GONE
     scheduler.drop(first)
     scheduler.assert_whole()
@@ -137,7 +137,7 @@ def test_held_and_reserved_requests_are_never_preempted() -> None:
     assert reserved is not None
     kept = list(held.blocks), list(reserved.blocks)
     grows = add(scheduler, 3, 4)
-    recomputed = [live for _ in range(12) for live in step(scheduler).recomputed]
+    recomputed = [live for _ in range(12) for live in step(scheduler).preempted]
     assert recomputed[0] is grows, "no other request can be preempted"
     assert (list(held.blocks), list(reserved.blocks)) == kept
 
@@ -155,7 +155,7 @@ def test_reservations_leave_the_watermark_for_growth() -> None:
     assert reserve(198) is None
     assert reserve(197) is not None
     for _ in range(2 * BLOCK):
-        assert not step(scheduler).recomputed
+        assert not step(scheduler).preempted
     assert first.phase is Phase.RUNNING
 
 
@@ -201,7 +201,7 @@ def test_a_resumed_request_goes_on_from_its_blocks_and_is_handed_back_on_preempt
     assert list(held.blocks) == blocks
     other = add(scheduler, 2, 8, priority=-1)
     plans = [step(scheduler) for _ in range(9)]
-    assert [plan.handed_back for plan in plans if plan.handed_back] == [[held]]
+    assert [plan.preempted for plan in plans if plan.preempted] == [[held]]
     scheduler.drop(other)
     scheduler.assert_whole()
 
@@ -228,7 +228,7 @@ def test_reservations_take_seats_in_the_batch_so_that_joining_never_waits() -> N
     assert scheduler.reserve(EngineRequest(b"\1", [0])) is not None
     add(scheduler, 2, 1)
     add(scheduler, 3, 1)
-    assert [c.live.id[0] for c in step(scheduler).chunks] == [2]
+    assert [live.id[0] for live in step(scheduler).chunks] == [2]
     assert scheduler.reserve(EngineRequest(b"\4", [0])) is None
 
 
@@ -265,7 +265,7 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     scheduler = make(budget=8, prefix_cache=True)
     first = add(scheduler, 1, 16)
     plan = scheduler.schedule()
-    scheduler.launched(plan.chunks)
+    scheduler.launched(plan)
     scheduler.landed(plan.chunks)
     second = add(scheduler, 2, 16)
     scheduler.drop(first)
@@ -361,7 +361,7 @@ def test_a_started_request_gets_blocks_at_once_and_is_handed_back_on_preemption(
     assert started is not None
     assert scheduler.start(EngineRequest(b"\3", [1])) is None, "the watermark keeps that block for growth"
     plans = [step(scheduler) for _ in range(9)]
-    assert [plan.handed_back for plan in plans if plan.handed_back] == [[started]]
+    assert [plan.preempted for plan in plans if plan.preempted] == [[started]]
 
 
 def test_cached_tokens_do_not_count_as_waiting():
@@ -408,8 +408,8 @@ def test_tenants_get_equal_shares_of_the_prompt_tokens() -> None:
         add(scheduler, number, 50, handover=True, tenant=b"other")
     done = {b"flood": 0, b"other": 0}
     while done[b"other"] < 500:
-        for live, start, stop, _ in step(scheduler).chunks:
-            done[live.request.tenant] += stop - start
+        for live, positions in step(scheduler).chunks.items():
+            done[live.request.tenant] += len(positions)
         assert abs(done[b"flood"] - done[b"other"]) <= 64 + 50
 
 
@@ -426,8 +426,8 @@ def test_tenants_are_not_charged_for_cached_prompts() -> None:
         scheduler.add(EngineRequest(bytes([number]), prompt, tenant=b"other"), handover=True)
     done = {b"cached": 0, b"other": 0}
     for _ in range(150):
-        for live, start, stop, _ in step(scheduler).chunks:
-            done[live.request.tenant] += stop - start
+        for live, positions in step(scheduler).chunks.items():
+            done[live.request.tenant] += len(positions)
     assert sum(done.values()) == 600
     assert abs(done[b"cached"] - done[b"other"]) <= 80 + 4
 
@@ -439,7 +439,7 @@ def test_a_reservation_is_not_charged_for_its_prompt() -> None:
         assert scheduler.reserve(request) is not None
     add(scheduler, 20, 16, handover=True, tenant=b"decodes")
     add(scheduler, 21, 16, handover=True, tenant=b"other")
-    served = step(scheduler, 8).chunks[0].live
+    served = next(iter(step(scheduler, 8).chunks))
     assert served.request.tenant == b"decodes", "it came first, and nothing was computed for its tenant"
 
 
@@ -451,7 +451,7 @@ def test_a_pause_earns_a_tenant_nothing() -> None:
         step(scheduler)
     for number in range(10, 14):
         add(scheduler, number, 50, handover=True, tenant=b"late")
-    served = [step(scheduler).chunks[0].live.request.tenant for _ in range(8)]
+    served = [next(iter(step(scheduler).chunks)).request.tenant for _ in range(8)]
     assert served.count(b"late") == 4
     assert served != [b"late"] * 4 + [b"busy"] * 4, "they take turns"
 

@@ -25,7 +25,7 @@ def run(config: EngineProcessConfig) -> int:
 
     def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
         sink = SenderSink(parts.trace, parts.attempts)
-        engine = parts.start_engine(sink)
+        engine = parts.start_engine(sink.prefill_started, sink.layer_done)
         receiver = parts.transport.receiver(paged_kv(engine))
         fetches = PrefixFetches(
             engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace

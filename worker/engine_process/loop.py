@@ -16,19 +16,13 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import msgspec
 
-from baton.engine import (
-    Engine,
-    EngineConfig,
-    KVSink,
-    StepResult,
-    build_engine,
-)
+from baton.engine import Engine, EngineConfig, Hooks, StepResult, build_engine
 from baton.engine.loader.tokenizer_json import vocabulary
 from baton.kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
@@ -121,18 +115,24 @@ class Parts:
         if (changed := self.cached_chunks.take()) is not None:
             self.link.send(changed)
 
-    def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
-        """Builds the engine. Raises ValueError if the user's configuration is wrong."""
-        config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
-        return build_engine(
-            config,
-            files=self.config.ranks,
-            kv_sink=kv_sink,
-            cache_observer=self.cached_chunks,
+    def start_engine(
+        self,
+        prefill_started: Callable[[bytes, Sequence[int], int, int, int], None],
+        layer_done: Callable[[int, Mapping[bytes, range]], None],
+    ) -> Engine:
+        """Builds the engine with these hooks. Raises ValueError if the user's configuration is wrong."""
+        hooks = Hooks(
+            progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
             tick=self.heartbeat.tick,
             computing=self.heartbeat.set_step,
-            progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
+            prefill_started=prefill_started,
+            layer_done=layer_done,
+            cached=self.cached_chunks.cached,
+            moved=self.cached_chunks.moved,
+            evicted=self.cached_chunks.evicted,
         )
+        config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
+        return build_engine(config, files=self.config.ranks, hooks=hooks)
 
 
 def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequence[Role]]]) -> int:
@@ -301,7 +301,7 @@ def seconds_to_wait(engine: Engine, roles: Roles, now: float) -> float:
 def _trace_step(trace: TraceWriter, result: StepResult) -> None:
     """Writes what the step computed, and how long each prompt waited that got its first token."""
     now = time.monotonic()
-    chunks = [(chunk.request_id.hex(), chunk.start, chunk.stop) for chunk in result.prompts]
+    chunks = [(prompt.hex(), chunk.start, chunk.stop) for prompt, chunk in result.prompts.items()]
     trace.span("step", now - result.seconds, now, decodes=result.decodes, prompts=chunks)
     for output in result.outputs:
         if output.prefill_seconds:
