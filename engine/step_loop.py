@@ -15,10 +15,9 @@ from baton.engine.api.request import PROMPT_PIECE, Hooks, Logprobs, Output, Prom
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
 from baton.engine.core.pace import Pace
-from baton.engine.core.scheduler import Schedule, Scheduler
-from baton.engine.core.step_builder import build_adjustments, build_step, is_plain
+from baton.engine.core.scheduler import Scheduler
+from baton.engine.core.step_builder import Schedule, build_adjustments, build_step, is_plain
 from baton.engine.execution.events import Landings
-from baton.engine.execution.prompt_logprobs import joined
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.execution.sampler import TopLogprobs
 from baton.engine.grammar import Grammars
@@ -178,9 +177,8 @@ class StepLoop:
         self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds)
         self._hooks.computing(frozenset().union(*(later.ids for later, _ in self.flights)))
         self._scheduler.landed(plan.chunks)
-        scored = joined(launched.scored)
-        if scored is not None:
-            result.prompt_logprobs = _of_prompts(plan.scored, scored)
+        if launched.scored is not None:
+            result.prompt_logprobs = _of_prompts(plan.scored, launched.scored)
         logprobs = _of_outputs(plan.sampled, launched.logprobs)
         for row, (live, token) in enumerate(zip(plan.sampled, tokens, strict=True)):
             if live.phase is Phase.GONE:

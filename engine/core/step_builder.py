@@ -1,4 +1,4 @@
-"""From the schedule to a step of plain arrays (`engine.step`). Pure.
+"""The schedule of a step, and from there to a step of plain arrays (`engine.step`). Pure.
 
 `build_step` runs when a step is launched, `build_adjustments` when its tokens are sampled: by then the host
 knows the tokens of the step before, which a grammar needs.
@@ -6,12 +6,12 @@ knows the tokens of the step before, which a grammar needs.
 
 from array import array
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
 
 from baton.engine.core.live_request import DRAW, PENDING, LiveRequest
-from baton.engine.core.scheduler import Schedule
 from baton.engine.core.states import Save
 from baton.engine.step import (
     NOT_SCORED,
@@ -36,6 +36,49 @@ MOST_ROWS = 8
 as those of a prompt do."""
 
 _Chunk = tuple[LiveRequest, range]  # with the positions that a step computes
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step, from its plan until its tokens are known.
+
+    launched ──▶ sampled ──▶ over (the device has computed all of it) ──▶ landed: its tokens are known
+
+    A step is sampled right after its launch. A grammar that must know the token before delays this until the
+    step before has landed; the device computes the forward pass meanwhile."""
+
+    chunks: dict[LiveRequest, range] = field(default_factory=dict)
+    """The positions of each request that the step computes. Decodes come before prompts."""
+    prompts: dict[LiveRequest, range] = field(default_factory=dict)
+    """Those of `chunks` that are a part of a prompt, or of what was lost."""
+    started: list[LiveRequest] = field(default_factory=list)
+    """Requests that this step admitted from the queue."""
+    preempted: list[LiveRequest] = field(default_factory=list)
+    """Requests that lost their blocks to others. They are in the queue again, or go back to their sender."""
+    ids: frozenset[bytes] = frozenset()
+    """The requests that it computes. This and the rest is known from the launch on."""
+    sampled: list[LiveRequest] = field(default_factory=list)
+    """The requests that get a token, by row."""
+    scored: list[tuple[LiveRequest, range]] = field(default_factory=list)
+    """The positions that predict a token of a prompt with log probabilities."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """By row, what is wrong with a request's grammar."""
+
+    @property
+    def decodes(self) -> int:
+        """Requests that get a token after their first one."""
+        return len(self.chunks) - len(self.prompts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts.values()))
+
+    @property
+    def waits(self) -> bool:
+        """A grammar must know a token of the step before."""
+        return any(
+            live.grammar is not None and live.grammar.needs_tokens and live.pending for live in self.sampled
+        )
 
 
 def build_step(

@@ -8,8 +8,7 @@ import torch
 
 from baton.engine import EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.scheduler import Schedule
-from baton.engine.core.step_builder import build_step
+from baton.engine.core.step_builder import Schedule, build_step
 from baton.engine.execution.inputs import attention_metadata, read_by_device
 from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span

@@ -14,8 +14,8 @@ import torch
 
 from baton.engine import Engine, EngineConfig, build_engine, step_loop
 from baton.engine.core import states
-from baton.engine.core.scheduler import Schedule
 from baton.engine.core.states import StateCopies
+from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_plan
 from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.loader import check_model

@@ -9,8 +9,7 @@ import torch
 
 from baton.engine import Engine, EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.scheduler import Schedule
-from baton.engine.core.step_builder import build_step
+from baton.engine.core.step_builder import Schedule, build_step
 from baton.engine.execution.graphs import CHUNKS, WORK, Size, Widths, batch_sizes, chunk_sizes, size_for
 from baton.engine.execution.inputs import Inputs, read_by_device
 from baton.engine.kernels import parts
