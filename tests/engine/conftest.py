@@ -17,6 +17,9 @@ from tests.device import DEVICE
 
 torch.set_num_threads(1)
 
+MakeEngine = Callable[..., Engine]
+"""Makes an engine with a tiny model, from fields of `EngineConfig`."""
+
 
 @dataclass
 class Result:
@@ -61,8 +64,8 @@ def run_fixture() -> Callable[..., dict[bytes, Result]]:
     return run
 
 
-def request(
-    number: int, prompt_ids: Iterable[int], output_ids: Iterable[int] = (), **sampling: Any
+def request_of(
+    number: int, prompt_ids: Iterable[int], output_ids: Iterable[int] = (), /, **sampling: Any
 ) -> EngineRequest:
     """A request; greedy, unless `sampling` has a temperature."""
     priority = sampling.pop("priority", 0)
@@ -73,7 +76,7 @@ def request(
 
 @pytest.fixture(name="request_of", scope="session")
 def request_fixture() -> Callable[..., EngineRequest]:
-    return request
+    return request_of
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,7 @@ def check_tokens_of_kernels(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., None]:
     """Asserts that an engine with `triton_kernels` gives the tokens of an engine with torch kernels."""
-    requests = [request(i, range(3 + i, 8 + i), max_tokens=2, ignore_eos=True) for i in range(2)]
+    requests = [request_of(i, range(3 + i, 8 + i), max_tokens=2, ignore_eos=True) for i in range(2)]
 
     def tokens(path: Path, device: str, **formats: Any) -> list[list[int]]:
         config = EngineConfig(

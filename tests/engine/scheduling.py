@@ -38,18 +38,10 @@ def make(
 
 
 def add(
-    scheduler: Scheduler,
-    number: int,
-    prompt: int,
-    *,
-    handover: bool = False,
-    priority: int = 0,
-    alone: bool = False,
-    tenant: bytes = b"",
+    scheduler: Scheduler, number: int, prompt: int, *, handover: bool = False, **options: Any
 ) -> LiveRequest:
-    request = EngineRequest(
-        bytes([number]), list(range(prompt)), priority=priority, alone=alone, tenant=tenant
-    )
+    """`options`: as in `EngineRequest`."""
+    request = EngineRequest(bytes([number]), list(range(prompt)), **options)
     scheduler.add(request, handover=handover)
     return scheduler.requests[request.id]
 

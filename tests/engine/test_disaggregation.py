@@ -6,7 +6,7 @@ The test copies KV between them by position.
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from baton.engine import (
 )
 from baton.engine.kernels import parts
 from tests.device import DEVICE
+from tests.engine.conftest import MakeEngine, request_of, run
 from tests.engine.scheduling import hooks_to
 
 
@@ -136,9 +137,7 @@ def mixed_requests(
         pytest.param({"block_size": 4, "num_blocks": 99, "max_num_seqs": 3}, id="few seats"),
     ],
 )
-def test_tiny_model(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, decode_config: dict[str, Any]
-) -> None:
+def test_tiny_model(tiny_engine: MakeEngine, decode_config: dict[str, Any]) -> None:
     requests = mixed_requests(request_of, [1, 2, 4, 5, 17, 30, 31, 50, 64, 90], 199, 40)
     prefill = tiny_engine(
         num_blocks=40, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=True
@@ -161,7 +160,7 @@ def test_tiny_model(
 @pytest.mark.parametrize("prefill_blocks", [16, 40], ids=["evictions on prefill", "all fits"])
 @pytest.mark.parametrize("decode_blocks", [24, 99], ids=["evictions on decode", "all fits"])
 def test_chats_of_several_turns_copy_only_what_decode_lacks(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, prefill_blocks: int, decode_blocks: int
+    tiny_engine: MakeEngine, prefill_blocks: int, decode_blocks: int
 ) -> None:
     caching = {"enable_prefix_caching": True, "max_num_batched_tokens": 16, "max_num_seqs": 4}
     prefill = tiny_engine(block_size=8, num_blocks=prefill_blocks, **caching)
@@ -188,7 +187,7 @@ def test_chats_of_several_turns_copy_only_what_decode_lacks(
 
 
 @pytest.mark.long  # tests/system has it with processes, KV lanes and all
-def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) -> None:
+def test_embedded_model(embedded_model_path: Path) -> None:
     def engine(**config: Any) -> Engine:
         return build_engine(
             EngineConfig(model=str(embedded_model_path), dtype="float32", device=DEVICE, **config)
@@ -205,11 +204,7 @@ def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) ->
     "sampling", [{"ignore_eos": True}, {"structured_output": StructuredOutput("regex", "[a-c]{40}")}]
 )
 def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
-    tiny_engine: Callable[..., Engine],
-    spelled_path: Path,
-    run: Any,
-    request_of: Any,
-    sampling: dict[str, Any],
+    tiny_engine: MakeEngine, spelled_path: Path, sampling: dict[str, Any]
 ) -> None:
     """The first prefill died after its first token was emitted. The second has the prompt and this token."""
 
@@ -253,7 +248,7 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     decode.assert_whole()
 
 
-def test_a_join_can_end_the_request(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+def test_a_join_can_end_the_request(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     request = request_of(1, [3, 4, 5], [6], max_tokens=2)
     assert engine.reserve(request) is not None
@@ -279,7 +274,7 @@ class KnownLimit:
 
 
 def test_the_chunk_limit_knows_when_a_request_joins(
-    tiny_engine: Callable[..., Engine], request_of: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, limit = tiny_engine(), KnownLimit()
     monkeypatch.setattr(engine._meters, "chunk_limit", limit)
@@ -313,9 +308,7 @@ LIST = StructuredOutput(
 
 
 @pytest.mark.parametrize("blocks", [30, 300], ids=["decode hands back", "room"])
-def test_structured_output(
-    tiny_engine: Callable[..., Engine], spelled_path: Path, run: Any, request_of: Any, blocks: int
-) -> None:
+def test_structured_output(tiny_engine: MakeEngine, spelled_path: Path, blocks: int) -> None:
     """The grammar of the decode engine starts after the given output and the token of the prefill engine."""
 
     def engine(**config: Any) -> Engine:

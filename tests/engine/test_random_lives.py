@@ -6,7 +6,6 @@ afterwards.
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from baton.engine import Engine, EngineRequest, Output, Reservation, StructuredO
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import parts
 from baton.engine.step import Step
-from tests.engine.conftest import LateEvent
+from tests.engine.conftest import LateEvent, MakeEngine, request_of, run
 from tests.engine.scheduling import hooks_to
 from tests.engine.test_disaggregation import copy_kv
 
@@ -220,12 +219,7 @@ class Lives:
     ],
 )
 def test_random_lives(
-    tiny_engine: Callable[..., Engine],
-    late_engine: Callable[..., Engine],
-    spelled_path: Path,
-    run: Any,
-    request_of: Any,
-    config: dict[str, Any],
+    tiny_engine: MakeEngine, late_engine: MakeEngine, spelled_path: Path, config: dict[str, Any]
 ) -> None:
     rng = random.Random(1)
 

@@ -1,5 +1,6 @@
 """The scheduler, each rule by itself."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,34 +12,96 @@ from baton.engine.core.making_room import to_drop
 from tests.engine.scheduling import BLOCK, add, make, step, tokens
 
 
-def test_a_step_mixes_decodes_with_chunks_of_prefills_to_the_exact_budget() -> None:
-    scheduler = make(budget=10)
-    add(scheduler, 1, 3)
-    assert tokens(step(scheduler)) == [(1, 0, 3)]
-    add(scheduler, 2, 15)
-    add(scheduler, 3, 5)
-    assert tokens(step(scheduler)) == [(1, 3, 4), (2, 0, 9)]
-    assert tokens(step(scheduler)) == [(1, 4, 5), (2, 9, 15), (3, 0, 3)]
-    assert tokens(step(scheduler)) == [(1, 5, 6), (2, 15, 16), (3, 3, 5)]
+@dataclass
+class Case:
+    """Steps of a scheduler. `arrivals`: by the number of a step, what is added before it: number, prompt and
+    options of each request. `steps`: what each computes: number, start and stop."""
+
+    scheduler: dict[str, Any]
+    arrivals: dict[int, list[tuple[int, int] | tuple[int, int, dict[str, Any]]]]
+    steps: list[list[tuple[int, int, int]]]
+    chunk_limit: int | None = None
 
 
-def test_prompts_share_a_step_only_until_it_is_full() -> None:
-    scheduler = make(num_blocks=64, full_step=8)
-    for number, prompt in enumerate([20, 3, 4, 2, 9]):
-        add(scheduler, number, prompt, handover=True)
-    assert tokens(step(scheduler)) == [(0, 0, 16)], "the first has the whole budget"
-    assert tokens(step(scheduler)) == [(0, 16, 20), (1, 0, 3)]
-    assert tokens(step(scheduler)) == [(2, 0, 4), (3, 0, 2)]
-    assert tokens(step(scheduler)) == [(4, 0, 9)]
+HANDOVER = {"handover": True}
+STEPS = {
+    "decodes and chunks of prompts fill the exact budget": Case(
+        {"budget": 10},
+        {0: [(1, 3)], 1: [(2, 15), (3, 5)]},
+        [
+            [(1, 0, 3)],
+            [(1, 3, 4), (2, 0, 9)],
+            [(1, 4, 5), (2, 9, 15), (3, 0, 3)],
+            [(1, 5, 6), (2, 15, 16), (3, 3, 5)],
+        ],
+    ),
+    "the first prompt has the whole budget, others share a step until it is full": Case(
+        {"num_blocks": 64, "full_step": 8},
+        {0: [(n, prompt, HANDOVER) for n, prompt in enumerate([20, 3, 4, 2, 9])]},
+        [[(0, 0, 16)], [(0, 16, 20), (1, 0, 3)], [(2, 0, 4), (3, 0, 2)], [(4, 0, 9)]],
+    ),
+    "beside decodes prompts fill the budget": Case(
+        {"num_blocks": 64, "full_step": 8},
+        {0: [(0, 2)], 1: [(1, 7), (2, 7)]},
+        [[(0, 0, 2)], [(0, 2, 3), (1, 0, 7), (2, 0, 7)]],
+    ),
+    "a request alone gets every second step until it has a token": Case(
+        {"budget": 8},
+        {0: [(1, 1)], 1: [(2, 14, {"alone": True}), (3, 2)]},
+        [
+            [(1, 0, 1)],
+            [(2, 0, 8)],
+            [(1, 1, 2), (3, 0, 2)],
+            [(2, 8, 14)],  # its token
+            [(1, 2, 3), (2, 14, 15), (3, 2, 3)],
+            [(1, 3, 4), (2, 15, 16), (3, 3, 4)],
+        ],
+    ),
+    "two requests alone never share a step": Case(
+        {"budget": 100},
+        {0: [(1, 5, {"alone": True}), (2, 5, {"alone": True})]},
+        [[(1, 0, 5)], [(1, 5, 6)], [(2, 0, 5)], [(1, 6, 7), (2, 5, 6)]],
+    ),
+    "a prompt with one token left is no decode": Case(
+        {"num_blocks": 40, "budget": 8},
+        {0: [(1, 9, HANDOVER), (2, 9, HANDOVER)]},
+        [[(1, 0, 8)], [(1, 8, 9), (2, 0, 7)]],
+        chunk_limit=3,
+    ),
+    "a prompt of higher priority takes the chunk limit first": Case(
+        {"num_blocks": 40, "budget": 30},
+        {0: [(1, 1)], 2: [(2, 9, HANDOVER)], 3: [(3, 4, {"priority": -1, **HANDOVER})]},
+        [
+            [(1, 0, 1)],
+            [(1, 1, 2)],
+            [(1, 2, 3), (2, 0, 3)],
+            [(1, 3, 4), (3, 0, 3)],
+            [(1, 4, 5), (3, 3, 4), (2, 3, 5)],
+        ],
+        chunk_limit=3,
+    ),
+    "a prompt of higher priority goes before the rest of another": Case(
+        {"num_blocks": 200, "budget": 16},
+        {0: [(1, 100, HANDOVER)], 1: [(2, 10, {"priority": -1, **HANDOVER})]},
+        [[(1, 0, 16)], [(2, 0, 10), (1, 16, 22)]],
+    ),
+    "priority, then retried requests, then the order of arrival": Case(
+        {"num_blocks": 30, "budget": 6},
+        {
+            0: [(1, 6), (2, 6), (3, 6, {"retried": True, **HANDOVER}), (4, 6, {"priority": -1, **HANDOVER})],
+        },
+        [[(4, 0, 6)], [(3, 0, 6)], [(1, 0, 6)]],
+    ),
+}
 
 
-def test_beside_decodes_prompts_fill_the_budget() -> None:
-    scheduler = make(num_blocks=64, full_step=8)
-    add(scheduler, 0, 2)
-    step(scheduler)
-    for number in (1, 2):
-        add(scheduler, number, 7)
-    assert tokens(step(scheduler)) == [(0, 2, 3), (1, 0, 7), (2, 0, 7)]
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+def test_what_each_step_computes(case: Case) -> None:
+    scheduler = make(**case.scheduler)
+    for number, expected in enumerate(case.steps):
+        for request, prompt, *options in case.arrivals.get(number, ()):
+            add(scheduler, request, prompt, **(options[0] if options else {}))
+        assert tokens(step(scheduler, case.chunk_limit)) == expected, f"step {number}"
 
 
 def test_the_first_prompt_of_the_next_step() -> None:
@@ -89,15 +152,6 @@ def test_a_slot_is_free_when_the_last_step_that_uses_it_is_over() -> None:
     assert not scheduler.can_admit
     scheduler.landed(plan.chunks)
     assert scheduler.can_admit
-
-
-def test_retried_requests_go_before_new_ones() -> None:
-    scheduler = make(num_blocks=30, seqs=4, budget=6)
-    add(scheduler, 1, 6)
-    add(scheduler, 2, 6)
-    scheduler.add(EngineRequest(b"\3", [1, 2, 3], [4, 5, 6], retried=True), handover=True)
-    add(scheduler, 4, 6, priority=-1)
-    assert [tokens(step(scheduler))[-1][0] for _ in range(2)] == [4, 3]
 
 
 def test_the_last_request_in_order_is_preempted_and_recomputed() -> None:
@@ -273,34 +327,6 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     assert second.num_cached == 0
 
 
-def test_an_alone_request_gets_every_second_step_until_it_has_a_token() -> None:
-    scheduler = make(budget=8)
-    add(scheduler, 1, 1)
-    step(scheduler)
-    add(scheduler, 2, 14, alone=True)
-    add(scheduler, 3, 2)
-    assert [tokens(step(scheduler)) for _ in range(6)] == [
-        [(2, 0, 8)],
-        [(1, 1, 2), (3, 0, 2)],
-        [(2, 8, 14)],  # its token
-        [(1, 2, 3), (2, 14, 15), (3, 2, 3)],
-        [(1, 3, 4), (2, 15, 16), (3, 3, 4)],
-        [(1, 4, 5), (2, 16, 17), (3, 4, 5)],
-    ]
-
-
-def test_two_alone_requests_never_share_a_step() -> None:
-    scheduler = make(budget=100)
-    for number in (1, 2):
-        add(scheduler, number, 5, alone=True)
-    assert [tokens(step(scheduler)) for _ in range(4)] == [
-        [(1, 0, 5)],
-        [(1, 5, 6)],
-        [(2, 0, 5)],
-        [(1, 6, 7), (2, 5, 6)],
-    ]
-
-
 def test_prompts_of_every_kind_take_small_chunks_beside_decodes() -> None:
     scheduler = make(num_blocks=40, seqs=5, budget=30)
     assert scheduler.start(EngineRequest(b"\1", list(range(20)))) is not None
@@ -313,25 +339,6 @@ def test_prompts_of_every_kind_take_small_chunks_beside_decodes() -> None:
     assert tokens(step(scheduler, 3)) == [(1, 22, 23), (2, 3, 4), (3, 0, 2)]
     assert tokens(step(scheduler, 3)) == [(1, 23, 24), (2, 4, 5), (3, 2, 4), (4, 0, 1)]
     assert tokens(step(scheduler, 3)) == [(1, 24, 25), (2, 5, 6), (4, 1, 4)]
-
-
-def test_a_prompt_with_one_token_left_is_no_decode() -> None:
-    scheduler = make(num_blocks=40, budget=8)
-    add(scheduler, 1, 9, handover=True)
-    add(scheduler, 2, 9, handover=True)
-    assert [tokens(step(scheduler, 3)) for _ in range(2)] == [[(1, 0, 8)], [(1, 8, 9), (2, 0, 7)]]
-
-
-def test_a_waiting_request_of_higher_priority_takes_the_chunk_limit_first() -> None:
-    scheduler = make(num_blocks=40, budget=30)
-    add(scheduler, 1, 1)
-    step(scheduler, 3)
-    step(scheduler, 3)
-    add(scheduler, 2, 9, handover=True)
-    step(scheduler, 3)
-    add(scheduler, 3, 4, handover=True, priority=-1)
-    assert tokens(step(scheduler, 3)) == [(1, 3, 4), (3, 0, 3)]
-    assert tokens(step(scheduler, 3)) == [(1, 4, 5), (3, 3, 4), (2, 3, 5)]
 
 
 def test_some_steps_only_decode_so_that_their_cost_is_known() -> None:
@@ -462,14 +469,6 @@ def test_of_one_tenant_prompts_are_served_in_order_of_arrival() -> None:
         add(scheduler, number, length, handover=True)
     order = [number for _ in range(6) for number, _, _ in tokens(step(scheduler))]
     assert order == sorted(order)
-
-
-def test_a_waiting_request_of_higher_priority_goes_before_the_rest_of_a_prompt() -> None:
-    scheduler = make(num_blocks=200, budget=16)
-    add(scheduler, 1, 100, handover=True)
-    step(scheduler)
-    add(scheduler, 2, 10, handover=True, priority=-1)
-    assert tokens(step(scheduler)) == [(2, 0, 10), (1, 16, 22)]
 
 
 @pytest.mark.parametrize(

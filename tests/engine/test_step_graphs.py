@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from baton.engine.execution.graphs import CHUNKS, WORK, Size, Widths, batch_size
 from baton.engine.execution.inputs import Inputs, read_by_device
 from baton.engine.kernels import parts
 from tests.device import DEVICE
+from tests.engine.conftest import MakeEngine, request_of
 from tests.engine.scheduling import hooks_to
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 2, 15, 16, 17, 40, 70, 100)]
@@ -117,9 +117,7 @@ class LayersSeen:
 
 
 @pytest.mark.parametrize("budget", [1024, 48])
-def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
-    tiny_engine: Callable[..., Engine], request_of: Any, budget: int
-) -> None:
+def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(tiny_engine: MakeEngine, budget: int) -> None:
     """With and without graphs, for prompts alone and together, whole and in chunks, beside a decode."""
     seen: list[LayersSeen] = []
     tokens: list[dict[bytes, list[int]]] = []

@@ -31,6 +31,7 @@ from baton.prefill_worker.sink import SenderSink
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
 from tests.device import DEVICE
+from tests.engine.conftest import run
 from tests.engine.scheduling import hooks_to
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
@@ -336,7 +337,6 @@ def test_the_tokens_are_those_of_one_rank(
 )
 def test_kv_in_fp8(
     models: Callable[[int], tuple[Path, list[list[int]]]],
-    run: Any,
     prefill_dtype: str,
     decode_dtype: str,
     prefill_ranks: int,
