@@ -11,7 +11,7 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, Reservation, StepResult
 from baton.engine.api.stats import EngineStats
 from baton.engine.core import making_room
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
@@ -19,7 +19,7 @@ from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.scheduler import Scheduler
-from baton.engine.core.states import StateCopies, StatePool
+from baton.engine.core.state_copies import StateCopies
 from baton.engine.execution.memory_plan import COPY_TOKENS
 from baton.engine.execution.rank import commands, join
 from baton.engine.execution.rank_files import RankFiles

@@ -12,7 +12,7 @@ from baton.content import CHUNK_TOKENS, Tier, extend_names, name_of_prefix, pack
 from baton.engine.api.request import NO_HOOKS, CachedBlock, CachedPrefix, EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.offload_tier import OffloadTier
-from baton.engine.core.states import StateCopies
+from baton.engine.core.state_copies import StateCopies
 
 
 class PrefixNames:

@@ -4,11 +4,11 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.content import CHUNK_TOKENS
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
-from baton.engine.core.states import Save, StatePool
+from baton.engine.core.state_copies import Save
 
 
 class RequestMemory:

@@ -40,14 +40,13 @@ from dataclasses import replace
 from functools import partial
 
 from baton.engine.api.request import EngineRequest
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, without_padding
 from baton.engine.core.live_request import FairShares, LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.request_memory import RequestMemory
-from baton.engine.core.states import StatePool
 from baton.engine.core.step_builder import Schedule
 
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 
 from baton.engine.core.live_request import DRAW, PENDING, LiveRequest
-from baton.engine.core.states import Save
+from baton.engine.core.state_copies import Save
 from baton.engine.step import (
     NOT_SCORED,
     Adjustments,

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig, build_engine, step_loop
-from baton.engine.core import states
-from baton.engine.core.states import StateCopies
+from baton.engine.core import state_copies
+from baton.engine.core.state_copies import StateCopies
 from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_plan
 from baton.engine.execution.warmup import Rehearsal, warm_up
@@ -168,7 +168,7 @@ def caching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
         return {"enable_prefix_caching": True, **config}
 
     monkeypatch.setattr("baton.engine.engine.COPY_TOKENS", 8)
-    monkeypatch.setattr(states, "END_TOKENS", 4)
+    monkeypatch.setattr(state_copies, "END_TOKENS", 4)
     return make
 
 
@@ -311,7 +311,7 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
 def test_a_chunk_ends_where_its_scan_cannot_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scans copy states after each 16 tokens of a chunk. This prompt of 60 tokens gets copies at 24, 48 and
     56."""
-    monkeypatch.setattr(states, "END_TOKENS", 4)
+    monkeypatch.setattr(state_copies, "END_TOKENS", 4)
     copies = StateCopies(0, 8, interval=24, block_size=8, chunk_tokens=16)
 
     def taken(start: int, stop: int) -> tuple[list[int], int]:

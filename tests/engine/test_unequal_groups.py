@@ -399,7 +399,7 @@ def test_states_are_handed_over(
     From 2 to 4 ranks KV and states go through exported memory.
 
     Two chats go on. The prefill worker begins with a copy of the states, the decode worker with its KV."""
-    monkeypatch.setattr("baton.engine.core.states.END_TOKENS", 16)
+    monkeypatch.setattr("baton.engine.core.state_copies.END_TOKENS", 16)
     reference, rng = save_tiny(tmp_path, kind), random.Random(4)
     layout = LAYOUTS.get(kind, MAMBA)
     settings: dict[str, Any] = {

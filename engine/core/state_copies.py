@@ -1,7 +1,4 @@
-"""The slots of the states of a model with state layers: one for each request, and those of copies that the
-prefix cache keeps. Pure bookkeeping; the memory itself is `Engine.states`.
-
-A request has one slot as long as it has blocks: it gets and returns both together.
+"""Copies of states, which the prefix cache keeps for models with state layers. Pure bookkeeping.
 
 A request can begin with cached blocks only if the cache also has its states at the end of these blocks. A
 state cannot be cut to fewer tokens. So a copy serves exactly its own position. A request gets copies at each
@@ -24,32 +21,6 @@ from typing import NamedTuple
 END_TOKENS = 512
 """The end of a prompt gets a copy only this many tokens past the copy before it. Fewer tokens take a step
 about as long as one."""
-
-
-class StatePool:
-    """Owns all slots of requests that no request owns."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
-
-    @property
-    def free(self) -> int:
-        """Number of slots that `allocate` can give out now."""
-        return len(self._free)
-
-    def allocate(self) -> int:
-        """Returns a slot with undefined content."""
-        return self._free.pop()
-
-    def release(self, slot: int) -> None:
-        """Takes back the slot of a request."""
-        assert slot not in self._free, "a slot has one owner"
-        self._free.append(slot)
-
-    def assert_whole(self) -> None:
-        """Asserts that no request has a slot."""
-        assert sorted(self._free) == list(range(self.num_slots)), "a slot was left behind"
 
 
 class Save(NamedTuple):
