@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, Reservation, StepResult
@@ -15,9 +14,7 @@ from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
-from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.state_copies import StateCopies
 from baton.engine.execution.memory_plan import COPY_TOKENS
@@ -29,9 +26,6 @@ from baton.engine.loader import tokenizer_source
 from baton.engine.loader.tokenizer_json import tokenizer_json
 from baton.engine.models import cache_bytes_per_token
 from baton.engine.step_loop import StepLoop
-
-if TYPE_CHECKING:
-    from baton.engine.kernels import KV, LayerState
 
 log = logging.getLogger(__name__)
 
@@ -105,22 +99,28 @@ class Engine:
         self._steps = StepLoop(
             runner, self._scheduler, self._grammars, model, self._meters, hooks, overlap=overlap
         )
+        self.kv_cache = runner.kv_cache
+        self.states = runner.states
+        """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
+        self.prefix_exchange = self._scheduler.prefix_exchange
+        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache."""
+        self.offload = self._scheduler.offload
+        """The tiers below the device. They say which blocks to copy there and back."""
+        self.landings_fd = self._steps.landings_fd
+        """An eventfd, readable when a launched step is over. The caller reads it."""
 
     def _prefix_cache(
         self, config: EngineConfig, started: Started, hooks: Hooks, pool: BlockPool
     ) -> PrefixCache | None:
         """None: there is no prefix cache."""
+        architecture = self.model_config.architecture
         for tier, size in config.offload_sizes.items():
             flag = f"--{tier.name.lower()}-cache-size"
             if size < self.block_bytes:
                 raise ValueError(f"{flag} {size}: a block takes {self.block_bytes} bytes")
             if started.num_slots:
-                architecture = self.model_config.architecture
-                log.warning(
-                    "%s is ignored: %s has layers with states, which only the device keeps",
-                    flag,
-                    architecture,
-                )
+                reason = "has layers with states, which only the device keeps"
+                log.warning("%s is ignored: %s %s", flag, architecture, reason)
         if not config.enable_prefix_caching:
             return None
         copies = None
@@ -243,22 +243,9 @@ class Engine:
     def to_drop(
         self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
     ) -> list[bytes]:
-        """The `spare` requests, in their order, that must be dropped so that the first waiting request that
-        is `wanted` can start. The caller drops the `closing` requests in any case. All hold blocks.
-
-        Spare are held requests that no transfer reads, and, after them, reservations with a prefill that has
-        not started. The latter stay while a request is running here."""
+        """As `making_room.to_drop`. Spare are held requests that no transfer reads, and, after them,
+        reservations with a prefill that has not started."""
         return making_room.to_drop(self._scheduler, wanted, closing, spare)
-
-    @property
-    def prefix_exchange(self) -> PrefixExchange | None:
-        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache."""
-        return self._scheduler.prefix_exchange
-
-    @property
-    def offload(self) -> Sequence[OffloadTier]:
-        """The tiers below the device. They say which blocks to copy there and back."""
-        return self._scheduler.offload
 
     def _prepare(self, live: LiveRequest) -> None:
         live.longest = min(live.longest, self.model_config.max_model_len)
@@ -270,15 +257,6 @@ class Engine:
         self._runner.stop()
 
     # State
-
-    @property
-    def kv_cache(self) -> "list[KV]":
-        return self._runner.kv_cache
-
-    @property
-    def states(self) -> "list[LayerState]":
-        """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
-        return self._runner.states
 
     @property
     def blocks_free(self) -> int:
@@ -294,11 +272,6 @@ class Engine:
         """Seconds until `step` has something to do, if no request comes in and `landings_fd` stays silent.
         Infinite: nothing until then."""
         return self._steps.rest
-
-    @property
-    def landings_fd(self) -> int:
-        """An eventfd, readable when a launched step is over. The caller reads it."""
-        return self._steps.landings_fd
 
     @property
     def waits_for_device(self) -> bool:

@@ -60,6 +60,7 @@ class StepLoop:
         self._overlap = overlap
         self._pace = Pace()
         self._landings = Landings()
+        self.landings_fd = self._landings.fd
 
     def step(self, joins_at: float) -> StepResult:
         """Implements `Engine.step`. `joins_at` as in `Engine`."""
@@ -91,10 +92,13 @@ class StepLoop:
         """False: there was nothing to compute."""
         started = time.monotonic()
         plan = self._scheduler.schedule(self._prompt_limit(started, joins_at))
+        result.preempted += [live.id for live in plan.preempted if live.hand_back]
         for live in plan.started:
             live.started = live.started or started
-        result.preempted += [live.id for live in plan.preempted if live.hand_back]
-        self._announce(plan.started)
+            if live.handover:
+                self._hooks.prefill_started(
+                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
+                )
         if not plan.chunks:
             if not self.flights:
                 self._grammars.wait(GRAMMAR_WAIT)
@@ -158,13 +162,6 @@ class StepLoop:
         for row, live in enumerate(plan.sampled):
             live.promise(row)
 
-    def _announce(self, started: Sequence[LiveRequest]) -> None:
-        for live in started:
-            if live.handover:
-                self._hooks.prefill_started(
-                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
-                )
-
     def _land(self, plan: Schedule, launched: Launched, result: StepResult) -> None:
         """Waits until the step is over, and takes each request on: to its next token, its handover, its
         end."""
@@ -227,11 +224,6 @@ class StepLoop:
         if not self._may_launch or not self._scheduler.has_next:
             return math.inf
         return max(0.0, self._pace.due - time.monotonic())
-
-    @property
-    def landings_fd(self) -> int:
-        """As in `Engine`."""
-        return self._landings.fd
 
 
 def _of_prompts(scored: Sequence[tuple[LiveRequest, range]], of_step: ScoredLogprobs) -> list[PromptLogprobs]:

@@ -83,6 +83,8 @@ class Scheduler:
         self.pool = pool
         self.states = states
         self.cache = cache
+        self.offload: Sequence[OffloadTier] = () if cache is None else cache.offload
+        """The tiers of the prefix cache below the device, the fastest first."""
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -107,11 +109,6 @@ class Scheduler:
         self._shares = FairShares()
         self._mixed_steps = MIXED_STEPS  # since the last step that only decoded
         self._was_alone = False  # whether the last step was for a request that shares no step
-
-    @property
-    def offload(self) -> Sequence[OffloadTier]:
-        """The tiers of the prefix cache below the device, the fastest first."""
-        return () if self.cache is None else self.cache.offload
 
     # Coming in
 

@@ -16,15 +16,12 @@ from tokenizers import Tokenizer
 
 from baton.engine import (
     Engine,
-    EngineConfig,
     EngineRequest,
     Output,
     Reservation,
     StructuredOutput,
-    build_engine,
 )
 from baton.engine.kernels import parts
-from tests.device import DEVICE
 from tests.engine.conftest import MakeEngine, request_of, run
 from tests.engine.scheduling import hooks_to
 
@@ -107,9 +104,7 @@ def copy_kv(
             parts(target_kv)[0].flatten(1, 2)[:, here] = parts(source_kv)[0].flatten(1, 2)[:, there]
 
 
-def mixed_requests(
-    request_of: Any, lengths: Sequence[int], vocabulary: int, max_tokens: int
-) -> list[EngineRequest]:
+def mixed_requests() -> list[EngineRequest]:
     rng = random.Random(1)
     kinds: list[dict[str, Any]] = [
         {},
@@ -119,13 +114,13 @@ def mixed_requests(
     return [
         request_of(
             i,
-            [rng.randrange(3, vocabulary) for _ in range(length)],
-            max_tokens=1 + rng.randrange(max_tokens),
+            [rng.randrange(3, 199) for _ in range(length)],
+            max_tokens=1 + rng.randrange(40),
             seed=rng.getrandbits(63),
             logprobs=2,
             **kinds[i % 3],
         )
-        for i, length in enumerate(lengths)
+        for i, length in enumerate([1, 2, 4, 5, 17, 30, 31, 50, 64, 90])
     ]
 
 
@@ -138,7 +133,7 @@ def mixed_requests(
     ],
 )
 def test_tiny_model(tiny_engine: MakeEngine, decode_config: dict[str, Any]) -> None:
-    requests = mixed_requests(request_of, [1, 2, 4, 5, 17, 30, 31, 50, 64, 90], 199, 40)
+    requests = mixed_requests()
     prefill = tiny_engine(
         num_blocks=40, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=True
     )
@@ -184,20 +179,6 @@ def test_chats_of_several_turns_copy_only_what_decode_lacks(
         assert pair.copied == missing
     else:
         assert missing < pair.copied < sum(len(prompt) * 3 for prompt in history.values())
-
-
-@pytest.mark.long  # tests/system has it with processes, KV lanes and all
-def test_embedded_model(embedded_model_path: Path) -> None:
-    def engine(**config: Any) -> Engine:
-        return build_engine(
-            EngineConfig(model=str(embedded_model_path), dtype="float32", device=DEVICE, **config)
-        )
-
-    requests = mixed_requests(request_of, [1, 3, 40, 16, 200, 77, 450, 33], 49152, 32)
-    pair = Pair(engine(max_num_batched_tokens=64, num_blocks=128), engine(block_size=32, num_blocks=64))
-    tokens = pair.run(requests)
-    single = run(engine(max_num_batched_tokens=128), requests)
-    assert tokens == {request.id: single[request.id].tokens for request in requests}
 
 
 @pytest.mark.parametrize(
