@@ -40,7 +40,7 @@ class RequestMemory:
         """Blocks that any tier has of the beginning of a request."""
         if self._cache is None:
             return 0
-        names = self._names(live, self._cache).blocks[: self._usable(live)]
+        names = self._usable(live, self._cache)
         return self._cache.usable(names[: self._cache.known(names)])
 
     def hits(self, live: LiveRequest) -> list[int]:
@@ -48,7 +48,7 @@ class RequestMemory:
         prefill worker, so it needs no copy of them."""
         if self._cache is None:
             return []
-        names = self._names(live, self._cache).blocks[: self._usable(live)]
+        names = self._usable(live, self._cache)
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
             return blocks
@@ -114,8 +114,7 @@ class RequestMemory:
         cache = self._cache
         if cache is None or not cache.offload:
             return False
-        names = self._names(live, cache)
-        usable = names.blocks[: self._usable(live)]
+        names, usable = self._names(live, cache), self._usable(live, cache)
         first, stop = live.num_published, cache.known(usable)
         pays: dict[OffloadTier, bool] = {}
         for index in range(first, stop):
@@ -207,9 +206,9 @@ class RequestMemory:
                     saves.append(Save(live.state_slot, position, slot))
         return saves
 
-    def _usable(self, live: LiveRequest) -> int:
-        """How many blocks of a request may come from the prefix cache."""
-        return self._usable_tokens(live) // self._block_size
+    def _usable(self, live: LiveRequest, cache: PrefixCache) -> list[bytes]:
+        """The names of the blocks of a request that may come from the prefix cache."""
+        return self._names(live, cache).blocks[: self._usable_tokens(live) // self._block_size]
 
     def _usable_tokens(self, live: LiveRequest) -> int:
         """How many positions of a request may come from the prefix cache. A prefill always computes the
