@@ -22,9 +22,9 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton import rpc
 from baton.content import prompt_hints
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.device import DEVICE, environment
 from tests.forked import FreshPopen
@@ -329,7 +329,7 @@ class WorkerStream:
 @asynccontextmanager
 async def attached(worker: WorkerProcess, secret: bytes = SECRET) -> AsyncIterator[WorkerStream]:
     """A router's stream to a worker; leaving it ends the stream."""
-    async with rpc.connect(worker.address, secret) as channel:
+    async with connect(worker.address, secret) as channel:
         stub = WorkerStub(channel)
         call = stub.Attach()  # pyrefly: ignore[missing-argument]  (it is written to)
         stream = WorkerStream(call, stub)
@@ -431,7 +431,7 @@ def not_whole(status: pb.WorkerStatus) -> list[str]:
 async def assert_whole(*workers: WorkerProcess, within: float = 10.0) -> None:
     """All pools of these idle workers become whole, and soon."""
     for worker in workers:
-        async with rpc.connect(worker.address, SECRET) as channel:
+        async with connect(worker.address, SECRET) as channel:
             end = time.monotonic() + within
             while wrong := not_whole(await WorkerStub(channel).GetStatus(pb.StatusRequest())):
                 assert time.monotonic() < end, f"{worker.address}: {wrong}"

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from baton.rpc import logs
+from baton.machine import logs
 
 if TYPE_CHECKING:
     from baton.engine import EngineConfig
-    from baton.rpc import TlsFiles
+    from baton.rpc.tls import TlsFiles
 
 Role = Literal["prefill", "decode"]
 

@@ -34,7 +34,7 @@ from baton.bench.shapes import MOE, write_shape
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution.rank_files import RankFiles
-from baton.rpc import logs
+from baton.machine import logs
 from baton.worker.engine_process.rank_process import RankProcessConfig, spawn_rank
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}

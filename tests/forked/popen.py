@@ -19,7 +19,7 @@ from typing import Any, AnyStr
 
 import pytest
 
-from baton.rpc.process_end import process_end
+from baton.machine.system import process_end
 
 KINDS = {
     "baton.bench.load": "loads",

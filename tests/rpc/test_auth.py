@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.rpc import TlsFiles, add_port, cluster_pems, connect, create_server, load_secret
-from baton.rpc.auth import certificate
-from baton.rpc.tls import Pems
+from baton.rpc.auth import certificate, load_secret
+from baton.rpc.channel import cluster_pems, connect, create_server
+from baton.rpc.tls import Pems, TlsFiles, add_port
 from baton.rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage
 from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 from tests.conftest import Certificates

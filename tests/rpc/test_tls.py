@@ -10,7 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.rpc import TlsFiles, add_port, cluster_pems, connect, create_server
+from baton.rpc.channel import cluster_pems, connect, create_server
+from baton.rpc.tls import TlsFiles, add_port
 from baton.rpc.worker_pb2 import DescribeRequest, WorkerDescription
 from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 from tests.conftest import Certificates

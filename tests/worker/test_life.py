@@ -16,8 +16,8 @@ import grpc.aio
 import psutil
 import pytest
 
-from baton import rpc
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.cluster_helpers import (
     SECRET,
@@ -76,7 +76,7 @@ async def test_a_worker_reports_its_start_and_describes_itself(prefill: WorkerPr
     for title, loaded in (("engine", ["libtorch."]), ("transfer", [])):
         maps = Path(f"/proc/{worker.child(title).pid}/maps").read_text()
         assert [library for library in ("cygrpc", "libtorch.") if library in maps] == loaded, title
-    async with rpc.connect(worker.address, SECRET) as channel:
+    async with connect(worker.address, SECRET) as channel:
         described = await WorkerStub(channel).Describe(pb.DescribeRequest())
         assert await health(channel) == "SERVING"
     assert described.first_pool == pb.POOL_PREFILL
@@ -214,7 +214,7 @@ async def test_a_drain_ends_at_its_deadline(ending: dict[str, WorkerProcess]) ->
 
 
 async def test_a_router_with_another_secret_gets_nothing(prefill: WorkerProcess) -> None:
-    async with rpc.connect(prefill.address, b"another secret, long enough") as channel:
+    async with connect(prefill.address, b"another secret, long enough") as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="CERTIFICATE_VERIFY_FAILED"):
             await WorkerStub(channel).GetStatus(pb.StatusRequest())
 
@@ -234,7 +234,7 @@ async def test_a_router_with_another_secret_gets_nothing(prefill: WorkerProcess)
 async def test_a_stream_that_does_not_begin_with_hello_is_refused(
     prefill: WorkerProcess, first: pb.RouterMessage, reason: str
 ) -> None:
-    async with rpc.connect(prefill.address, SECRET) as channel:
+    async with connect(prefill.address, SECRET) as channel:
         call = WorkerStub(channel).Attach(iter([first]))
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert reason in (await call.details() or "")

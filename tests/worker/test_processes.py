@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from baton.rpc.process_end import describe_exit
+from baton.machine.system import describe_exit
 from baton.worker.processes import ChildProcess, spawn
 
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.

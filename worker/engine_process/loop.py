@@ -22,6 +22,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
+from baton.content import vocabulary_fingerprint
 from baton.engine import (
     Engine,
     EngineConfig,
@@ -33,7 +34,6 @@ from baton.engine.loader.tokenizer_json import vocabulary
 from baton.kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import spins, wait
-from baton.rpc import vocabulary_fingerprint
 from baton.worker import messages
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.cached_chunks import CachedChunks

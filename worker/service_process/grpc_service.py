@@ -17,8 +17,8 @@ from typing import Protocol
 
 import grpc.aio
 
+from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.reports import LONGEST_REPORT
 from baton.rpc.worker_pb2_grpc import WorkerServicer
 from baton.worker import messages
 from baton.worker.messages import Code, ToEngine

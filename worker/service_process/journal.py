@@ -12,8 +12,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from baton.rpc.logs import of_request
-from baton.rpc.tracing import Attributes, open_tracer
+from baton.machine.logs import of_request
+from baton.machine.tracing import Attributes, Tracer
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.messages import Code, ToEngine
@@ -42,7 +42,7 @@ class Journal:
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._open: dict[bytes, _OpenAttempt] = {}
         worker: Attributes = {"baton.index": config.index, "service.instance.id": f"{incarnation:016x}"}
-        self._tracer = open_tracer(config.otlp_endpoint, f"baton-{config.role}", worker)
+        self._tracer = Tracer(config.otlp_endpoint, f"baton-{config.role}", worker)
 
     def close(self) -> None:
         self._tracer.close()

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from baton.content import Tier
 from baton.engine import ExpertStats, OffloadStats
 from baton.kv_transfer import InjectStats, TransferStats
-from baton.rpc.ports import family
+from baton.machine.system import family
 from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
 
 disable_created_metrics()  # each counter and histogram would get one more series

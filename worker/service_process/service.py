@@ -11,10 +11,13 @@ from itertools import count
 import setproctitle
 from grpc_health.v1 import health_pb2
 
-from baton import rpc
 from baton.content import Tier
+from baton.machine.system import cannot_listen, try_port
+from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.reports import LONGEST_REPORT
+from baton.rpc.channel import cluster_pems, create_server
+from baton.rpc.health import HealthServicer
+from baton.rpc.tls import add_port
 from baton.rpc.worker_pb2_grpc import add_WorkerServicer_to_server
 from baton.worker import messages
 from baton.worker.config import Role, WorkerConfig
@@ -79,8 +82,8 @@ class Service:
         self._drain_asked = asyncio.Event()
         self._serving = False
         self.draining = False
-        self._health = rpc.HealthServicer()
-        self._server = rpc.create_server(config.secret, config.tls, self._health)
+        self._health = HealthServicer()
+        self._server = create_server(config.secret, config.tls, self._health)
         self._metrics = Metrics(config.role, config.model_name, config.engine.tensor_parallel_size)
         self._journal = Journal(config, incarnation)
         self._tree = WorkerTree(config, self._incarnation)
@@ -161,14 +164,14 @@ class Service:
         except ValueError as error:
             raise StartError(str(error)) from error
         try:
-            pems = rpc.cluster_pems(config.secret, config.tls)
-            port = rpc.add_port(self._server, config.host, config.port, pems)
+            pems = cluster_pems(config.secret, config.tls)
+            port = add_port(self._server, config.host, config.port, pems)
         except OSError as error:
-            raise StartError(rpc.cannot_listen("--port", config.host, config.port, error)) from error
+            raise StartError(cannot_listen("--port", config.host, config.port, error)) from error
         try:
             metrics_port = await self._metrics.listen(config.host, config.metrics_port, self._serves)
         except OSError as error:
-            reason = rpc.cannot_listen("--metrics-port", config.host, config.metrics_port, error)
+            reason = cannot_listen("--metrics-port", config.host, config.metrics_port, error)
             raise StartError(reason) from error
         _try_port(config.kv_listen_host(), config.kv_port)
         return port, metrics_port, host
@@ -405,6 +408,6 @@ class Service:
 def _try_port(host: str, port: int) -> None:
     """Fails early: the transfer process, which will listen on this port, starts after the model is loaded."""
     try:
-        rpc.try_port(host, port)
+        try_port(host, port)
     except OSError as error:
-        raise StartError(rpc.cannot_listen("--kv-port", host, port, error)) from error
+        raise StartError(cannot_listen("--kv-port", host, port, error)) from error

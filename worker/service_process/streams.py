@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import grpc.aio
 
 from baton.engine import Output, PromptLogprobs
+from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.reports import LONGEST_REPORT
 from baton.worker import messages
 
 MAX_UNREAD_BYTES = 8 << 20

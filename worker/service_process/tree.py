@@ -28,9 +28,7 @@ from baton.kv_transfer import (
 )
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
 from baton.kv_transfer.staging import device_bytes
-from baton.rpc import url_host
-from baton.rpc.directories import make_directory
-from baton.rpc.process_end import describe_exit
+from baton.machine.system import describe_exit, make_directory, url_host
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
 from baton.worker.engine_process.rank_process import RankArenas, RankProcessConfig, spawn_rank

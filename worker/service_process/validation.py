@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from baton.content import Tier
 from baton.engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
+from baton.machine.tracing import valid_traceparent
+from baton.rpc import LONGEST_REPORT, bounded_report
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.reports import LONGEST_REPORT, bounded_report
-from baton.rpc.tracing import valid_traceparent
 from baton.worker import messages
 from baton.worker.messages import Code
 
