@@ -2,17 +2,17 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from baton.content import CHUNK_TOKENS
-from baton.engine import CachedPrefix, Engine, Output, StepResult
+from baton.engine import CachedPrefix, Engine, Output, PrefillChunk, StepResult
 from baton.engine.core.prefix_exchange import PrefixExchange
-from baton.kv_transfer import ContentWanted, FirstToken, Released
+from baton.kv_transfer import ContentWanted, FirstToken, Released, Sender, TraceWriter
 from baton.prefill_worker.offers import PrefixOffers
-from baton.prefill_worker.sink import SenderSink
 from baton.worker import messages
+from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.loop import Parts
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
@@ -34,6 +34,51 @@ class PrefillAttempt:
     held: bool = False  # computed and its first token sent; the blocks stay for the decode worker
     closed: bool = False  # ended; the blocks are released when no transfer reads them
     taken: bool = False  # a decode on this worker will go on with it
+
+
+class SenderSink:
+    """The engine's KVSink. Passes reports on prefills to the KV sender and to their routers. Never waits.
+
+    `sender` is set after the engine is built, because it reads the engine's cache.
+    """
+
+    sender: Sender
+
+    def __init__(self, trace: TraceWriter, attempts: Attempts) -> None:
+        self._trace = trace
+        self._attempts = attempts
+        self.opened: set[bytes] = set()
+        """Opened prefills. The sender may read their blocks until it reports them released."""
+        self.awaited: set[bytes] = set()
+        """Prefills that have not started, with routers that wait for that."""
+        self.layers_ready = 0
+        """Layers of all steps that hand over KV. With several ranks, all ranks count the same."""
+        self._cached: list[tuple[bytes, int]] = []  # prefills of the next step: positions in the prefix cache
+
+    def prefill_started(
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
+    ) -> None:
+        self.opened.add(request_id)
+        self.sender.open(request_id, block_ids, num_tokens, state_slot)
+        if num_cached:
+            self._cached.append((request_id, num_cached))
+        if request_id in self.awaited:
+            self.awaited.remove(request_id)
+            self._attempts.prefill_started(request_id)
+
+    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+        self.layers_ready += 1
+        # Not before: another rank may still be computing cached positions until it comes to this step.
+        for request_id, num_cached in self._cached:
+            self.sender.ready(request_id, None, 0, num_cached)
+        self._cached.clear()
+        for chunk in chunks:
+            self.sender.ready(chunk.request_id, layer, chunk.start, chunk.stop)
+        if self._trace.enabled:
+            for chunk in chunks:
+                self._trace.instant(
+                    "layer", prefill=chunk.request_id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
+                )
 
 
 class PrefillRole:

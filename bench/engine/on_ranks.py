@@ -35,7 +35,8 @@ from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution.rank_files import RankFiles
 from baton.machine import logs
-from baton.worker.engine_process.rank_process import RankProcessConfig, spawn_rank
+from baton.worker.engine_process.rank_process import spawn_rank
+from baton.worker.engine_process.start import RankProcessConfig
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}
 """What the 8B shape must reach over one rank, by ranks."""
@@ -154,7 +155,10 @@ def running(config: EngineConfig) -> Iterator[Engine]:
         for rank in range(1, size):
             assert files is not None
             log = logs.log_config("text", "warning", {"process": f"rank {rank}"})
-            start = RankProcessConfig(f"rank {rank}", "baton", os.getpid(), rank, files, log, config, None)
+            start = RankProcessConfig(
+                name=f"rank {rank}", title="baton", parent_pid=os.getpid(), rank=rank, files=files,
+                logging=log, engine=config, arenas=None,
+            )  # fmt: skip
             children.append(spawn_rank(start))
         engine = build_engine(config, files=files)
         yield engine

@@ -28,7 +28,7 @@ from baton.engine.kernels import KV, Fp8KV, parts
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.layout import heads_of
 from baton.kv_transfer.wait import wait
-from baton.prefill_worker.sink import SenderSink
+from baton.prefill_worker.role import SenderSink
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
 from tests.device import DEVICE

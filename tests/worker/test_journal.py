@@ -32,6 +32,7 @@ class Worker:
 
     def __init__(self, role: Role, receiver: Receiver) -> None:
         config = WorkerConfig(
+            engine_module="engine",
             role=role, index=2, engine=EngineConfig(model="none"), secret=b"s" * 16,
             otlp_endpoint=receiver.endpoint,
         )  # fmt: skip

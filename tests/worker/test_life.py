@@ -149,9 +149,9 @@ def test_sigterm_during_the_start_leaves_nothing(tmp_path: Path) -> None:
 def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
     """Workers that the tests end."""
     workers = {
-        "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"hold": 1.0}},
+        "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"fetch_wait": 1.0, "hold": 1.0}},
         "drains decode": {"role": "decode", "engine": TINY},
-        "hurried": {"role": "prefill", "engine": TINY, "deadlines": {"drain": 0.5}},
+        "hurried": {"role": "prefill", "engine": TINY, "drain_timeout": 0.5},
     }
     with side_by_side(tmp_path_factory.mktemp("ending"), workers) as started:
         yield started

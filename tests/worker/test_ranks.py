@@ -132,7 +132,7 @@ async def test_a_worker_with_two_ranks_serves_the_tokens_of_one(
 async def test_the_worker_blames_the_step_in_which_a_rank_fails(
     tmp_path: Path, how: signal.Signals, said: str
 ) -> None:
-    settings = {"fails": {"role": "decode", "engine": TWO_RANKS, "deadlines": {"engine": 3.0}}}
+    settings = {"fails": {"role": "decode", "engine": TWO_RANKS, "deadlines": {"engine_dead": 3.0}}}
     with side_by_side(tmp_path, settings) as started:
         worker = started["fails"].wait_ready()
         await fails(worker, how)

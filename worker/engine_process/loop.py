@@ -20,18 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-import msgspec
-
 from baton.content import vocabulary_fingerprint
-from baton.engine import (
-    Engine,
-    EngineConfig,
-    KVSink,
-    StepResult,
-    build_engine,
-)
+from baton.engine import Engine, KVSink, StepResult, build_engine
 from baton.engine.loader.tokenizer_json import vocabulary
-from baton.kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
+from baton.kv_transfer import ArenaTransport, Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import spins, wait
 from baton.worker import messages
@@ -123,10 +115,9 @@ class Parts:
 
     def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
         """Builds the engine. Raises ValueError if the user's configuration is wrong."""
-        config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
         return build_engine(
-            config,
-            files=self.config.ranks,
+            self.config.engine,
+            files=self.config.files,
             kv_sink=kv_sink,
             cache_observer=self.cached_chunks,
             tick=self.heartbeat.tick,
@@ -144,17 +135,14 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     gc.freeze()  # what imports made; the collection below would scan it for a tenth of a second
     link = ServiceLink(config.address)
     trace = TraceWriter(config.trace_path, config.name)
-    sending, receiving = (
-        ArenaEnd.inherited(fds, config.kv_slots, config.kv_slot_bytes)
-        for fds in (config.sending_fds, config.receiving_fds)
-    )
-    transport = ArenaTransport(sending, receiving, trace, config.exports, config.adopts)
+    arenas = config.arenas
+    transport = ArenaTransport(*arenas.ends(), trace, arenas.exports, arenas.adopts)
     heartbeat = Heartbeat(config.heartbeat_fd)
     parts = Parts(config, link, heartbeat, transport, trace, Attempts(link.send))
     heartbeat.tick()
     try:
         engine, roles = build(parts)
-        pumps = offload_pumps(engine, heartbeat.tick, config.disk_cache_dir, config.offload_fds)
+        pumps = offload_pumps(engine, heartbeat.tick, config.engine.disk_cache_dir, config.offload_fds)
         ready = _ready(engine)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))

@@ -181,7 +181,7 @@ class Service:
 
     async def _drain(self) -> None:
         """Refuses new attempts. Returns when all accepted ones have ended, or after the drain deadline."""
-        timeout = self._config.deadlines.drain
+        timeout = self._config.drain_timeout
         log.info("draining, for %.0f s at most", timeout)
         self.draining = True
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
