@@ -30,7 +30,8 @@ def run(config: EngineProcessConfig) -> int:
             engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
         )
         prefill = PrefillRole(parts, engine, sink, fetches)
-        return engine, (prefill, DecodeRole(parts, engine, receiver, prefill, fetches))
+        decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go)
+        return engine, (prefill, decode)
 
     return loop.run(config, build)
 

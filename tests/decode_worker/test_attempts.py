@@ -286,7 +286,7 @@ async def test_a_reservation_without_kv_is_handed_back_at_the_deadline(workers: 
 async def test_a_dead_prefill_worker_fails_the_kv(workers: Workers) -> None:
     async with paired(*workers) as pair:
         source = pair.source(os.urandom(16))
-        source.kv_address = "127.0.0.1:9"
+        source.kv_address, source.incarnation = "127.0.0.1:9", 7  # no session with it is open
         decode_id = await pair.decode.submit_decode(request(prompt(10), sampling()), source)
         await pair.decode.reserved(decode_id)
         assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED

@@ -28,9 +28,10 @@ from baton.engine.kernels import KV, Fp8KV, parts
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
 from baton.kv_transfer.layout import heads_of
 from baton.kv_transfer.wait import wait
-from baton.prefill_worker.role import SenderSink
+from baton.prefill_worker.role import PrefillAttempt, SenderSink
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
+from baton.worker.messages import Origin
 from tests.device import DEVICE
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
@@ -86,6 +87,13 @@ class NotingSink(SenderSink):
         self.tables[request_id] = list(block_ids)
         self.lengths[request_id] = num_tokens
         self.cached[request_id] = num_cached
+        self._prefills[request_id] = PrefillAttempt(
+            stream=None,
+            origin=Origin(request_id, "", "", 0.0),
+            tokens=num_tokens,
+            handover=True,
+            awaited=False,
+        )
         super().prefill_started(request_id, block_ids, num_tokens, num_cached, state_slot)
 
     def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:

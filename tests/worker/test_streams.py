@@ -207,6 +207,6 @@ def test_logprobs_of_a_prompt_keep_every_field() -> None:
 
 @pytest.mark.parametrize("code", list(messages.Code))
 def test_failure_codes_are_those_of_the_protocol(code: messages.Code) -> None:
-    failed = streams.failed(messages.AttemptFailed(1, b"a" * 16, code, "why", b"p" * 16)).failed
+    failed = streams.failed(b"a" * 16, code, "why", b"p" * 16).failed
     assert (failed.message, failed.prefill_id) == ("why", b"p" * 16)
     assert pb.FailureCode.Name(failed.code) == f"FAILURE_CODE_{code.name}"

@@ -189,7 +189,7 @@ class AttachService(WorkerServicer):
             work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
             content = validation.content_source(submit)
         except RefusedAttempt as refusal:
-            stream.put(_refused(prefill_id, refusal))
+            stream.put(streams.failed(prefill_id, refusal.code, str(refusal)))
         else:
             await self._backend.send(
                 messages.Prefill(stream.number, work, submit.handover, submit.report_start, content)
@@ -204,7 +204,7 @@ class AttachService(WorkerServicer):
             source = validation.source(submit.source) if submit.HasField("source") else None
             content = validation.content_source(submit)
         except RefusedAttempt as refusal:
-            stream.put(_refused(decode_id, refusal))
+            stream.put(streams.failed(decode_id, refusal.code, str(refusal)))
         else:
             await self._backend.send(messages.Decode(stream.number, work, source, content))
 
@@ -216,7 +216,7 @@ class AttachService(WorkerServicer):
             output_ids = validation.output_tokens(retarget.output_ids, self._limits)
         except RefusedAttempt as refusal:
             await self._backend.send(messages.Cancel(stream.number, decode_id))
-            stream.put(_refused(decode_id, refusal))
+            stream.put(streams.failed(decode_id, refusal.code, str(refusal)))
         else:
             await self._backend.send(messages.Retarget(stream.number, decode_id, source, output_ids))
 
@@ -266,7 +266,3 @@ async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str
         raise StreamError("a stream begins with a RouterHello")
     name = validation.attempt_id(first.hello.router_id, "router_id").hex()[:8]
     return name, validation.report_seconds(first.hello.report_seconds)
-
-
-def _refused(attempt_id: bytes, refusal: RefusedAttempt) -> pb.WorkerMessage:
-    return streams.failed(messages.AttemptFailed(0, attempt_id, refusal.code, str(refusal)))

@@ -140,7 +140,7 @@ class Metrics(Collector):
         }
 
     def prefilled(self, message: Prefilled) -> None:
-        self._observe(self._queue, message.began_at - message.accepted_at)
+        self._observe(self._queue, message.began_at - message.queued_at)
         self._observe(self._prefill, message.token_at - message.began_at)
 
     def decoded(self, message: Decoded) -> None:

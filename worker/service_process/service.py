@@ -209,10 +209,8 @@ class Service:
         their stream. Only the engine knew which router owns an attempt, so every router is told.
         """
         for attempt_id in self._tree.crashed_step:
-            failure = messages.AttemptFailed(
-                0, attempt_id, Code.ENGINE, f"it was being computed when {error}"
-            )
-            self._routers.broadcast(streams.failed(failure))
+            text = f"it was being computed when {error}"
+            self._routers.broadcast(streams.failed(attempt_id, Code.ENGINE, text))
 
     async def _close(self) -> None:
         """Writes the queued messages to the routers, then closes everything. The processes have ended."""
@@ -249,7 +247,8 @@ class Service:
     # ------------------------------------------------------------ Backend
 
     async def send(self, message: ToEngine) -> None:
-        self._journal.sent(message)
+        if isinstance(message, messages.Prefill | messages.Decode):
+            self._journal.accepted(message.work)
         await self._tree.engine_link.send(message)
 
     async def status(self) -> pb.WorkerStatus:
@@ -342,9 +341,10 @@ class Service:
                 messages.Tokens() | messages.PromptScored() | messages.Reserved() | messages.PrefillStarted()
             ):
                 self._routers.deliver(message.stream, streams.progress(message))
-            case messages.AttemptFailed():
+            case messages.AttemptFailed(stream, origin, code, text, prefill_id):
                 self._journal.failed(message)
-                self._routers.deliver(message.stream, streams.failed(message))
+                failed = streams.failed(origin.attempt_id, code, text, prefill_id)
+                self._routers.deliver(stream, failed)
             case EngineStatus():
                 self._answer(message)
             case messages.KVInjected(_, stats):
@@ -356,6 +356,8 @@ class Service:
             case messages.Decoded():
                 self._metrics.decoded(message)
                 self._journal.decoded(message)
+            case messages.Cancelled(origin):
+                self._journal.cancelled(origin)
             case messages.SecondToken():
                 self._metrics.handover(message.handover)
             case messages.CacheChanged(cached, evicted):

@@ -10,6 +10,7 @@ from baton.engine import Output, PromptLogprobs
 from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
+from baton.worker.messages import Code
 
 MAX_UNREAD_BYTES = 8 << 20
 MAX_UNREAD_CACHE_BYTES = 1 << 20
@@ -118,13 +119,10 @@ def progress(
             return pb.WorkerMessage(prefill_started=pb.PrefillStarted(prefill_id=prefill_id))
 
 
-def failed(message: messages.AttemptFailed) -> pb.WorkerMessage:
+def failed(attempt_id: bytes, code: Code, message: str, prefill_id: bytes = b"") -> pb.WorkerMessage:
     return pb.WorkerMessage(
         failed=pb.AttemptFailed(
-            attempt_id=message.attempt_id,
-            code=pb.FailureCode.Name(message.code),
-            message=message.message,
-            prefill_id=message.prefill_id,
+            attempt_id=attempt_id, code=pb.FailureCode.Name(code), message=message, prefill_id=prefill_id
         )
     )
 
