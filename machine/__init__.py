@@ -33,6 +33,11 @@ class Average:
         self._per = kept * self._per + per
         self.value = self._amount / self._per if self._per else 0.0
 
+    def scale(self, factor: float) -> None:
+        """Multiplies the value. Later samples count as much as without this call."""
+        self._amount *= factor
+        self.value *= factor
+
 
 def usable_cpus(root: Path = _ROOT) -> int:
     """CPUs that this process can keep busy: those of its affinity, at most the CPU quota of its cgroup.

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.worker.failure import TreeError
-from baton.worker.service_process import watchdog
-from baton.worker.service_process.watchdog import Watchdog
+from baton.worker import processes
+from baton.worker.processes import TreeError, Watchdog
 
 
 async def test_a_counter_that_stands_still_raises() -> None:
@@ -33,8 +32,8 @@ async def test_silence_at_the_start_does_not_count_later(monkeypatch: pytest.Mon
             dog.restart(3.0)
         ended = now
 
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(watchdog, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(processes, "asyncio", SimpleNamespace(sleep=sleep))
     dog = Watchdog("the engine", lambda: 7, 600.0)
     with pytest.raises(TreeError, match=r"for 3\.8 s"):
         await dog.watch()

@@ -7,18 +7,9 @@ Its service runs `python -m baton.worker.engine_process.rank_process`.
 """
 
 import gc
-import subprocess
 from itertools import chain
 
-import msgspec
-
 from baton.worker.engine_process.start import EXIT_START_FAILED, RankProcessConfig, start
-from baton.worker.processes import spawn
-
-
-def spawn_rank(config: RankProcessConfig) -> subprocess.Popen[bytes]:
-    """Starts the process. Must be called in the main thread, as `spawn`."""
-    return spawn("baton.worker.engine_process.rank_process", msgspec.json.encode(config), pass_fds=config.fds)
 
 
 def _nothing(layer: int) -> None:

@@ -24,6 +24,7 @@ from baton.kv_transfer import ArenaEnd
 from baton.kv_transfer.parent import die_with_parent
 from baton.kv_transfer.wait import end_waits_on_time
 
+RANK_MODULE = "baton.worker.engine_process.rank_process"
 EXIT_START_FAILED = 2
 """Exit code of an engine process that has sent a StartFailed with the reason. A rank has written the reason
 to its `files`."""

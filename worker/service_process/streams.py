@@ -1,4 +1,4 @@
-"""The output of one attached router: its bounded queue, and the conversion to protobuf messages."""
+"""The output of attached routers: their bounded queues, and the conversion to protobuf messages."""
 
 import asyncio
 from collections import deque
@@ -97,6 +97,62 @@ class RouterStream:
         else:
             self.unread_bytes += part.ByteSize()
         return part
+
+
+class Routers:
+    """The streams of all attached routers."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, RouterStream] = {}
+        self._opened = 0
+        self._offered = 0  # number of the stream that got the last offer
+
+    def open(self, report_seconds: float) -> RouterStream:
+        self._opened += 1
+        stream = self._streams[self._opened] = RouterStream(self._opened, report_seconds)
+        return stream
+
+    def remove(self, stream: RouterStream) -> bool:
+        """Returns False if it was removed before."""
+        return self._streams.pop(stream.number, None) is not None
+
+    def deliver(self, stream_number: int, message: pb.WorkerMessage) -> None:
+        """Queues a message for one router. Drops the message if the router has detached."""
+        stream = self._streams.get(stream_number)
+        if stream is not None:
+            stream.put(message)
+
+    def broadcast(self, message: pb.WorkerMessage) -> None:
+        for stream in self._streams.values():
+            stream.put(message)
+
+    def broadcast_cache_events(self, message: pb.WorkerMessage) -> None:
+        for stream in self._streams.values():
+            stream.put_cache_events(message)
+
+    @property
+    def report_seconds(self) -> float:
+        """Time between two reports of the status. One router knows what it sent, so it needs few reports.
+        Several routers learn of each other's requests from them."""
+        if len(self._streams) < 2:
+            return LONGEST_REPORT
+        return max(stream.report_seconds for stream in self._streams.values())
+
+    @property
+    def attached(self) -> bool:
+        """Whether the stream of a router is open."""
+        return bool(self._streams)
+
+    def offer(self, message: messages.Offered) -> None:
+        """Gives an offer to one router. The routers take turns."""
+        later = (number for number in self._streams if number > self._offered)
+        self._offered = next(later, next(iter(self._streams), 0))
+        self.deliver(self._offered, offer(message))
+
+    def finish(self) -> None:
+        """Ends every stream after its queued messages are written."""
+        for stream in self._streams.values():
+            stream.finish()
 
 
 def offer(message: messages.Offered) -> pb.WorkerMessage:

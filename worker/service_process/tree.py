@@ -31,20 +31,26 @@ from baton.kv_transfer.staging import device_bytes
 from baton.machine.system import describe_exit, make_directory, url_host
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
-from baton.worker.engine_process.rank_process import spawn_rank
 from baton.worker.engine_process.start import (
     EXIT_START_FAILED,
     EXIT_TRANSFER_GONE,
+    RANK_MODULE,
     Arenas,
     EngineProcessConfig,
     RankProcessConfig,
 )
-from baton.worker.failure import EngineError, StartError, TreeError
 from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, FromEngine
-from baton.worker.processes import ChildProcess, spawn
+from baton.worker.processes import (
+    START_SILENCE,
+    ChildProcess,
+    EngineError,
+    StartError,
+    TreeError,
+    Watchdog,
+    spawn,
+)
 from baton.worker.service_process.transfer_link import TransferLink
-from baton.worker.service_process.watchdog import START_SILENCE, Watchdog
 
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds. The transfer process reports once a second."""
@@ -111,7 +117,8 @@ class WorkerTree:
         )
         for rank in range(1, config.engine.tensor_parallel_size):
             of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank))
-            self._ranks.append(ChildProcess(of_rank.name, spawn_rank(of_rank)))
+            popen = spawn(RANK_MODULE, msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
+            self._ranks.append(ChildProcess(of_rank.name, popen))
             self.watch(self._watch_exit(self._ranks[-1]))
         popen = spawn(
             config.engine_module, msgspec.json.encode(start), pass_fds=(*start.fds, start.heartbeat_fd)
