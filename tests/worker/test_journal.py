@@ -84,14 +84,6 @@ def test_a_decode_makes_spans(receiver: Receiver) -> None:
     assert spans["decode"].attributes["gen_ai.usage.completion_tokens"] == 6
 
 
-def test_a_prompt_that_the_decode_worker_prefills_makes_spans_of_both_phases(receiver: Receiver) -> None:
-    worker, now = Worker("decode", receiver), time.monotonic()
-    origin = worker.submit()
-    worker.journal.prefilled(messages.Prefilled(origin, now, now + 1, now + 2, 11, 0))
-    worker.journal.decoded(messages.Decoded(origin, now + 2, now + 3, 6))
-    assert worker.spans(3).keys() == {"queue", "prefill", "decode"}
-
-
 def test_only_failures_are_logged_at_info(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.worker")
     worker = Worker("decode", receiver)

@@ -165,8 +165,7 @@ async def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
     trees = [worker.tree() for worker in started]
     async with paired(prefill, decode) as pair:
         running = sampling(max_tokens=300, ignore_eos=True)
-        _, decode_id = await pair.submit(request(range(100), running))
-        await pair.decode.reserved(decode_id)
+        _, decode_id = await pair.reserve(request(range(100), running))
         await pair.decode.token(decode_id)
         held = await pair.prefill.submit_prefill(request(range(50), running), handover=True)
         await pair.prefill.token(held)
@@ -290,8 +289,7 @@ async def test_ctrl_c_ends_the_worker_without_a_drain(prefill: WorkerProcess) ->
     worker, tree = prefill, prefill.tree()
     async with attached(worker) as stream:
         source = pb.PrefillSource(prefill_id=os.urandom(16), kv_address="127.0.0.1:9", incarnation=1)
-        decode_id = await stream.submit_decode(request([1], ENDLESS), source)
-        await stream.reserved(decode_id)
+        await stream.reserve(request([1], ENDLESS), source)
         began = time.monotonic()
         for process in tree:
             process.send_signal(signal.SIGINT)
