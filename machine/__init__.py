@@ -1,7 +1,9 @@
 """How much of its machine this process may use, and what its work has cost lately.
 
-A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use. The package
-imports no other package of Baton, and no torch.
+A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use.
+
+`system` has ports, directories and child processes, `logs` the lines that every process logs, `tracing` the
+spans of requests. The package imports no other package of Baton, and no torch.
 """
 
 import math
