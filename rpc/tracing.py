@@ -217,4 +217,4 @@ class _OtlpSpan:
 
 def _time_of_day(at: float) -> int:
     """Converts a time.monotonic() in seconds to nanoseconds since the epoch."""
-    return time.time_ns() - time.monotonic_ns() + int(at * 1e9)
+    return time.time_ns() - time.monotonic_ns() + int(at * 1e9)  # noqa: TID251 - a timestamp
