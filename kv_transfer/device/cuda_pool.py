@@ -52,7 +52,6 @@ class CudaPool:
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._heads = kv.heads
-        self._state_heads = kv.state_heads
         self._slot_bytes = arena.slot_bytes
         self.gather_most = at_once(_SLICES, GATHER_BYTES, arena.slot_bytes)
         self._num_slots = arena.num_slots
@@ -159,7 +158,7 @@ class CudaPool:
         if export.slot_bytes > (most := exported_slot_bytes(self._slot_bytes)):
             raise Unreachable(f"the sender has slots of {export.slot_bytes} bytes, the receiver takes {most}")
         with torch.cuda.device(self._device), torch.cuda.stream(self._pulls):
-            memory = PeerMemories(export, self._layout, [self._heads, *self._state_heads], self._open_one)
+            memory = PeerMemories(export, self._layout, self._heads, self._open_one)
             try:
                 if dtype not in ("", self._layout.dtype):
                     self._make_landings()

@@ -39,7 +39,6 @@ class HostPool:
         self._layout = kv.layout
         self._layouts = of_each_dtype(kv.layout)
         self._heads = kv.heads
-        self._state_heads = kv.state_heads
         self._arena = arena
         self._exported = False
 
@@ -79,7 +78,7 @@ class HostPool:
         self._exported = True  # it is the arena
 
     def open(self, export: Export, dtype: str) -> PeerMemories[PeerArena]:
-        return PeerMemories(export, self._layout, [self._heads, *self._state_heads], PeerArena)
+        return PeerMemories(export, self._layout, self._heads, PeerArena)
 
     def opened(self, memory: Any) -> bool:
         return True
@@ -133,8 +132,8 @@ class HostPool:
         pool = self._states[piece.state][piece.layer][item.table[-1]]
         shape = len(pool), piece.head_count, pool.shape[2]
         staged = np.frombuffer(slot, np.uint8, math.prod(shape)).reshape(shape)
-        first_head, _ = self._state_heads[piece.state]
-        first, last = held_heads(piece, self._state_heads[piece.state])
+        first_head, _ = self._heads[piece.state]
+        first, last = held_heads(piece, self._heads[piece.state])
         pool = pool[:, first - first_head : last - first_head]
         return pool, staged[:, first - piece.head_start : last - piece.head_start]
 
@@ -152,9 +151,9 @@ class HostPool:
     def _runs(self, item: Staged, staged: np.ndarray) -> Iterator[tuple[int, slice, np.ndarray]]:
         """The first of neighbouring rows of the pool, the heads there, and the same part of `staged`."""
         piece = item.piece
-        first, last = held_heads(piece, self._heads)
+        first, last = held_heads(piece, self._heads[None])
         staged = staged[:, :, first - piece.head_start : last - piece.head_start]
-        heads = slice(first - self._heads[0], last - self._heads[0])
+        heads = slice(first - self._heads[None][0], last - self._heads[None][0])
         start, stop = piece.token_start, piece.token_start + piece.token_count
         for position, row, count in runs(item.table, self._block_size, start, stop):
             at = position - start

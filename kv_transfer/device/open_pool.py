@@ -16,7 +16,7 @@ def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
     layout = kv.layout
     num_layers = len(layout.kv_layers)
     assert len(kv.layers) == num_layers, f"{len(kv.layers)} layers of KV, layout has {num_layers}"
-    first, last = kv.heads
+    first, last = kv.heads[None]
     assert len(kv.scales) == (num_layers if layout.dtype == FP8 else 0), "FP8 has scales"
     for scales, tensor in zip(kv.scales, kv.layers, strict=False):
         shape = (2, tensor.shape[1], last - first, kv.block_size)
@@ -30,7 +30,8 @@ def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
         assert tensor.dtype == getattr(torch, layout.dtype), (
             f"KV is {tensor.dtype}, layout says {layout.dtype}"
         )
-    for state, layers, (first, last) in zip(layout.states, kv.states, kv.state_heads, strict=True):
+    for number, (state, layers) in enumerate(zip(layout.states, kv.states, strict=True)):
+        first, last = kv.heads[number]
         assert len(layers) == len(layout.state_layers), f"{len(layers)} layers with the state {state.name}"
         for tensor in layers:
             shape = (tensor.shape[0], state.rows, last - first, state.head_dim)

@@ -48,16 +48,16 @@ class SliceKernels:
         ]
         self._states = [dict(zip(layout.state_layers, layers, strict=True)) for layers in kv.states]
         self._layout = layout
-        self._head_bytes = {dtype: of.head_bytes for dtype, of in of_each_dtype(layout).items()}
+        self._head_bytes = {dtype: of.parts[None].head_bytes for dtype, of in of_each_dtype(layout).items()}
         self._heads = kv.heads
-        self._state_heads = kv.state_heads
         # Compile now, not during the first transfer: copies of one position of block 0, and a head of each
         # state in slot 0, there and back. None for the kernels that convert, since they would not give back
         # the same bytes.
         layer, device = kv_layers[0], table.device
         pieces = [Slice(layer, 0, layout.num_kv_heads, 0, 1)]
         pieces += [
-            Slice(layout.state_layers[0], first, 1, 1, 0, i) for i, (first, _) in enumerate(kv.state_heads)
+            Slice(layout.state_layers[0], first, 1, 1, 0, i)
+            for i, (first, _) in enumerate([kv.heads[i] for i in range(len(layout.states))])
         ]
         size = max(slice_bytes(layout, piece) for piece in pieces)
         dense = torch.empty((len(pieces), -(-size // 16) * 16), dtype=torch.uint8, device=device)
@@ -122,7 +122,7 @@ class SliceKernels:
 
     def held(self, piece: Slice) -> Range:
         """The heads of a slice that this rank holds."""
-        return held_heads(piece, self._heads if piece.state is None else self._state_heads[piece.state])
+        return held_heads(piece, self._heads[piece.state])
 
     def copy(
         self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = (),
@@ -151,7 +151,7 @@ class SliceKernels:
     def _kv_launches(self, items: Sequence[_Summed]) -> list[_Launch]:
         pieces = [x.piece for x, _, _ in items]
         tokens = max([piece.token_count for piece in pieces])
-        held = [held_heads(piece, self._heads) for piece in pieces]
+        held = [held_heads(piece, self._heads[None]) for piece in pieces]
         heads = max([stop - start for start, stop in held])
         before = 0  # bytes of a head that stand before these in a slice: scales follow values
         launches: list[_Launch] = []
@@ -159,7 +159,7 @@ class SliceKernels:
             lines = [
                 copy_kernels.line_at(
                     addresses[piece.layer], words, x.table.data_ptr(), address + before * _heads(piece),
-                    piece, some, self._heads[0], checksum, before // 4 * _heads(piece),
+                    piece, some, self._heads[None][0], checksum, before // 4 * _heads(piece),
                 )
                 for (x, address, checksum), piece, some in zip(items, pieces, held, strict=True)
             ]  # fmt: skip
@@ -170,7 +170,7 @@ class SliceKernels:
         return launches
 
     def _state_launch(self, state: int, items: Sequence[_Summed]) -> _Launch:
-        pool, own = self._states[state], self._state_heads[state]
+        pool, own = self._states[state], self._heads[state]
         heads = max(x.piece.head_count for x, _, _ in items)
         lines = [
             copy_kernels.state_line(
@@ -187,7 +187,7 @@ class SliceKernels:
         lines = [
             copy_kernels.line_to_convert(
                 self._layers[x.piece.layer], self._scales.get(x.piece.layer), x.table,
-                address, x.piece, held_heads(x.piece, self._heads), self._heads[0],
+                address, x.piece, held_heads(x.piece, self._heads[None]), self._heads[None][0],
             )
             for x, address in items
         ]  # fmt: skip

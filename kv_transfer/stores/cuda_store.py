@@ -32,16 +32,17 @@ class BlockLines:
     def __init__(self, kv: PagedKV) -> None:
         self.pools = [list(kv.layers), *([list(kv.scales)] if kv.scales else [])]
         self.block_size = kv.block_size
-        self.heads = kv.heads[1] - kv.heads[0]
+        first, last = kv.heads[None]
+        self.heads = last - first
         none = torch.empty(0, dtype=torch.int64)
         lines: list[list[list[int]]] = []
         at = 0
         for pool in self.pools:
             lines.append([])
             for layer, tensor in enumerate(pool):
-                piece = Slice(layer, kv.heads[0], self.heads, 0, self.block_size)
+                piece = Slice(layer, first, self.heads, 0, self.block_size)
                 lines[-1].append(
-                    copy_kernels.line(tensor, none, at, piece, kv.heads, kv.heads[0], first_word=at // 4)
+                    copy_kernels.line(tensor, none, at, piece, (first, last), first, first_word=at // 4)
                 )
                 at += 2 * tensor.stride(1) * tensor.itemsize
         self.block_bytes = at

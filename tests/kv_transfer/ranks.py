@@ -10,7 +10,7 @@ import torch
 
 from baton.kv_transfer.arena import Arena, ArenaEnd
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.kv_transfer.layout import KVLayout, Range, heads_of
+from baton.kv_transfer.layout import KVLayout, Range
 from baton.kv_transfer.transport import PagedKV
 
 
@@ -35,7 +35,7 @@ class Ranks:
         of each layer [2, blocks, heads, block_size]. `states`: of one rank, as in `PagedKV`."""
         device = str(layers[0].device)
         self._layers_ready = 0
-        self.heads: list[Range] = [heads_of(layout, rank, size) for rank in range(size)]
+        self.heads: list[Range] = [layout.parts[None].heads_of(rank, size) for rank in range(size)]
         self.caches = [[x[..., first:last, :].contiguous() for x in layers] for first, last in self.heads]
         self.scales = [[x[:, :, first:last].contiguous() for x in scales] for first, last in self.heads]
         if device.startswith("cuda"):

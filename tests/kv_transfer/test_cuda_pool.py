@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.content.cache_kinds import CachePart
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import DeviceMemory, Slots, copy
@@ -22,13 +23,13 @@ from baton.kv_transfer.device import copy_kernels, cuda_pool
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.device.pool import Pool, Rest, Staged
-from baton.kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state, slice_bytes
+from baton.kv_transfer.layout import FP8, KVLayout, Slice, cut, slice_bytes
 from baton.kv_transfer.transport import PagedKV
 
 from . import cuda_on_cpu
 
 BLOCKS, TOKENS, SLOTS, SLOT_BYTES = 6, 41, 16, 4096
-STATES = StateType("conv", 1, 4, 6, "bfloat16"), StateType("ssm", 4, 4, 8, "float32")
+STATES = CachePart("state", "conv", 1, 4, 6, "bfloat16"), CachePart("state", "ssm", 4, 4, 8, "float32")
 THERE, HERE = [5, 0, 3, 1], [2, 4, 0, 5]
 DTYPES = [("bfloat16", "bfloat16"), (FP8, FP8), ("bfloat16", FP8), (FP8, "float32")]
 
@@ -73,7 +74,7 @@ def everything(kv: PagedKV) -> list[torch.Tensor]:
 
 def pieces(layout: KVLayout, most: int) -> list[Slice]:
     found = [p for i in (0, 2) for h in ((0, 3), (3, 4)) for p in cut(layout, i, (7, TOKENS), h, most)]
-    return found + [p for state in (0, 1) for p in cut_state(layout, 1, state, TOKENS, (0, 4), 300)]
+    return found + [p for state in (0, 1) for p in cut(layout, 1, (0, TOKENS), (0, 4), 300, state)]
 
 
 def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str) -> PagedKV:
