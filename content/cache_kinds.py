@@ -67,6 +67,10 @@ class CachePart:
         """Of one token, or of one request, in one layer."""
         return self.heads * self.head_bytes
 
+    def bytes_of(self, heads: int, tokens: int) -> int:
+        """Of some heads of some tokens, or of a request."""
+        return (tokens if self.per_token else 1) * heads * self.head_bytes
+
     def heads_of(self, rank: int, ranks: int) -> Range:
         """The heads that a rank holds. With fewer heads than ranks, each head is held by several ranks in a
         row. So a part with one head is copied to every rank."""

@@ -150,23 +150,25 @@ def rank_of(layout: KVLayout, head: int, ranks: int, state: int | None = None) -
 
 
 def slice_bytes(layout: KVLayout, piece: Slice) -> int:
-    part = layout.parts[piece.state]
-    return (piece.token_count if part.per_token else 1) * piece.head_count * part.head_bytes
+    return layout.parts[piece.state].bytes_of(piece.head_count, piece.token_count)
 
 
 def runs(
-    block_table: Sequence[int], block_size: int, start: int, stop: int
+    block_table: Sequence[int], block_size: int, start: int, stop: int, *, joined: bool = True
 ) -> Iterator[tuple[int, int, int]]:
     """Where positions [start, stop) lie in a pool of `[blocks × block_size]` rows.
 
-    Yields (position, row, count) runs, as long as the table allows: neighbouring blocks are one run.
+    Yields (position, row, count) runs, as long as the table allows: neighbouring blocks are one run. If they
+    are not `joined` in memory, each block is.
     """
     position = start
     while position < stop:
         index, offset = divmod(position, block_size)
         row = block_table[index] * block_size + offset
         end = min(stop, (index + 1) * block_size)
-        while end < stop and block_table[end // block_size] == block_table[end // block_size - 1] + 1:
+        while joined and end < stop:
+            if block_table[end // block_size] != block_table[end // block_size - 1] + 1:
+                break
             end = min(stop, end + block_size)
         yield position, row, end - position
         position = end

@@ -35,7 +35,7 @@ from msgspec.structs import replace
 
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.device.open_pool import open_pool
+from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest, Staged
 from baton.kv_transfer.layout import Range, Slice, rank_of
 from baton.kv_transfer.local_messages import Copied, Copy, Exported, ExportGone, ExportIn, Opened

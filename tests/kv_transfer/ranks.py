@@ -112,3 +112,20 @@ def positions(blocks: Sequence[int], block_size: int, start: int, stop: int) -> 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """Bytes, because a NaN is not equal to itself."""
     return x.contiguous().view(torch.uint8)
+
+
+ORDERS = {
+    "2, blocks, block, heads, dim": (0, 1, 2, 3, 4),
+    "blocks, 2, block, heads, dim": (1, 0, 2, 3, 4),
+    "blocks, heads, block, 2 × dim": (1, 3, 2, 0, 4),
+    "2, blocks, heads, block, dim": (0, 1, 3, 2, 4),
+}
+"""Of the dimensions of a cache in memory. The first three are vLLM's, and the first is also the engine's. The
+last is that of the engine's scales."""
+
+
+def in_memory(order: str, values: torch.Tensor) -> torch.Tensor:
+    """A copy of values [2 (K, V), blocks, block size, heads, head_dim], with its dimensions in this order in
+    memory."""
+    dims = ORDERS[order]
+    return values.permute(dims).contiguous().permute([dims.index(i) for i in range(5)])
