@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.content.cache_kinds import CachePart
-from baton.engine.kernels import FP8, KV, Fp8KV, LayerState
+from baton.engine.kernels import FP8, KV, Fp8KV, LayerState, parts
 from baton.engine.model_config import Span
 
 
@@ -36,6 +36,10 @@ class AttentionCache:
         if self.dtype is not FP8:
             return values
         return Fp8KV(values, torch.empty((2, num_blocks, heads, block_size), device=device))
+
+    def split(self, kv: KV) -> list[torch.Tensor]:
+        """Values, and scales in FP8. They share the memory of `kv`."""
+        return [part for part in parts(kv) if part is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from baton.engine import Engine
 from baton.engine.execution.rank import Follower
-from baton.engine.kernels import parts
 from baton.engine.models import attention_caches, cache_spec, state_caches
 from baton.kv_transfer import KVLayout, PagedKV
 
@@ -14,19 +13,19 @@ def paged_kv(engine: Engine | Follower, layers_ready: Callable[[], int] = lambda
 
     A sender of several ranks needs `layers_ready`, as in `PagedKV`.
     """
-    values, scales = zip(*map(parts, engine.kv_cache), strict=True)
-    ranks, device = engine.ranks, str(values[0].device)
-    caches = state_caches(engine.cache_spec)
-    states = [cache.split(state) for cache, state in zip(caches, engine.states, strict=True)]
+    caches, ranks = engine.cache_spec, engine.ranks
+    kv = [cache.split(x) for cache, x in zip(attention_caches(caches), engine.kv_cache, strict=True)]
+    states = [cache.split(x) for cache, x in zip(state_caches(caches), engine.states, strict=True)]
+    values, *scales = zip(*kv, strict=True)
     return PagedKV(
         values,
         engine.block_size,
         kv_layout(engine),
-        device,
+        str(values[0].device),
         ranks.rank,
         ranks.size,
         layers_ready,
-        [scale for scale in scales if scale is not None],
+        scales[0] if scales else (),
         list(zip(*states, strict=True)),
     )
 
@@ -38,8 +37,8 @@ def kv_layout(engine: Engine | Follower) -> KVLayout:
     tokens are sent.
     """
     own = engine.cache_spec
-    [kv_dtype] = {cache.dtype for cache in attention_caches(own)}
-    [dtype] = {cache.dtype for cache in state_caches(own)} or {kv_dtype}
+    [kv_dtype] = {cache.dtype for cache in own if cache.parts[0].per_token}
+    [dtype] = {cache.dtype for cache in own if not cache.parts[0].per_token} or {kv_dtype}
     caches = cache_spec(engine.model_config, dtype, kv_dtype)
     [[kv], *states] = sorted({cache.parts for cache in caches}, key=lambda parts: not parts[0].per_token)
     assert len(states) <= 1, "the wire has one layout for all layers"
