@@ -31,7 +31,7 @@ from baton.kv_transfer.device.pool import (
     window,
 )
 from baton.kv_transfer.layout import runs, slice_bytes
-from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, PeerMemory, Unreachable, export_arena, mark
+from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, Unreachable, export_arena, mark
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
 
@@ -188,23 +188,17 @@ def converted(dense: Sequence[np.ndarray], dtype: str, to: str) -> list[np.ndarr
     return [x.view(torch.uint8).numpy() for x in (exact.to(getattr(torch, to)), *found)]
 
 
-class NoPool:
+class NoPool(HostPool):
     """For KV on torch's device "meta", which has no bytes: slots travel as they are. What remains is what
     moving KV costs without the copies of either device; `bench.kv` measures it."""
 
     gather_most = 8  # as on CUDA
 
-    def enter_thread(self) -> None:
-        pass
+    def __init__(self) -> None:
+        self._planes = {}
 
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Sequence[int]:
         return block_ids
-
-    def record(self) -> Event:
-        return None
-
-    def passed(self, event: Event) -> bool:
-        return True
 
     def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         return None
@@ -218,14 +212,5 @@ class NoPool:
     def adopt(self, export: Export) -> None:
         raise Unreachable("no KV")
 
-    def open(self, export: Export, dtype: str) -> PeerMemory:
+    def open(self, export: Export, dtype: str) -> PeerMemories[PeerArena]:
         raise Unreachable("no KV")
-
-    def opened(self, memory: Any) -> bool:
-        raise AssertionError("nothing was opened")
-
-    def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        raise AssertionError("nothing was opened")
-
-    def close(self) -> None:
-        pass
