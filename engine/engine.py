@@ -18,7 +18,7 @@ from baton.engine.api.request import (
 )
 from baton.engine.api.stats import EngineStats
 from baton.engine.core import making_room
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
@@ -26,7 +26,6 @@ from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.state_copies import StateCopies
-from baton.engine.core.state_pool import StatePool
 from baton.engine.execution.memory_plan import COPY_TOKENS
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.grammar import Grammars

@@ -158,4 +158,4 @@ def _exporting(
 
 def _time_of_day(at: float) -> int:
     """Converts a time.monotonic() in seconds to nanoseconds since the epoch."""
-    return time.time_ns() - time.monotonic_ns() + int(at * 1e9)
+    return time.time_ns() - time.monotonic_ns() + int(at * 1e9)  # noqa: TID251 - a timestamp

@@ -4,14 +4,13 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.content import CHUNK_TOKENS
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.schedule import Chunk
 from baton.engine.core.state_copies import Save
-from baton.engine.core.state_pool import StatePool
 
 
 class RequestMemory:

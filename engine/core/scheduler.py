@@ -41,7 +41,7 @@ from functools import partial
 
 from baton.content import Tier
 from baton.engine.api.request import CacheObserver, EngineRequest
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, without_padding
 from baton.engine.core.fair_shares import FairShares
 from baton.engine.core.live_request import LiveRequest, Phase
@@ -51,7 +51,6 @@ from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.request_memory import RequestMemory
 from baton.engine.core.schedule import Chunk, Schedule
 from baton.engine.core.state_copies import StateCopies
-from baton.engine.core.state_pool import StatePool
 
 
 class Scheduler:

@@ -87,7 +87,7 @@ class HttpEndpoints:
         self._config = config
         self._services = services
         self._frontend = frontend
-        self._created = int(time.time())
+        self._created = int(time.time())  # noqa: TID251 - a timestamp
         self._cors = Cors(config.allowed_origins)
         generation = HttpGeneration(config, services, frontend)
         responses = OpenAIResponses(config, services, frontend, generation)

@@ -1,12 +1,11 @@
 """A scheduler without a model, for tests: adds requests and takes steps."""
 
 from baton.engine.api.request import EngineRequest
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP
 from baton.engine.core.live_request import LiveRequest
 from baton.engine.core.schedule import Schedule
 from baton.engine.core.scheduler import Scheduler
-from baton.engine.core.state_pool import StatePool
 
 BLOCK = 4
 
