@@ -8,12 +8,12 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from baton.content import vocabulary_fingerprint
 from baton.router.text.chat import ChatEncoder, ChatTemplate
 from baton.router.text.gguf_tokenizer import read_gguf
 from baton.router.text.model_files import locate, read_directory
 from baton.router.tools import FORMATS, REASONING, ReasoningParser, ToolParser, format_of, reasoning_of
 from baton.router.tools.reasoning import END, START
-from baton.rpc import vocabulary_fingerprint
 
 
 class ModelTokenizer:

@@ -25,11 +25,11 @@ from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import KV, Fp8KV, parts
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.kv_transfer.layout import heads_of
 from baton.kv_transfer.wait import wait
-from baton.prefill_worker.sink import SenderSink
+from baton.prefill_worker.role import PrefillAttempt, SenderSink
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
+from baton.worker.messages import Origin
 from tests.device import DEVICE
 from tests.engine.conftest import run
 from tests.engine.scheduling import hooks_to
@@ -87,6 +87,13 @@ class NotingSink(SenderSink):
         self.tables[request_id] = list(block_ids)
         self.lengths[request_id] = num_tokens
         self.cached[request_id] = num_cached
+        self._prefills[request_id] = PrefillAttempt(
+            stream=None,
+            origin=Origin(request_id, "", "", 0.0),
+            tokens=num_tokens,
+            handover=True,
+            awaited=False,
+        )
         super().prefill_started(request_id, block_ids, num_tokens, num_cached, state_slot)
 
     def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
@@ -137,7 +144,7 @@ class Side:
         )
         self.receiver = transport.receiver(paged_kv(self.engine))
         self.caches = [self.engine.kv_cache, *(followers[rank].kv_cache for rank in sorted(followers))]
-        self._heads = [heads_of(layout, rank, ranks) for rank in range(ranks)]
+        self._heads = [layout.parts[None].heads_of(rank, ranks) for rank in range(ranks)]
 
     def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
         """[2, stop − start, heads, head_dim] of all ranks."""
@@ -369,12 +376,12 @@ def test_kv_in_fp8(
         assert [len(found) for found in tokens] == [len(found) for found in expected]
 
 
-def states(heads: int, head_dim: int) -> tuple[kv.StateType, ...]:
+def states(heads: int, head_dim: int) -> tuple[kv.CachePart, ...]:
     return (
-        kv.StateType("x", 3, heads, head_dim, "float32"),
-        kv.StateType("B", 3, 2, 16, "float32"),
-        kv.StateType("C", 3, 2, 16, "float32"),
-        kv.StateType("ssm", 1, heads, head_dim * 16, "float32"),
+        kv.CachePart("state", "x", 3, heads, head_dim, "float32"),
+        kv.CachePart("state", "B", 3, 2, 16, "float32"),
+        kv.CachePart("state", "C", 3, 2, 16, "float32"),
+        kv.CachePart("state", "ssm", 1, heads, head_dim * 16, "float32"),
     )
 
 
