@@ -17,10 +17,14 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.endpoint_picker.exchange import Exchange
 from baton.endpoint_picker.routers import Routers
+from baton.machine import logs
+from baton.machine.system import cannot_listen, url_host
 from baton.router.workers.discovery import Discovery
-from baton.rpc import HealthServicer, TlsFiles, add_port, cannot_listen, create_public_server, logs, url_host
 from baton.rpc import ext_proc_pb2 as pb
+from baton.rpc.channel import create_public_server
 from baton.rpc.ext_proc_pb2_grpc import ExternalProcessorServicer, add_ExternalProcessorServicer_to_server
+from baton.rpc.health import HealthServicer
+from baton.rpc.tls import TlsFiles, add_port
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.machine import logs
 from baton.router.admission.keys import ApiKey
 from baton.router.tools.formats import FORMATS
 from baton.router.tools.reasoning import REASONING
 from baton.router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery, is_address
-from baton.rpc import TlsFiles, logs
+from baton.rpc.tls import TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,7 +178,7 @@ class Worker:
         largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
         self._limit = ChunkLimit(None, BUDGET, target_steps, largest)
         self._limit.record(True, 0, step_seconds(1, FIRST_CONTEXT, []))
-        self._meters = Meters(*largest)
+        self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by number of the last step
         self._joining: list[Request] = []  # for the next step
@@ -334,7 +334,6 @@ class Worker:
     def _end_step(self, seconds: float, tokens: int, computed: list[Request], joined: list[Request]) -> None:
         now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
         self._under_way = 0
-        self._limit.record(decodes > 0, tokens, seconds)
         self._meters.record(decodes > 0, tokens, seconds)
         self._computed += tokens
         self._steps += 1

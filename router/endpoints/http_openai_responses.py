@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from baton.machine.system import url_host
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.queue import Entry
 from baton.router.config import RouterConfig
@@ -33,7 +34,6 @@ from baton.router.endpoints.http_generation import (
 )
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
-from baton.rpc.ports import url_host
 
 log = logging.getLogger(__name__)
 

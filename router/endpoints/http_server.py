@@ -10,6 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
+from baton import version
+from baton.machine.system import url_host
 from baton.router import errors
 from baton.router.active_request import Services
 from baton.router.api.anthropic.reply import error_body
@@ -28,8 +30,6 @@ from baton.router.endpoints.http_generation import (
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
 from baton.router.preparation.prepare import Converted
 from baton.router.status import router_status, scrape_targets
-from baton.rpc.ports import url_host
-from baton.rpc.version import version
 
 
 class Cors:
@@ -88,7 +88,7 @@ class HttpEndpoints:
         self._config = config
         self._services = services
         self._frontend = frontend
-        self._created = int(time.time())
+        self._created = int(time.time())  # noqa: TID251 - a timestamp
         self._cors = Cors(config.allowed_origins)
         generation = HttpGeneration(config, services, frontend)
         responses = OpenAIResponses(config, services, frontend, generation)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from baton.machine.tracing import Span
 from baton.router.generation.output import EmitOnce
 from baton.router.job import Job
 from baton.router.policy import PrefillWork, patience
@@ -19,7 +20,6 @@ from baton.router.workers.candidates import PrefillTarget
 from baton.router.workers.connection import WorkerConnection
 from baton.router.workers.pool import Place, WorkerPool
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import Span
 
 
 @dataclass(slots=True)

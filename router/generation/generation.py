@@ -6,6 +6,8 @@ The docstring of the package shows the states, and what waits for what.
 import logging
 import os
 
+from baton.machine.logs import of_request
+from baton.machine.tracing import Span
 from baton.router import prompt_logprobs
 from baton.router.admission.parked import Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
@@ -27,8 +29,6 @@ from baton.router.workers.candidates import PrefillTarget
 from baton.router.workers.connection import WorkerConnection
 from baton.router.workers.pool import Place, WorkerPool
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.logs import of_request
-from baton.rpc.tracing import Span
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from array import array
 
 import msgspec
 
+from baton.machine.logs import stack_without_text
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.errors import ApiError, InvalidRequest, all_errors
 from baton.router.preparation.prepare import Kind, Prepared, Served
 from baton.router.tools.reasoning import Beginning
-from baton.rpc.logs import stack_without_text
 
 log = logging.getLogger(__name__)
 

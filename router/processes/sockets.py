@@ -12,7 +12,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
-from baton.rpc.ports import cannot_listen, family
+from baton.machine.system import cannot_listen, family
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung."""

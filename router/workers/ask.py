@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton import rpc
 from baton.router.workers.checks import explain
 from baton.router.workers.discovery import Discovery
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ RETRY_SECONDS = 0.5
 class _Asker:
     """Asks every worker that discovery finds, until the first one answers."""
 
-    def __init__(self, discovery: Discovery, secret: bytes, tls: rpc.TlsFiles | None) -> None:
+    def __init__(self, discovery: Discovery, secret: bytes, tls: TlsFiles | None) -> None:
         self._discovery = discovery
         self._secret = secret
         self._tls = tls
@@ -62,7 +63,7 @@ class _Asker:
 
     async def _describe(self, address: str) -> pb.WorkerDescription | None:
         try:
-            async with rpc.connect(address, self._secret, self._tls) as channel:
+            async with connect(address, self._secret, self._tls) as channel:
                 return await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
             reason, remedy = explain(error, files=self._tls is not None)
@@ -73,7 +74,7 @@ class _Asker:
 
 
 async def first_description(
-    discovery: Discovery, secret: bytes, tls: rpc.TlsFiles | None
+    discovery: Discovery, secret: bytes, tls: TlsFiles | None
 ) -> pb.WorkerDescription:
     """Waits until a worker answers, and returns its description."""
     return await _Asker(discovery, secret, tls).first_description()
@@ -82,7 +83,7 @@ async def first_description(
 def ask_workers(
     discovery: Discovery,
     secret: bytes,
-    tls: rpc.TlsFiles | None,
+    tls: TlsFiles | None,
     logging_config: dict[str, Any],
     runner: asyncio.Runner,
 ) -> pb.WorkerDescription | None:

@@ -21,7 +21,8 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from baton import rpc
+from baton.machine.logs import of_request
+from baton.machine.tracing import Span
 from baton.router import prompt_logprobs
 from baton.router.policy import DecodeLoad, PrefillWork
 from baton.router.workers.attempts import Attempt, AttemptTable, CircuitBreaker, Lost, OnEvent
@@ -37,8 +38,8 @@ from baton.router.workers.checks import (
 )
 from baton.router.workers.send_queue import SendQueue
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.logs import of_request
-from baton.rpc.tracing import Span
+from baton.rpc.channel import connect
+from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class WorkerConnection:
         secret: bytes,
         router_id: bytes,
         observer: Observer,
-        tls: rpc.TlsFiles | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.address = address
         self.state = WorkerState.CONNECTING
@@ -341,7 +342,7 @@ class WorkerConnection:
 
     async def _serve_stream(self) -> None:
         """Attaches to the worker and receives its messages until the stream ends."""
-        async with rpc.connect(self.address, self._secret, self._tls) as channel:
+        async with connect(self.address, self._secret, self._tls) as channel:
             stub = WorkerStub(channel)
             self.description = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
             self.pool = self.description.first_pool

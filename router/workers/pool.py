@@ -29,8 +29,8 @@ from baton.router.workers.candidates import Candidates, PrefillTarget, PrefixSou
 from baton.router.workers.checks import RouterModel, check_fit
 from baton.router.workers.connection import POOL_NAMES, WorkerConnection, WorkerState
 from baton.router.workers.discovery import Discovery
-from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.tls import TlsFiles
 
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""

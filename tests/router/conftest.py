@@ -20,8 +20,8 @@ from baton.router.config import RouterConfig
 from baton.router.server import RunningRouter, running
 from baton.router.text.gguf_tokenizer import read_gguf
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
-from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.tls import TlsFiles
 
 NO_DEFAULTS = SamplingDefaults()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."

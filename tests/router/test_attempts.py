@@ -4,10 +4,10 @@ from typing import cast
 
 import pytest
 
+from baton.machine.tracing import Span
 from baton.router.policy import DecodeLoad, PrefillWork
 from baton.router.workers.attempts import Attempt, AttemptTable
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import Span
 
 
 class RecordedSpan:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import tokenizers
 
+from baton.content import vocabulary_fingerprint
 from baton.engine.loader.tokenizer_json import vocabulary
 from baton.router.text.chat import ChatTemplate, ChatTemplateError
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
-from baton.rpc import vocabulary_fingerprint
 
 from .conftest import encode_chat
 

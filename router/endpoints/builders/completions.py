@@ -43,7 +43,7 @@ class ChoicesBuilder(ResponseBuilder):
         self._request = request
         self._entries = LogprobEntries(request, tokenizer)
         self._token_ids = request.body.return_token_ids
-        self._frame = {"id": f"{self.prefix}{request.name}", "created": int(time.time()), "model": model}
+        self._frame = {"id": f"{self.prefix}{request.name}", "created": int(time.time()), "model": model}  # noqa: TID251 - a timestamp
         self._logprobs = request.body.logprobs_wanted is not None
         options = request.body.stream_options
         self._generates = request.body.max_tokens_wanted != 0

@@ -51,7 +51,7 @@ class OpenAIResponsesBuilder(BlocksBuilder):
             **_fields(request.repeated),
             "id": self.id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": int(time.time()),  # noqa: TID251 - a timestamp
             "model": model,
             "service_tier": "default",
             "temperature": round(request.sampling.temperature, 6),  # it is a 32-bit number
@@ -69,7 +69,7 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         return {
             **self._frame,
             "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": int(time.time()) if status == "completed" else None,  # noqa: TID251 - a timestamp
             "output": output,
             "error": None if error is None else {"code": "server_error", "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
