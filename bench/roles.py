@@ -24,10 +24,10 @@ from types import TracebackType
 from typing import IO, Any, TextIO
 
 import baton.bench.contract as contract
-from baton import rpc
 from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.gpus import visible_gpus
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 STOP_TIMEOUT_S = 20.0
@@ -100,7 +100,7 @@ class Driver:
     """One Attach stream. Keeps the tokens of each attempt, with the time.perf_counter() of their arrival."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._channel = rpc.connect(address, secret)
+        self._channel = connect(address, secret)
         self.stub = WorkerStub(self._channel)
         self._call: Any = self.stub.Attach(None)
         self._tokens: dict[bytes, list[tuple[float, pb.TokenEvent]]] = defaultdict(list)

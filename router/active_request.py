@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from baton.machine.logs import of_request
+from baton.machine.tracing import Attributes, Span, Tracer
 from baton.router.admission.queue import Admission, Entry
 from baton.router.api.jobs import Job, SamplingDefaults
 from baton.router.config import RouterConfig
@@ -23,8 +25,6 @@ from baton.router.preparation.prepare import Prepared
 from baton.router.text.detokenizer import StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.pool import WorkerPool
-from baton.rpc.logs import of_request
-from baton.rpc.tracing import Attributes, Span, Tracer
 
 log = logging.getLogger(__name__)
 

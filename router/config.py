@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.machine import logs
 from baton.router.admission.keys import ApiKey
 from baton.router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery, is_address
-from baton.rpc import TlsFiles, logs
+from baton.rpc.tls import TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +29,10 @@ class RouterConfig:
     chat_template: str | None = None
     """Path of a Jinja file. None: the model's own chat template."""
     tool_call_parser: str | None = None
-    """The format of tool calls, one of `router.tools.FORMATS`. None: found in the chat template."""
+    """The format of tool calls, one of `router.tools.formats.FORMATS`. None: found in the chat template."""
     reasoning_parser: str | None = None
-    """How the model writes its reasoning, one of `router.tools.REASONING`, or "none". None: found in the chat
-    template."""
+    """How the model writes its reasoning, one of `router.tools.reasoning.REASONING`, or "none". None: found
+    in the chat template."""
     generation_config: str = "auto"
     """The sampling defaults. "auto": those of the model; "vllm": none; or the path of a directory with a
     generation_config.json."""

@@ -22,6 +22,8 @@ from functools import partial
 import setproctitle
 from aiohttp import web
 
+from baton.machine.system import url_host
+from baton.machine.tracing import Tracer
 from baton.router.active_request import Services
 from baton.router.admission.keys import ApiKey
 from baton.router.admission.queue import Admission
@@ -40,8 +42,6 @@ from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
-from baton.rpc.ports import url_host
-from baton.rpc.tracing import open_tracer
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +70,9 @@ def main(config: RouterConfig, runner: asyncio.Runner) -> int:
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
-    for flag, parser in (
-        ("tool-call-parser", tokenizer.tool_format),
-        ("reasoning-parser", tokenizer.reasoning_parser),
-    ):
-        log.info("--%s: %s", flag, "none" if parser is None else parser.name)
+    tool_format = tokenizer.tool_format
+    log.info("--tool-call-parser: %s", "none" if tool_format is None else tool_format.name)
+    log.info("--reasoning-parser: %s", tokenizer.reasoning_parser or "none")
     defaults = sampling_defaults(config.generation_config, locate(config.model, config.revision))
     log.info("--generation-config %s: %s", config.generation_config, shown(defaults) or "no defaults")
     gc.collect()
@@ -139,7 +137,7 @@ async def running(
             shared=len(config.api_keys) > 1,
         ),
         metrics=Metrics(config.model_name),
-        tracer=open_tracer(
+        tracer=Tracer(
             config.otlp_endpoint,
             "baton-router",
             {"baton.index": config.index, "service.instance.id": config.incarnation},

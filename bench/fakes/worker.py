@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from baton.content import Tier
-from baton.rpc import TlsFiles, add_port, cluster_pems, create_server
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import cluster_pems, create_server
+from baton.rpc.tls import TlsFiles, add_port
 from baton.rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 SECRET = b"a secret of the cluster"

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
+from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.queue import Entry
@@ -24,7 +25,6 @@ from baton.router.preparation.prepare import Converted, Generated, Peek, Prepare
 from baton.router.preparation.preparer import Preparer
 from baton.router.tools.reasoning import END, START
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import valid_traceparent
 
 TOKEN_BYTES = 4
 """Bytes of a body for each prompt token, as an estimate before the prompt is tokenized."""

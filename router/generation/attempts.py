@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.policy import PrefillRequest, PrefillWork
@@ -18,7 +19,6 @@ from baton.router.workers.attempts import OnEvent
 from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
 from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import Span
 
 
 def _new_id() -> bytes:

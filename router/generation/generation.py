@@ -5,6 +5,8 @@ The docstring of the package shows the states, and what waits for what.
 
 import logging
 
+from baton.machine.logs import of_request
+from baton.machine.tracing import Span
 from baton.router import prompt_logprobs
 from baton.router.admission.parked import Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
@@ -18,8 +20,6 @@ from baton.router.workers.attempts import AttemptEvent, Lost
 from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
 from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.logs import of_request
-from baton.rpc.tracing import Span
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
+from baton.machine.tracing import Span
 from baton.router.errors import ApiError
 from baton.router.metrics import Metrics
 from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import Span
 
 MAX_TAKEN = 128
 """Items that `take` returns at once. Writing them blocks the event loop for some milliseconds."""

@@ -19,12 +19,12 @@ from array import array
 import msgspec
 from setproctitle import setproctitle
 
+from baton.machine.logs import stack_without_text
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.errors import ApiError, InvalidRequest, all_errors
 from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools import Beginning
-from baton.rpc.logs import stack_without_text
+from baton.router.tools.reasoning import Beginning
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools import Beginning, continues_reasoning
+from baton.router.tools.reasoning import Beginning, beginning_after, continues_reasoning
 
 Raw = bytes | bytearray
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
@@ -179,7 +179,7 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes
     beginning: Beginning = "answer"
     if tokenizer.reasoning_parser is not None:
         if not body.continue_final_message:
-            beginning = tokenizer.reasoning_parser.beginning(text)
+            beginning = beginning_after(text, tokenizer.reasoning_parser)
         elif continues_reasoning(body.messages[-1].content):
             beginning = "reasoning"
     return Prepared(body, [prompt], [], beginning)
@@ -261,7 +261,7 @@ def _rendered(tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[
         text = "continue_final_message: the last message has tool_calls, and no text can follow them"
         raise InvalidRequest(text, param="continue_final_message")
     try:
-        return tokenizer.render_chat(
+        return tokenizer.chat_template.render(
             [message.for_template() for message in messages],
             [tool.for_template() for tool in tools],
             body.template_settings,

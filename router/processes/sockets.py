@@ -15,7 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from baton.rpc.ports import cannot_listen, family
+from baton.machine.system import cannot_listen, family
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung."""

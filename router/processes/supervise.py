@@ -24,12 +24,11 @@ from typing import Any
 import setproctitle
 from aiohttp import web
 
+from baton.machine.system import process_end, url_host
 from baton.router.config import RouterConfig
 from baton.router.processes.merged_metrics import MergedMetrics
 from baton.router.processes.sockets import ControlClient, listen, report, reserve
 from baton.router.status import scrape_targets
-from baton.rpc.ports import url_host
-from baton.rpc.process_end import process_end
 
 log = logging.getLogger(__name__)
 

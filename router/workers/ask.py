@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton import rpc
 from baton.router.workers.checks import explain
 from baton.router.workers.discovery import Discovery
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
@@ -22,11 +23,11 @@ CALL_TIMEOUT = 5.0
 RETRY_SECONDS = 0.5
 
 
-async def _ask(address: str, secret: bytes, tls: rpc.TlsFiles | None) -> pb.WorkerDescription:
+async def _ask(address: str, secret: bytes, tls: TlsFiles | None) -> pb.WorkerDescription:
     logged = ""
     while True:
         try:
-            async with rpc.connect(address, secret, tls) as channel:
+            async with connect(address, secret, tls) as channel:
                 return await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
             reason, remedy = explain(error, files=tls is not None)
@@ -37,7 +38,7 @@ async def _ask(address: str, secret: bytes, tls: rpc.TlsFiles | None) -> pb.Work
 
 
 async def first_description(
-    discovery: Discovery, secret: bytes, tls: rpc.TlsFiles | None
+    discovery: Discovery, secret: bytes, tls: TlsFiles | None
 ) -> pb.WorkerDescription:
     """Asks all workers that discovery finds, until one answers. Returns its description."""
     log.info("asking the workers which model they serve")
@@ -74,7 +75,7 @@ async def first_description(
 def ask_workers(
     discovery: Discovery,
     secret: bytes,
-    tls: rpc.TlsFiles | None,
+    tls: TlsFiles | None,
     logging_config: dict[str, Any],
     runner: asyncio.Runner,
 ) -> pb.WorkerDescription | None:

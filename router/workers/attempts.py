@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.machine.tracing import Span
 from baton.router.policy import PrefillWork
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import Span
 
 
 @dataclass(frozen=True, slots=True)

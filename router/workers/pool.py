@@ -34,8 +34,8 @@ from baton.router.workers.discovery import Discovery
 from baton.router.workers.roster import Roster
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import POOL_NAMES, Worker
-from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.tls import TlsFiles
 
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from baton import rpc
 from baton.router import prompt_logprobs
 from baton.router.policy import DecodeLoad
 from baton.router.workers.attempts import Lost
@@ -25,6 +24,8 @@ from baton.router.workers.checks import (
 from baton.router.workers.roster import Roster
 from baton.router.workers.worker import CALL_TIMEOUT, SendQueue, Worker, WorkerState, cancelled_from_outside
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class WorkerStream:
         on_offer: Callable[[Worker, pb.Offer], None],
         secret: bytes,
         router_id: bytes,
-        tls: rpc.TlsFiles | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         """`on_offer`: the worker leaves its pool, and another one may fetch this prefix from it."""
         self.worker = worker
@@ -127,7 +128,7 @@ class WorkerStream:
     async def _serve(self) -> None:
         """Attaches to the worker and receives its messages until the stream ends."""
         worker = self.worker
-        async with rpc.connect(worker.address, self._secret, self._tls) as channel:
+        async with connect(worker.address, self._secret, self._tls) as channel:
             stub = WorkerStub(channel)
             worker.described(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT))
             self._roster.check(worker)

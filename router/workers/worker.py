@@ -20,12 +20,12 @@ from enum import StrEnum
 
 import grpc.aio
 
+from baton.machine.logs import of_request
+from baton.machine.tracing import Span
 from baton.router.policy import DecodeLoad, PrefillLoads, PrefillWork
 from baton.router.workers.attempts import Attempt, CircuitBreaker, OnEvent
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.logs import of_request
-from baton.rpc.tracing import Span
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)

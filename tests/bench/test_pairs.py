@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from baton.bench.disagg.pairs import Request, ratio
+from baton.bench.disagg.pairs import Request, ratio, started
 from tests.pages import ROOT
 
 MOCK = f"{sys.executable} -m tests.bench.mock_server --port {{port}}"
@@ -41,3 +42,10 @@ def test_the_interval_is_wide_for_few_requests_and_holds_the_ratio() -> None:
         assert low < value < high
     assert many[1] < 0.5 < many[2]
     assert many[2] - many[1] < (few[2] - few[1]) / 2
+
+
+@pytest.mark.timeout(60)
+def test_a_side_whose_process_ends_is_not_waited_for() -> None:
+    side = f"broken 1 {sys.executable} -c raise(SystemExit(3))"
+    with pytest.raises(RuntimeError, match=r"broken 1 .* ended before it answered"), started(side):
+        pass

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
@@ -20,8 +21,8 @@ from baton.router.server import RunningRouter, running
 from baton.router.text.gguf_tokenizer import read_gguf
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.workers.worker import Worker
-from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.tls import TlsFiles
 
 NO_DEFAULTS = SamplingDefaults()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
@@ -45,6 +46,13 @@ ARGUMENTS = '{"city": "Paris"}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
+def accepts(grammar: str, text: str) -> bool:
+    """Whether workers take `text` as the whole output."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    said = text.encode()
+    return matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
+
+
 @pytest.fixture(scope="session")
 def tokenizer(embedded_model_path: Path) -> ModelTokenizer:
     return load_tokenizer(str(embedded_model_path))
@@ -52,7 +60,7 @@ def tokenizer(embedded_model_path: Path) -> ModelTokenizer:
 
 def encode_chat(tokenizer: ModelTokenizer, messages: list[dict[str, Any]]) -> list[int]:
     """The token ids of a chat, as the router makes them."""
-    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    return tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)
 
 
 @pytest.fixture(scope="session")

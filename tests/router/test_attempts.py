@@ -5,11 +5,11 @@ from typing import cast
 
 import pytest
 
+from baton.machine.tracing import Span
 from baton.router.policy import DecodeLoad, PrefillLoads, PrefillWork
 from baton.router.workers.attempts import Attempt
 from baton.router.workers.worker import Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import Span
 
 
 class RecordedSpan:

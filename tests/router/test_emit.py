@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, Verdict
@@ -14,7 +15,6 @@ from baton.router.policy import PrefillLoads, PrefillOffer, PrefillWork
 from baton.router.workers.pool import PrefillTarget, WorkerPool
 from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import Span
 
 WORKER = Worker("w", PrefillLoads(), lambda: None, lambda: None)
 TARGET = PrefillTarget(WORKER, PrefillWork(1), PrefillOffer(0.0), 0.0, queues=False)

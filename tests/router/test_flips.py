@@ -9,8 +9,8 @@ from baton.bench.fakes.worker import SECRET, FakeWorker
 from baton.router.policy import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import attempts
-from baton.rpc import connect
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 from .conftest import Cluster, make_cluster
