@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpc.aio import Channel
+
 import baton.bench.contract as contract
-from baton import rpc
 from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
 from baton.bench.chaos.streams import Case, Load, Verdict, expected, judge
 from baton.bench.contract import Report, Row, percentile
@@ -39,6 +40,7 @@ from baton.bench.overlap.streams import Trace
 from baton.bench.shapes import write_shape
 from baton.cluster.supervision.workers import set_pool
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 FLIPS = 20
@@ -80,7 +82,7 @@ class Run:
     leaks: dict[str, int]
 
 
-async def flip(channel: rpc.Channel) -> float:
+async def flip(channel: Channel) -> float:
     """Moves a decode worker to the prefill pool. Returns after it has computed a prompt: when that began.
 
     Raises TimeoutError if it gets none.
@@ -93,7 +95,7 @@ async def flip(channel: rpc.Channel) -> float:
     return began
 
 
-async def _status(channel: rpc.Channel) -> pb.WorkerStatus:
+async def _status(channel: Channel) -> pb.WorkerStatus:
     answer: Awaitable[pb.WorkerStatus] = WorkerStub(channel).GetStatus(pb.StatusRequest(), timeout=CALL_S)
     return await answer
 
@@ -101,7 +103,7 @@ async def _status(channel: rpc.Channel) -> pb.WorkerStatus:
 async def flip_repeatedly(address: str, secret: str, flips: int, rng: random.Random) -> list[float]:
     """Moves the worker there and back `flips` times. Returns when each flip to prefill began."""
     began = []
-    async with rpc.connect(address, secret.encode()) as channel:
+    async with connect(address, secret.encode()) as channel:
         for _ in range(flips):
             await asyncio.sleep(rng.uniform(*QUIET_S))
             began.append(await flip(channel))

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import IO, Any, Self, TextIO
 
 import baton.bench.contract as contract
-from baton import rpc
 from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.gpus import visible_gpus
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 
@@ -57,7 +57,7 @@ class Driver:
 
     def __init__(self, report: Mapping[str, Any], secret: str) -> None:
         self.report = report
-        self._channel = rpc.connect(report["address"], secret.encode())
+        self._channel = connect(report["address"], secret.encode())
         self.stub = WorkerStub(self._channel)
         self._call: Any = self.stub.Attach(None)
         self._tokens: dict[bytes, list[tuple[float, pb.TokenEvent]]] = defaultdict(list)

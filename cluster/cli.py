@@ -34,7 +34,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from baton.rpc.version import version
+        from baton import version
 
         typer.echo(f"baton {version()}")
         raise typer.Exit

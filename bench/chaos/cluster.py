@@ -25,12 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from baton import rpc
 from baton.bench import roles
 from baton.bench.chaos import processes
 from baton.cluster.model import EMBEDDED_NAME
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.workers import set_pool
+from baton.rpc.channel import connect
 
 START_S = 180.0
 STOP_S = 30.0
@@ -89,7 +89,7 @@ class Worker:
 
         async def call() -> None:
             address, secret = self.lives[-1]["address"], self._cluster.secret.encode()
-            async with rpc.connect(address, secret) as channel:
+            async with connect(address, secret) as channel:
                 await set_pool(channel, pool, SET_POOL_S)
 
         asyncio.run(call())

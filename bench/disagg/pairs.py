@@ -44,6 +44,7 @@ def started(side: str) -> Iterator[str]:
     """Starts the processes of `NAME COUNT COMMAND`. Yields their URLs when each has answered."""
     _, count, line = side.split(maxsplit=2)
     urls: list[str] = []
+    running: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as processes:
         for number in range(int(count)):
             port = free_port()
@@ -51,9 +52,12 @@ def started(side: str) -> Iterator[str]:
             words = shlex.split(line.replace("{port}", str(port)))
             process = subprocess.Popen(words, env=os.environ | gpu, stdout=sys.stderr)
             processes.callback(_end, process)
+            running.append(process)
             urls.append(f"http://127.0.0.1:{port}")
         deadline = time.monotonic() + START_S
         while not all(map(_answers, urls)):
+            if any(process.poll() is not None for process in running):
+                raise RuntimeError(f"{side}: a process ended before it answered. Its output is above.")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{side}: no answer within {START_S:.0f} s")
             time.sleep(POLL_S)

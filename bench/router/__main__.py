@@ -143,7 +143,7 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
         sticky(snapshot, request)
         decode = two_choices(decodes, tokens=2_150, rng=rng)
         if decode is not None:
-            caches.nearest(rows[decode], chunks=chunks, tokens=2_150, rng=rng, avoid=())
+            caches.nearest(rows[decode], request, rng)
         loads.index.overlap(chunks, 2_000, CHUNK_TOKENS, everywhere)  # the source of a prefix
         took.append(1e6 * (time.perf_counter() - began))
         assert decode is not None

@@ -27,9 +27,9 @@ from urllib.parse import urlsplit
 import psutil
 import uvloop
 
-from baton import rpc
 from baton.bench.fakes.worker import FakeWorker, Lanes
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 PROMPT_TOKENS = 200
@@ -169,7 +169,7 @@ class Direct:
     """A stream to a worker: writes one request, reads one message."""
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._channel = rpc.connect(address, secret)
+        self._channel = connect(address, secret)
         self._call = WorkerStub(self._channel).Attach(None)
 
     async def first_token(self, prompt: list[int]) -> float:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from baton.bench.disagg import results
 from baton.bench.disagg.loads import LOADS, Load, Pace, command
-from baton.bench.disagg.pairs import Request, ratio
+from baton.bench.disagg.pairs import Request, ratio, started
 from baton.bench.disagg.results import page
 from baton.bench.disagg.sides import against, baton
 from baton.bench.load.target.tokenization import WORDS
@@ -154,3 +154,10 @@ def test_the_interval_is_wide_for_few_requests_and_holds_the_ratio() -> None:
         assert low < value < high
     assert many[1] < 0.5 < many[2]
     assert many[2] - many[1] < (few[2] - few[1]) / 2
+
+
+@pytest.mark.timeout(60)
+def test_a_side_whose_process_ends_is_not_waited_for() -> None:
+    side = f"broken 1 {sys.executable} -c raise(SystemExit(3))"
+    with pytest.raises(RuntimeError, match=r"broken 1 .* ended before it answered"), started(side):
+        pass

@@ -24,8 +24,8 @@ import torch
 import typer
 import typer.main
 import uvloop
+from grpc.aio import Channel
 
-from baton import rpc
 from baton.bench import contract, flip
 from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.disagg import results, sides
@@ -451,7 +451,7 @@ def test_runs_flip(
     monkeypatch.setattr(flip, "leaks_when_idle", lambda url: {})
     monkeypatch.setattr(flip, "QUIET_S", (0.0, 0.0))
 
-    async def status(channel: rpc.Channel) -> pb.WorkerStatus:
+    async def status(channel: Channel) -> pb.WorkerStatus:
         number = next(computed)
         traced(writers[-1], f"{number}")
         return pb.WorkerStatus(prompt_tokens=1 + number)
