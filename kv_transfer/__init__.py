@@ -25,11 +25,12 @@ Roles use the interfaces of `transport`. Behind them, engine processes touch KV 
 `docs/protocol.md`.
 """
 
+from baton.content.cache_kinds import CachePart
 from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from baton.kv_transfer.arena_transport import ArenaTransport
 from baton.kv_transfer.config import TransferConfig, TransferDeadlines
 from baton.kv_transfer.heartbeat import Heartbeat
-from baton.kv_transfer.layout import KVLayout, StateType
+from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, FirstToken
 from baton.kv_transfer.spawn import (
     Drain,
@@ -61,6 +62,7 @@ __all__ = [
     "Arena",
     "ArenaEnd",
     "ArenaTransport",
+    "CachePart",
     "Closed",
     "ContentWanted",
     "Drain",
@@ -77,7 +79,6 @@ __all__ = [
     "Receiver",
     "Released",
     "Sender",
-    "StateType",
     "StatsRequest",
     "TraceWriter",
     "TransferConfig",

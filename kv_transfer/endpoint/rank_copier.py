@@ -12,7 +12,7 @@ from typing import Any
 
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.device.open_pool import open_pool
+from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool, Staged
 from baton.kv_transfer.endpoint.pulls import exported as export_of
 from baton.kv_transfer.layout import Slice

@@ -280,7 +280,7 @@ class ArenaReceiver:
         fetch = self._by_transfer[m.transfer_id]
         piece = Slice(m.layer, m.head_start, m.head_count, m.token_start, m.token_count, m.state)
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
-        if piece.state is None:
+        if self._layout.parts[piece.state].per_token:
             start, stop = fetch.request.ranges[0]
             assert start <= piece.token_start < piece.token_start + piece.token_count <= stop, piece
         else:

@@ -65,6 +65,7 @@ def main() -> None:
     from baton.engine.kernels.triton_kernels import TritonKernels
     from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
     from baton.kv_transfer.device import copy_kernels
+    from baton.kv_transfer.device.copy_kernels import Pages
 
     def step(
         dtype: torch.dtype,
@@ -116,14 +117,16 @@ def main() -> None:
                     for tokens in (1, 20, 64, *([rows] if grouped else [])):
                         linear.triton(kernels.quantize(x[:tokens], grouped=grouped))
         table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
+        values, scales = parts(kv)
+        pools = [values, *([] if scales is None else [scales.transpose(2, 3).unsqueeze(4)])]
         for into_pool in (False, True):
-            for pool in parts(kv):
-                if pool is not None:
-                    for sums in (False, True):
-                        copy_kernels.launch(table, pool, 3, kv_heads, into_pool=into_pool, sums=sums)
+            for pool in pools:
+                for sums in (False, True):
+                    pages = Pages.of(pool)
+                    copy_kernels.launch(table, pages, (3, kv_heads), into_pool=into_pool, sums=sums)
         copy_kernels.launch_sums(torch.zeros(2, copy_kernels.SUM_FIELDS, dtype=torch.int64), 9)
         table = torch.zeros(2, copy_kernels.CONVERTED_FIELDS, dtype=torch.int64)
-        copy_kernels.launch_converting(table, parts(kv)[0], dtype if fp8_kv else FP8, 3 * kv_heads)
+        copy_kernels.launch_converting(table, pools, dtype if fp8_kv else FP8, 3 * kv_heads)
 
     step(torch.bfloat16, 32, 8, 128, 128, norm=False)  # Llama 3.1 8B
     step(torch.bfloat16, 32, 8, 128, 16, norm=True)  # Qwen3 8B
@@ -217,7 +220,8 @@ def main() -> None:
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
     for moved in (torch.zeros(4, 3, 8448)[..., :8192].unflatten(2, (128, 64)), torch.zeros(4, 1, 128, 8192)):
         for into_pool, sums in ((False, False), (True, True)):
-            copy_kernels.launch_states(table, moved, 128, into_pool=into_pool, sums=sums)
+            pages = Pages.of(moved.transpose(0, 1).unsqueeze(3))
+            copy_kernels.launch(table, pages, (128, 1), into_pool=into_pool, sums=sums)
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)
