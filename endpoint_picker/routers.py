@@ -75,7 +75,7 @@ class Routers:
 
     def _home(self, of: Conversation, candidates: set[str]) -> str:
         """The router that made the earlier response. Else the first one on the ring, from the conversation's
-        point on, that is not too busy, as in `router.policy.sticky`."""
+        point on, that is not too busy, as in `router.policy.prefill.sticky`."""
         if of.response_id is not None:
             for name in sorted(candidates):
                 if of.response_id.startswith(home_tag(name)):

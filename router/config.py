@@ -77,7 +77,7 @@ class RouterConfig:
     decode_only: bool = False
     """The cluster has no prefill workers. The router is ready with a decode worker."""
     routing_policy: str = "sticky"
-    """The policy that chooses a prefill worker, one of `router.policy.PREFILL_POLICIES`."""
+    """The policy that chooses a prefill worker, one of `router.policy.prefill.PREFILL_POLICIES`."""
     max_body_bytes: int = 16 << 20
     max_waiting_tokens: int = 1_000_000
     """Limit for the prompt tokens of all requests without a first token. Beyond it clients get 429."""

@@ -35,7 +35,7 @@ from baton.router.endpoints.http_runner import HttpRunner
 from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
-from baton.router.policy import PREFILL_POLICIES
+from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.router.processes.sockets import BACKLOG, listen, report, serve_commands
 from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from baton.router.policy import DecodeLoad
+from baton.router.policy.decode import DecodeLoad
 from baton.rpc import LONGEST_REPORT
 from baton.simulator.clock import Clock
 
@@ -20,7 +20,7 @@ POOL = 2_000
 SEATS = 256
 
 DecodePolicy = Callable[..., str | None]
-"""As `router.policy.two_choices`."""
+"""As `router.policy.decode.two_choices`."""
 
 
 @dataclass(slots=True)

@@ -19,25 +19,17 @@ from functools import partial
 from typing import Literal
 
 from baton.engine.core.chunk_limit import LONG
-from baton.router.policy import (
-    DecodeLoad,
-    Placement,
-    PrefillLoads,
-    PrefillOffer,
-    PrefillRequest,
-    PrefillSnapshot,
+from baton.router.policy.decode import DecodeLoad, two_choices
+from baton.router.policy.placement import Placement, PrefillOffer, patience, place, place_without_room
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
+from baton.router.policy.reports import (
     PrefillWindow,
-    PrefillWork,
     apply_report,
     decode_offer,
     pace,
-    patience,
-    place,
-    place_without_room,
     prefill_offer,
     prefill_window,
-    sticky,
-    two_choices,
 )
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval

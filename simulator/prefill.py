@@ -15,7 +15,8 @@ from typing import NoReturn
 
 from baton.content import CHUNK_TOKENS
 from baton.machine import Average
-from baton.router.policy import PrefillLoads, PrefillPolicy, PrefillRequest, PrefillSnapshot, PrefillWork
+from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import LONGEST_REPORT
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.trace import Session, Trace, Turn, hit_tokens

@@ -53,7 +53,9 @@ from baton.bench.router.ends import (
     through,
 )
 from baton.content import CHUNK_TOKENS
-from baton.router.policy import DecodeCaches, DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
+from baton.router.policy.decode import DecodeCaches, DecodeLoad, two_choices
+from baton.router.policy.prefill import PrefillRequest, sticky
+from baton.router.policy.prefill_loads import PrefillLoads
 
 LOADED_STEP_S = 0.02
 SATURATED_STEP_S = 0.005

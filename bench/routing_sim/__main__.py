@@ -31,7 +31,7 @@ from baton.bench.load.traffic.datasets import SAMPLE_TRACE
 from baton.bench.routing_sim.baselines import POLICIES, Flips, emptiest
 from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix, size
 from baton.cluster.options.optimize import PROFILES
-from baton.router.policy import two_choices
+from baton.router.policy.decode import two_choices
 from baton.simulator import decode, placement
 from baton.simulator.prefill import Outcome, Setting, Simulation
 from baton.simulator.step_worker import Quantiles

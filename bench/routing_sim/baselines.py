@@ -10,14 +10,8 @@ import numpy as np
 from baton.cluster.autoscaling.balancer import Balancer, Sample
 from baton.cluster.options import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
-from baton.router.policy import (
-    DecodeLoad,
-    PrefillPolicy,
-    PrefillRequest,
-    PrefillSnapshot,
-    round_robin,
-    sticky,
-)
+from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky
 from baton.rpc import worker_pb2 as pb
 
 

@@ -28,7 +28,7 @@ from baton.router.admission.fairness import FairQueue
 from baton.router.admission.keys import MAX_RETRY_AFTER, Account, ApiKey, Clock
 from baton.router.admission.parked import Parked, RetryBudget
 from baton.router.errors import Overloaded, RateLimited
-from baton.router.policy import FreeCapacity
+from baton.router.policy.decode import FreeCapacity
 
 KEY_SHARE = 8.0
 """With several keys, one key may use this many times what it leaves free: 8/9 if it is the only one. This

@@ -14,7 +14,8 @@ from enum import Enum, auto
 from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
-from baton.router.policy import PrefillRequest, PrefillWork
+from baton.router.policy.prefill import PrefillRequest
+from baton.router.policy.prefill_loads import PrefillWork
 from baton.router.workers.attempts import OnEvent
 from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
 from baton.router.workers.worker import Worker

@@ -15,7 +15,8 @@ from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict, is_failure
 from baton.router.generation.output import TokenQueue, TokenWriter
 from baton.router.metrics import Metrics
-from baton.router.policy import Placement, PrefillWork
+from baton.router.policy.placement import Placement
+from baton.router.policy.prefill_loads import PrefillWork
 from baton.router.workers.attempts import AttemptEvent, Lost
 from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
 from baton.router.workers.worker import Worker

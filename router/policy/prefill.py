@@ -167,3 +167,6 @@ def sticky(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
 def round_robin(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
     """Chooses each worker in turn. For comparison, and for equal prompts without prefix caches."""
     return int(snapshot.rows[request.arrival % len(snapshot.rows)])
+
+
+PREFILL_POLICIES: dict[str, PrefillPolicy] = {"sticky": sticky, "round-robin": round_robin}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.machine.tracing import Span
-from baton.router.policy import PrefillWork
+from baton.router.policy.prefill_loads import PrefillWork
 from baton.rpc import worker_pb2 as pb
 
 

@@ -8,27 +8,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier, prompt_hints
-from baton.router.policy import (
-    DecodeLoad,
+from baton.router.policy.decode import DecodeLoad, FreeCapacity, free_capacity, two_choices
+from baton.router.policy.placement import (
     DecodeOffer,
-    FreeCapacity,
     Placement,
     PrefillOffer,
-    PrefillPolicy,
-    PrefillRequest,
-    PrefillSnapshot,
-    PrefillWindow,
-    PrefillWork,
-    decode_offer,
-    free_capacity,
-    pace,
     patience,
     place,
     place_without_room,
-    prefill_offer,
-    prefill_window,
-    two_choices,
 )
+from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill_loads import PrefillWork
+from baton.router.policy.reports import PrefillWindow, decode_offer, pace, prefill_offer, prefill_window
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.discovery import Discovery
 from baton.router.workers.roster import Roster

@@ -11,14 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from baton.content import CHUNK_TOKENS
-from baton.router.policy import (
-    DecodeCaches,
-    DecodeLoad,
-    PrefillLoads,
-    apply_cache_events,
-    apply_report,
-    report_seconds,
-)
+from baton.router.policy.decode import DecodeCaches, DecodeLoad
+from baton.router.policy.prefill_loads import PrefillLoads
+from baton.router.policy.reports import apply_cache_events, apply_report, report_seconds
 from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit
 from baton.router.workers.worker import POOL_NAMES, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from baton.router import prompt_logprobs
-from baton.router.policy import DecodeLoad
+from baton.router.policy.decode import DecodeLoad
 from baton.router.workers.attempts import Lost
 from baton.router.workers.checks import (
     DRAINED,

@@ -22,7 +22,8 @@ import grpc.aio
 
 from baton.machine.logs import of_request
 from baton.machine.tracing import Span
-from baton.router.policy import DecodeLoad, PrefillLoads, PrefillWork
+from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.attempts import Attempt, CircuitBreaker, OnEvent
 from baton.router.workers.checks import clear_invalid_rates
 from baton.rpc import worker_pb2 as pb

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.router.admission.keys import ANY_CLIENT, MAX_RETRY_AFTER, Account, ApiKey
 from baton.router.admission.queue import Admission, Turn, TurnResult
 from baton.router.errors import Overloaded, RateLimited
-from baton.router.policy import FreeCapacity
+from baton.router.policy.decode import FreeCapacity
 
 
 @dataclass

@@ -6,7 +6,8 @@ from typing import cast
 import pytest
 
 from baton.machine.tracing import Span
-from baton.router.policy import DecodeLoad, PrefillLoads, PrefillWork
+from baton.router.policy.decode import DecodeLoad
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.attempts import Attempt
 from baton.router.workers.worker import Worker, WorkerState
 from baton.rpc import worker_pb2 as pb

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from baton.bench.fakes.worker import FakeWorker
 from baton.content import Tier, prompt_hints
-from baton.router.policy import apply_cache_events
 from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.policy.reports import apply_cache_events
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import roster, stream
 from baton.router.workers.checks import CacheAction, CacheSequence

@@ -11,7 +11,8 @@ from baton.machine.tracing import Span
 from baton.router.admission.parked import Waits
 from baton.router.api.jobs import Job
 from baton.router.generation.attempts import AttemptPair, DecodeAttempt, Verdict
-from baton.router.policy import PrefillLoads, PrefillOffer, PrefillWork
+from baton.router.policy.placement import PrefillOffer
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.workers.pool import PrefillTarget, WorkerPool
 from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench.fakes.worker import SECRET, FakeWorker
-from baton.router.policy import PrefillRequest
+from baton.router.policy.prefill import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import attempts
 from baton.rpc import worker_pb2 as pb

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.content import prompt_hints
-from baton.router.policy import PrefillLoads
+from baton.router.policy.prefill_loads import PrefillLoads
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 

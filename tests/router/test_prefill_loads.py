@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS, Tier
-from baton.router.policy import PrefillLoads, PrefillRequest, PrefillSnapshot, PrefillWork
 from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 
 SPEED = 1000.0
 

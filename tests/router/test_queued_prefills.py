@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.bench.fakes.worker import FakeWorker
-from baton.router.policy import PrefillRequest
+from baton.router.policy.prefill import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 

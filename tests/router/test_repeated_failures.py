@@ -6,7 +6,7 @@ import time
 import pytest
 
 from baton.router.admission import parked
-from baton.router.policy import PrefillRequest
+from baton.router.policy.prefill import PrefillRequest
 from baton.router.workers import attempts
 from baton.rpc import worker_pb2 as pb
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.content import Tier
-from baton.router.policy import PrefillLoads, PrefillRequest, PrefillWork, round_robin, sticky
-from baton.router.policy.prefill import BOUND
+from baton.router.policy.prefill import BOUND, PrefillRequest, round_robin, sticky
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 
 WORKERS = [f"10.0.0.{i}:7001" for i in range(8)]
 SPEED = 1000.0

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from baton.router.policy import DecodeLoad, two_choices
+from baton.router.policy.decode import DecodeLoad, two_choices
 
 
 def load(name: str, free: int = 100, running: int = 0) -> DecodeLoad:

@@ -10,7 +10,7 @@ import baton.bench.routing_sim.__main__ as routing_sim
 from baton.bench.load.traffic.datasets import SAMPLE_TRACE
 from baton.bench.routing_sim.baselines import POLICIES, emptiest
 from baton.bench.routing_sim.traces import h200, mooncake, multi_turn, shared_prefix, size
-from baton.router.policy import two_choices
+from baton.router.policy.decode import two_choices
 from baton.simulator import decode
 from baton.simulator.prefill import Outcome, Queued, Simulation, SimWorker
 from baton.simulator.trace import Session, Trace, Turn

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.cluster.tools.sizing.speeds import Speeds
-from baton.router.policy import PREFILL_POLICIES
+from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.simulator.prefill import Setting, Simulation
 from baton.simulator.trace import Session, Trace, Turn
 
