@@ -15,7 +15,7 @@ from baton.cluster.supervision import lifeline
 
 if TYPE_CHECKING:
     from baton.router.config import RouterConfig
-    from baton.router.workers.discovery import Discovery
+    from baton.router.discovery import Discovery
     from baton.rpc.worker_pb2 import WorkerDescription
     from baton.worker.config import WorkerConfig
 
@@ -224,7 +224,7 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
 
 def run_picker(given: options.PickerRole) -> int:
     from baton.endpoint_picker import PickerConfig, main
-    from baton.router.workers.discovery import StaticDiscovery
+    from baton.router.discovery import StaticDiscovery
 
     picker = given.picker
     if bool(picker.router) == bool(picker.kubernetes_service):

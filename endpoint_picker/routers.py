@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection
 import aiohttp
 
 from baton.endpoint_picker.conversation import Conversation
+from baton.router.discovery import Discovery
 from baton.router.endpoints.stored_responses import home_tag
 from baton.router.policy.prefill import BOUND, Ring
-from baton.router.workers.discovery import Discovery
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from baton.endpoint_picker.exchange import Exchange
 from baton.endpoint_picker.routers import Routers
 from baton.machine import logs
 from baton.machine.system import cannot_listen, url_host
-from baton.router.workers.discovery import Discovery
+from baton.router.discovery import Discovery
 from baton.rpc import ext_proc_pb2 as pb
 from baton.rpc.channel import create_public_server
 from baton.rpc.ext_proc_pb2_grpc import ExternalProcessorServicer, add_ExternalProcessorServicer_to_server

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.machine import logs
 from baton.router.admission.keys import ApiKey
-from baton.router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery, is_address
+from baton.router.discovery import Discovery, FileDiscovery, StaticDiscovery, is_address
 from baton.rpc.tls import TlsFiles
 
 

@@ -35,7 +35,6 @@ from baton.router.endpoints.http_runner import HttpRunner
 from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
-from baton.router.policy.prefill import PREFILL_POLICIES
 from baton.router.processes.sockets import BACKLOG, listen, report, serve_commands
 from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate
@@ -113,19 +112,8 @@ async def running(
     config: RouterConfig, tokenizer: ModelTokenizer, defaults: SamplingDefaults
 ) -> AsyncIterator[RunningRouter]:
     """Listens while the context is open. Requests that still run when it closes end with an error."""
-    policy = PREFILL_POLICIES[config.routing_policy]
     model = RouterModel(config.model_name, tokenizer.vocab_size, tokenizer.vocabulary_fingerprint)
-    pool = WorkerPool(
-        config.secret,
-        config.id,
-        config.discovered(),
-        policy,
-        model,
-        config.cluster_tls,
-        overflow=config.overflow,
-        prefix_fetches=config.prefix_fetches,
-        decode_only=config.decode_only,
-    )
+    pool = WorkerPool(config, model)
     services = Services(
         tokenizer=tokenizer,
         pool=pool,
@@ -148,9 +136,9 @@ async def running(
     services.metrics.follow(pool, services.admission)
     pool.on_capacity = services.admission.dispatch
     pool.on_ready = services.admission.parked.worker_ready
-    frontend = Frontend(config, services)
-    http = HttpEndpoints(config, services, frontend)
-    grpc_endpoint = GrpcEndpoint(config, frontend, pool, share=config.supervised)
+    frontend = Frontend(services)
+    http = HttpEndpoints(services, frontend)
+    grpc_endpoint = GrpcEndpoint(services, frontend)
     runner = HttpRunner(
         http.app,
         services.metrics,

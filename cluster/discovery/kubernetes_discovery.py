@@ -81,7 +81,7 @@ _RETRIED = (
 
 
 class KubernetesDiscovery:
-    """A `router.workers.discovery.Discovery`: the ready endpoints of `services` in this pod's own namespace.
+    """A `router.discovery.Discovery`: the ready endpoints of `services` in this pod's own namespace.
 
     `port` is the name of the Service port that the addresses are for. Raises ValueError if the `kubernetes`
     package is not installed.

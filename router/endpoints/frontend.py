@@ -18,7 +18,6 @@ from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.api.jobs import make_jobs
 from baton.router.api.structured import Structure, calls_or_answer
 from baton.router.api.validation import named_as_in
-from baton.router.config import RouterConfig
 from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
 from baton.router.preparation.prepare import Converted, Generated, Peek, Prepared, Served
@@ -47,7 +46,8 @@ class Frontend:
         metrics: those of the router.
     """
 
-    def __init__(self, config: RouterConfig, services: Services) -> None:
+    def __init__(self, services: Services) -> None:
+        config = services.config
         self.draining = False
         self.metrics = services.metrics
         self._model_names = config.model_names

@@ -10,13 +10,11 @@ import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.machine.system import cannot_listen, url_host
-from baton.router.active_request import ActiveRequest
+from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.queue import Entry
-from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.errors import ApiError, TooSlow
 from baton.router.generation.output import Delta
-from baton.router.workers.pool import WorkerPool
 from baton.rpc import inference_pb2 as pb
 from baton.rpc.channel import create_public_server, message_of
 from baton.rpc.health import HealthServicer
@@ -54,22 +52,17 @@ class GrpcEndpoint:
     pool.
     """
 
-    def __init__(
-        self, config: RouterConfig, frontend: Frontend, pool: WorkerPool, *, share: bool = False
-    ) -> None:
-        """`share`: other processes of this router listen on the same port."""
+    def __init__(self, services: Services, frontend: Frontend) -> None:
+        config = self._config = services.config
         self._frontend = frontend
-        self._client_timeout = config.client_timeout
-        self._max_body_bytes = config.max_body_bytes
-        self._pool = pool
+        self._pool = services.pool
         self._health = HealthServicer()
-        self._tls = config.tls
         self._server = create_public_server(
             config.max_body_bytes,
             self._health,
             [SERVICE],
             message_timeout=config.client_timeout,
-            share=share,
+            share=config.supervised,
         )
         # gRPC calls only stream handlers before it reads the message. So the API key is checked first.
         generate = grpc.stream_stream_rpc_method_handler(
@@ -82,7 +75,8 @@ class GrpcEndpoint:
     async def start(self, host: str, port: int) -> str:
         """Listens, and returns the address. Raises ValueError when the port cannot be had."""
         try:
-            pems = None if self._tls is None else self._tls.pems()
+            tls = self._config.tls
+            pems = None if tls is None else tls.pems()
             bound = add_port(self._server, host, port, pems)
         except OSError as error:
             raise ValueError(cannot_listen("--grpc-port", host, port, error)) from error
@@ -135,7 +129,7 @@ class GrpcEndpoint:
                 )
                 del raw  # frees the body, which may be large, before the generation, which may be long
                 with active.generating():
-                    await _write(active, context, self._client_timeout)
+                    await _write(active, context, self._config.client_timeout)
         except ApiError as error:
             await self._refuse(context, error, name)
         except Exception:
@@ -150,10 +144,10 @@ class GrpcEndpoint:
     ) -> bytes:
         """Returns the message of a call. gRPC does not say how much of it came, so one that takes long counts
         as the largest message until then."""
-        reading = asyncio.create_task(message_of(requests, context, self._client_timeout))
+        reading = asyncio.create_task(message_of(requests, context, self._config.client_timeout))
         try:
             await asyncio.wait({reading}, timeout=_SOON)
-            counted = 0 if reading.done() else self._max_body_bytes
+            counted = 0 if reading.done() else self._config.max_body_bytes
             entry.receive(counted)
             raw = await reading
             entry.receive(len(raw) - counted)

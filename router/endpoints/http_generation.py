@@ -109,9 +109,9 @@ def json_response(body: bytes) -> web.Response:
 class HttpGeneration:
     """Receives a request, generates, and sends the response."""
 
-    def __init__(self, config: RouterConfig, services: Services, frontend: Frontend) -> None:
-        self._config = config
-        self._model = config.model_name
+    def __init__(self, services: Services, frontend: Frontend) -> None:
+        self._config = services.config
+        self._model = services.config.model_name
         self._tokenizer = services.tokenizer
         self._frontend = frontend
 

@@ -20,7 +20,6 @@ from aiohttp import web
 from baton.machine.system import url_host
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.queue import Entry
-from baton.router.config import RouterConfig
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
@@ -59,10 +58,8 @@ class _Turn:
 class OpenAIResponses:
     """Owns the stored responses, and the tasks of those that are generated in the background."""
 
-    def __init__(
-        self, config: RouterConfig, services: Services, frontend: Frontend, generation: HttpGeneration
-    ) -> None:
-        self._config = config
+    def __init__(self, services: Services, frontend: Frontend, generation: HttpGeneration) -> None:
+        self._config = services.config
         self._services = services
         self._frontend = frontend
         self._generation = generation

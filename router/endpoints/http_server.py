@@ -17,7 +17,6 @@ from baton.router.active_request import Services
 from baton.router.api.anthropic.reply import error_body
 from baton.router.api.jobs import shown
 from baton.router.api.openapi import OPERATIONS, encoded
-from baton.router.config import RouterConfig
 from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.endpoints.http_generation import (
     ACCOUNT,
@@ -84,14 +83,14 @@ _OPEN = {operation.path for operation in OPERATIONS if operation.open}
 class HttpEndpoints:
     """The routes of the HTTP server and their handlers."""
 
-    def __init__(self, config: RouterConfig, services: Services, frontend: Frontend) -> None:
-        self._config = config
+    def __init__(self, services: Services, frontend: Frontend) -> None:
+        config = self._config = services.config
         self._services = services
         self._frontend = frontend
         self._created = int(time.time())  # noqa: TID251 - a timestamp
         self._cors = Cors(config.allowed_origins)
-        generation = HttpGeneration(config, services, frontend)
-        responses = OpenAIResponses(config, services, frontend, generation)
+        generation = HttpGeneration(services, frontend)
+        responses = OpenAIResponses(services, frontend, generation)
         self.app = web.Application(middlewares=[self._guard])
         self.app.on_response_prepare.extend([_add_request_id, self._cors.add_headers])
         self.app.add_routes(

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from baton.router.discovery import Discovery
 from baton.router.workers.checks import explain
-from baton.router.workers.discovery import Discovery
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.tls import TlsFiles

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.content import CHUNK_TOKENS, Tier, prompt_hints
+from baton.router.config import RouterConfig
 from baton.router.policy.decode import DecodeLoad, FreeCapacity, free_capacity, two_choices
 from baton.router.policy.placement import (
     DecodeOffer,
@@ -17,16 +18,14 @@ from baton.router.policy.placement import (
     place,
     place_without_room,
 )
-from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
+from baton.router.policy.prefill import PREFILL_POLICIES, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillWork
 from baton.router.policy.reports import PrefillWindow, decode_offer, pace, prefill_offer, prefill_window
 from baton.router.workers.checks import RouterModel
-from baton.router.workers.discovery import Discovery
 from baton.router.workers.roster import Roster
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import POOL_NAMES, Worker
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tls import TlsFiles
 
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
@@ -88,33 +87,16 @@ class WorkerPool(Roster):
     In all choices, workers in `request.avoid` are chosen only if there is no other.
     """
 
-    def __init__(
-        self,
-        secret: bytes,
-        router_id: bytes,
-        discovery: Discovery,
-        policy: PrefillPolicy,
-        model: RouterModel,
-        tls: TlsFiles | None = None,
-        *,
-        overflow: bool = True,
-        prefix_fetches: bool = True,
-        decode_only: bool = False,
-    ) -> None:
+    def __init__(self, config: RouterConfig, model: RouterModel) -> None:
         super().__init__(model)
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
         self._window_budgets = self.budgets
-        self._may_overflow = overflow
-        self._may_fetch_prefixes = prefix_fetches
-        self._decode_only = decode_only
-        self._policy = policy
+        self._may_overflow = config.overflow
+        self._policy = PREFILL_POLICIES[config.routing_policy]
         self._choices = 0  # of prefill workers
-        self._secret = secret
-        self._tls = tls
-        self._discovery = discovery
-        self._router_id = router_id
+        self._config = config
         self._rng = random.Random()
         self._streams: dict[str, WorkerStream] = {}  # to the listed workers
         self._retired: set[WorkerStream] = set()  # no longer listed, with open attempts
@@ -122,7 +104,7 @@ class WorkerPool(Roster):
     async def run(self) -> None:
         """Follows discovery until cancelled, then closes every stream."""
         try:
-            async for addresses in self._discovery.watch():
+            async for addresses in self._config.discovered().watch():
                 for address in addresses - self.listed.keys():
                     self._open(address)
                 for address in self.listed.keys() - addresses:
@@ -134,9 +116,7 @@ class WorkerPool(Roster):
     def _open(self, address: str) -> None:
         worker = Worker(address, self.loads, lambda: self.on_capacity(), self.apply_breakers)
         self.listed[address] = worker
-        self._streams[address] = WorkerStream(
-            worker, self, self.offered, self._secret, self._router_id, self._tls
-        )
+        self._streams[address] = WorkerStream(worker, self, self.offered, self._config)
 
     def retire(self, address: str) -> None:
         """Discovery no longer lists this worker."""
@@ -176,12 +156,13 @@ class WorkerPool(Roster):
     @property
     def pools(self) -> dict[pb.Pool, str]:
         """The pools that the cluster has, with their names."""
-        return {p: name for p, name in POOL_NAMES.items() if p == pb.POOL_DECODE or not self._decode_only}
+        both = not self._config.decode_only
+        return {p: name for p, name in POOL_NAMES.items() if both or p == pb.POOL_DECODE}
 
     @property
     def complete(self) -> bool:
         """Whether each pool of the cluster has a worker."""
-        return self.has_decode and (self._decode_only or bool(self.prefills))
+        return self.has_decode and (self._config.decode_only or bool(self.prefills))
 
     def can_ever_hold(self, tokens: int) -> bool:
         """Whether an idle worker that decodes has blocks for so many positions."""
@@ -318,7 +299,7 @@ class WorkerPool(Roster):
         """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere.
 
         Workers with KV of another dtype have other names for it."""
-        source = self.prefix_source(worker, chunks, tokens) if self._may_fetch_prefixes else None
+        source = self.prefix_source(worker, chunks, tokens) if self._config.prefix_fetches else None
         if source is None or source.holder.description.content_root != worker.description.content_root:
             return None
         return source.message()
@@ -357,7 +338,7 @@ class WorkerPool(Roster):
         root, prefix = worker.description.content_root, offer.prefix
         chunks = prompt_hints(prefix.token_ids, root, prefix.cache_salt)
         target = None
-        if chunks and self._may_fetch_prefixes:
+        if chunks and self._config.prefix_fetches:
             tokens, avoid = len(prefix.token_ids), {worker.address}
             target = self.choose_prefill(PrefillRequest(chunks[0], tokens, chunks, avoid))
         if target is None or target.worker is worker or not _lacks(target, root):

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from baton.router import prompt_logprobs
+from baton.router.config import RouterConfig
 from baton.router.policy.decode import DecodeLoad
 from baton.router.workers.attempts import Lost
 from baton.router.workers.checks import (
@@ -25,7 +26,6 @@ from baton.router.workers.roster import Roster
 from baton.router.workers.worker import CALL_TIMEOUT, SendQueue, Worker, WorkerState, cancelled_from_outside
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
@@ -44,17 +44,13 @@ class WorkerStream:
         worker: Worker,
         roster: Roster,
         on_offer: Callable[[Worker, pb.Offer], None],
-        secret: bytes,
-        router_id: bytes,
-        tls: TlsFiles | None = None,
+        config: RouterConfig,
     ) -> None:
         """`on_offer`: the worker leaves its pool, and another one may fetch this prefix from it."""
         self.worker = worker
         self._roster = roster
         self._on_offer = on_offer
-        self._secret = secret
-        self._router_id = router_id
-        self._tls = tls
+        self._config = config
         self._may_offer = False  # the worker is retired, and its stream stays open for offers
         self._cache = CacheSequence()
         self._task = asyncio.create_task(self._run(), name=f"worker {worker.address}")
@@ -95,7 +91,7 @@ class WorkerStream:
                     await self._serve()
                     worker.reason, worker.remedy = "the worker ended the stream", SEE_WORKER_LOG
                 except grpc.aio.AioRpcError as error:
-                    worker.reason, worker.remedy = explain(error, files=self._tls is not None)
+                    worker.reason, worker.remedy = explain(error, files=self._config.cluster_tls is not None)
                     drains = worker.state is WorkerState.DRAINING
                     if (drained or drains) and error.code() is grpc.StatusCode.UNAVAILABLE:
                         worker.reason, worker.remedy = "the worker drained and ended", DRAINED
@@ -128,7 +124,7 @@ class WorkerStream:
     async def _serve(self) -> None:
         """Attaches to the worker and receives its messages until the stream ends."""
         worker = self.worker
-        async with connect(worker.address, self._secret, self._tls) as channel:
+        async with connect(worker.address, self._config.secret, self._config.cluster_tls) as channel:
             stub = WorkerStub(channel)
             worker.described(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT))
             self._roster.check(worker)
@@ -136,7 +132,7 @@ class WorkerStream:
             worker.decode_load = _decode_load(worker)
             worker.report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
             messages, self._cache = SendQueue(self._unread), CacheSequence()
-            hello = pb.RouterHello(router_id=self._router_id, report_seconds=self._roster.report_seconds)
+            hello = pb.RouterHello(router_id=self._config.id, report_seconds=self._roster.report_seconds)
             messages.put(pb.RouterMessage(hello=hello))
             self._call = stub.Attach(messages.messages())
             worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.router.workers.discovery import Discovery
+from baton.router.discovery import Discovery
 
 
 class Follower:

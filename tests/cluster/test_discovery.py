@@ -18,8 +18,8 @@ from baton.cluster.supervision.plan import RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.runner import RoleRunner, write_atomically
 from baton.cluster.supervision.supervisor import RoleHandle, Supervisor
-from baton.router.workers import discovery
-from baton.router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery
+from baton.router import discovery
+from baton.router.discovery import Discovery, FileDiscovery, StaticDiscovery
 from tests.fake_kubernetes import FakeKubernetes, endpoint
 
 from .conftest import FAKE, eventually

@@ -11,9 +11,9 @@ import pytest
 
 from baton.endpoint_picker.conversation import Conversation, conversation
 from baton.endpoint_picker.routers import Routers, reported_requests
+from baton.router.discovery import StaticDiscovery
 from baton.router.endpoints.stored_responses import home_tag
 from baton.router.metrics import Metrics
-from baton.router.workers.discovery import StaticDiscovery
 
 ADDRESSES = tuple(f"10.0.0.{i}:8000" for i in range(1, 6))
 SYSTEM = {"role": "system", "content": "Be brief. " * 1000}

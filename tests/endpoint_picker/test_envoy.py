@@ -16,8 +16,8 @@ import yaml
 
 from baton.endpoint_picker import PickerConfig
 from baton.endpoint_picker.server import running
+from baton.router.discovery import StaticDiscovery
 from baton.router.text.tokenizer import load_tokenizer
-from baton.router.workers.discovery import StaticDiscovery
 from tests.router.conftest import TEXT, Cluster, make_cluster
 
 EXAMPLE = Path(__file__).parents[2] / "examples/envoy.yaml"

@@ -19,7 +19,7 @@ from baton.endpoint_picker import exchange as exchange_module
 from baton.endpoint_picker.exchange import SUBSET, SUBSET_NAMESPACE, Exchange
 from baton.endpoint_picker.routers import Routers, reported_requests
 from baton.endpoint_picker.server import SERVICE
-from baton.router.workers.discovery import StaticDiscovery
+from baton.router.discovery import StaticDiscovery
 from baton.rpc import ext_proc_pb2 as pb
 
 from .test_picker import BODY, Gateway, destination, fake_router, picker_for

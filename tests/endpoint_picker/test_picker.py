@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.endpoint_picker import PickerConfig
 from baton.endpoint_picker.exchange import MAX_BODY_BYTES, PIECE_BYTES
 from baton.endpoint_picker.server import SERVICE, RunningPicker, running
+from baton.router.discovery import StaticDiscovery
 from baton.router.metrics import Metrics
-from baton.router.workers.discovery import StaticDiscovery
 from baton.rpc import ext_proc_pb2 as pb
 from baton.rpc.ext_proc_pb2_grpc import ExternalProcessorStub
 

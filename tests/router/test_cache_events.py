@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -225,7 +226,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     assert await source() == decode.incarnation
     pool = caching.router.services.pool
     connection = caching.connection(decode)
-    monkeypatch.setattr(pool, "_may_fetch_prefixes", False)
+    monkeypatch.setattr(pool, "_config", replace(pool._config, prefix_fetches=False))
     assert await source() is None
     monkeypatch.undo()
     other = next(w for w in caching.prefills if w is not home)
