@@ -142,9 +142,7 @@ def run_router(given: options.RouterRole) -> int:
             if config.model is None:
                 from baton.router.workers.ask import ask_workers
 
-                described = ask_workers(
-                    config.discovered(), config.secret, config.cluster_tls, config.logging(), runner
-                )
+                described = ask_workers(config, runner)
                 if described is None:
                     return 0
                 config = _with_model(config, described)

@@ -1,6 +1,6 @@
 """The workers that a router knows.
 
-1. `discovery` yields the addresses of the workers.
+1. `router.discovery` yields the addresses of the workers.
 2. The `pool` keeps a `stream` to each address, which is opened again whenever it ends.
 3. A `worker` is what the router knows of one worker, with the open `attempts` and the messages to it.
 4. `checks` refuses a worker of another model, and says what the router believes of the reports of a worker.

@@ -10,11 +10,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton.router.discovery import Discovery
+from baton.router.config import RouterConfig
 from baton.router.workers.checks import explain
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
-from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
@@ -23,23 +22,21 @@ CALL_TIMEOUT = 5.0
 RETRY_SECONDS = 0.5
 
 
-async def _ask(address: str, secret: bytes, tls: TlsFiles | None) -> pb.WorkerDescription:
+async def _ask(address: str, config: RouterConfig) -> pb.WorkerDescription:
     logged = ""
     while True:
         try:
-            async with connect(address, secret, tls) as channel:
+            async with connect(address, config.secret, config.cluster_tls) as channel:
                 return await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
-            reason, remedy = explain(error, files=tls is not None)
+            reason, remedy = explain(error, files=config.cluster_tls is not None)
             if reason != logged:  # not with each try
                 logged = reason
                 log.warning("worker at %s: %s. %s", address, reason, remedy)
         await asyncio.sleep(RETRY_SECONDS)
 
 
-async def first_description(
-    discovery: Discovery, secret: bytes, tls: TlsFiles | None
-) -> pb.WorkerDescription:
+async def first_description(config: RouterConfig) -> pb.WorkerDescription:
     """Asks all workers that discovery finds, until one answers. Returns its description."""
     log.info("asking the workers which model they serve")
     found: asyncio.Future[pb.WorkerDescription] = asyncio.get_running_loop().create_future()
@@ -54,11 +51,11 @@ async def first_description(
             found.set_result(task.result())
 
     async def follow() -> None:
-        async for addresses in discovery.watch():
+        async for addresses in config.discovered().watch():
             for gone in asking.keys() - addresses:
                 asking.pop(gone).cancel()
             for address in addresses - asking.keys():
-                asking[address] = asyncio.create_task(_ask(address, secret, tls))
+                asking[address] = asyncio.create_task(_ask(address, config))
                 asking[address].add_done_callback(settle)
         await asyncio.Event().wait()
 
@@ -72,22 +69,16 @@ async def first_description(
         await asyncio.gather(following, *asking.values(), return_exceptions=True)
 
 
-def ask_workers(
-    discovery: Discovery,
-    secret: bytes,
-    tls: TlsFiles | None,
-    logging_config: dict[str, Any],
-    runner: asyncio.Runner,
-) -> pb.WorkerDescription | None:
+def ask_workers(config: RouterConfig, runner: asyncio.Runner) -> pb.WorkerDescription | None:
     """Runs `first_description`. None: SIGTERM came first. `runner`: the router's, since gRPC has one queue of
     events for all loops of a process. It would bring late events of these calls to a loop that is closed."""
 
     async def ask() -> pb.WorkerDescription | None:
-        asking = asyncio.create_task(first_description(discovery, secret, tls))
+        asking = asyncio.create_task(first_description(config))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asking.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             return await asking
         return None
 
-    logging.config.dictConfig(logging_config)
+    logging.config.dictConfig(config.logging())
     return runner.run(ask())

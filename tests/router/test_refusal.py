@@ -156,7 +156,7 @@ async def test_the_model_is_that_of_the_first_worker_that_answers(
     async with free_port() as nothing, worker() as address:
         (tmp_path / "workers").write_text(f"{nothing}\n")
         config = RouterConfig(model=None, secret=SECRET, workers_file=str(tmp_path / "workers"))
-        asking = asyncio.create_task(first_description(config.discovered(), SECRET, None))
+        asking = asyncio.create_task(first_description(config))
         async with asyncio.timeout(10):
             while not caplog.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
