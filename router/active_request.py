@@ -108,16 +108,11 @@ class ActiveRequest:
     """The generations of one request, until the last of them ends or the client disconnects.
 
     Attributes:
-        body: the fields of the request, without its prompts.
-        prompts: token ids of each prompt.
-        echoes: the texts that the choices of each prompt begin with. Empty unless the client asked for
-            `echo`.
-        beginning: whether the outputs begin with reasoning.
-        repeated: the fields of /v1/responses that the response repeats, as a JSON object.
+        services: those of the router.
+        prepared: the validated request, with `body`, the fields without the prompts, and `prompts`.
         name: the request's id as its client knows it.
         sampling: the sampling parameters of the first choice.
         choices: `body.n` for each prompt, in the order of the prompts.
-        metrics: those of the router.
     """
 
     def __init__(
@@ -131,11 +126,10 @@ class ActiveRequest:
         deadline: float,
         traceparent: str,
     ) -> None:
+        self.services = services
+        self.prepared = prepared
         body = self.body = prepared.options
         self.prompts = prepared.prompts
-        self.echoes = prepared.echoes
-        self.beginning = prepared.beginning
-        self.repeated = prepared.repeated
         self.name = name
         self.sampling = jobs[0].sampling
         stops = StopStrings(body.stop)
@@ -151,8 +145,6 @@ class ActiveRequest:
             )
             for _ in jobs
         ]
-        self.metrics = services.metrics
-        self._services = services
         self._jobs = jobs
         self._entry = entry
         self._deadline = deadline
@@ -167,7 +159,7 @@ class ActiveRequest:
 
         Raises Overloaded and RateLimited.
         """
-        services, began = self._services, time.monotonic()
+        services, began = self.services, time.monotonic()
         sizes = [len(job.prompt_ids) for job in self._jobs]
         with self._traced() as span:
             turns = self._entry.turns(sizes, self.body.priority)
@@ -235,10 +227,10 @@ class ActiveRequest:
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.response.model": self._services.config.model_name,
+            "gen_ai.response.model": self.services.config.model_name,
         }
         began = time.monotonic()
-        span = self._services.tracer.begin("request", self._traceparent, attributes, "server")
+        span = self.services.tracer.begin("request", self._traceparent, attributes, "server")
         error = ""
         try:
             yield span
@@ -279,7 +271,7 @@ class ActiveRequest:
         self.abort(TooSlow("the client left too much of its response unread"))
 
     def _close(self, seconds: float) -> None:
-        metrics = self.metrics
+        metrics = self.services.metrics
         for generation, choice, job in zip(self._generations, self.choices, self._jobs, strict=False):
             cut = not generation.done
             generation.cancel()

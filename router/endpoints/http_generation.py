@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from aiohttp import web
 
 from baton.router import errors
-from baton.router.active_request import ActiveRequest, Services
+from baton.router.active_request import ActiveRequest
 from baton.router.admission.keys import Account
 from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions
@@ -109,10 +109,8 @@ def json_response(body: bytes) -> web.Response:
 class HttpGeneration:
     """Receives a request, generates, and sends the response."""
 
-    def __init__(self, services: Services, frontend: Frontend) -> None:
-        self._config = services.config
-        self._model = services.config.model_name
-        self._tokenizer = services.tokenizer
+    def __init__(self, config: RouterConfig, frontend: Frontend) -> None:
+        self._config = config
         self._frontend = frontend
 
     async def generate(self, request: web.Request, kind: Generated) -> web.StreamResponse:
@@ -123,7 +121,7 @@ class HttpGeneration:
             del raw  # frees the body, which may be large, before the generation, which may be long
             if kind == "invocation":
                 kind = "chat" if isinstance(active.body, ChatOptions) else "completion"
-            return await self.respond(request, active, _BUILDERS[kind](active, self._model, self._tokenizer))
+            return await self.respond(request, active, _BUILDERS[kind](active))
 
     async def prepare(
         self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
@@ -176,7 +174,7 @@ class HttpGeneration:
             except ApiError as error:
                 if not response.prepared:
                     raise
-                active.metrics.failed(error)
+                active.services.metrics.failed(error)
                 end = builder.failed(error)
             await self._write(request, response, end)
         except ConnectionResetError:

@@ -18,8 +18,9 @@ from typing import Any
 from aiohttp import web
 
 from baton.machine.system import url_host
-from baton.router.active_request import ActiveRequest, Services
+from baton.router.active_request import ActiveRequest
 from baton.router.admission.queue import Entry
+from baton.router.config import RouterConfig
 from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
@@ -58,9 +59,8 @@ class _Turn:
 class OpenAIResponses:
     """Owns the stored responses, and the tasks of those that are generated in the background."""
 
-    def __init__(self, services: Services, frontend: Frontend, generation: HttpGeneration) -> None:
-        self._config = services.config
-        self._services = services
+    def __init__(self, config: RouterConfig, frontend: Frontend, generation: HttpGeneration) -> None:
+        self._config = config
         self._frontend = frontend
         self._generation = generation
         self._stored = StoredResponses(lambda: frontend.key_names)
@@ -133,8 +133,7 @@ class OpenAIResponses:
                 stored = StoredResponse(encode(response), conversation, turn.background)
                 self._stored.put(turn.key, response["id"], stored)
 
-        model, tokenizer = self._config.model_name, self._services.tokenizer
-        return OpenAIResponsesBuilder(active, model, tokenizer, _new_id(request), keep)
+        return OpenAIResponsesBuilder(active, _new_id(request), keep)
 
     async def _generate_unseen(self, active: ActiveRequest, builder: OpenAIResponsesBuilder) -> None:
         """Generates in the background."""
@@ -149,7 +148,7 @@ class OpenAIResponses:
             if not isinstance(error, ApiError):
                 error = ApiError(f"request {REQUEST_ID.get()} failed inside the router")
                 log.exception("request %s", REQUEST_ID.get())
-            self._services.metrics.failed(error)
+            active.services.metrics.failed(error)
             builder.failed(error)
 
 

@@ -89,8 +89,8 @@ class HttpEndpoints:
         self._frontend = frontend
         self._created = int(time.time())  # noqa: TID251 - a timestamp
         self._cors = Cors(config.allowed_origins)
-        generation = HttpGeneration(services, frontend)
-        responses = OpenAIResponses(services, frontend, generation)
+        generation = HttpGeneration(config, frontend)
+        responses = OpenAIResponses(config, frontend, generation)
         self.app = web.Application(middlewares=[self._guard])
         self.app.on_response_prepare.extend([_add_request_id, self._cors.add_headers])
         self.app.add_routes(

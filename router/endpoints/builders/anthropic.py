@@ -8,7 +8,6 @@ from baton.router.active_request import ActiveRequest
 from baton.router.api.anthropic.reply import error_body
 from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, written
 from baton.router.errors import ApiError
-from baton.router.text.tokenizer import ModelTokenizer
 
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -21,9 +20,10 @@ _DELTAS = {
 class AnthropicBuilder(BlocksBuilder):
     """Builds one message. Its blocks are thinking, text and tool_use."""
 
-    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
-        super().__init__(request, tokenizer)
-        self._frame = {"id": f"msg_{request.name}", "type": "message", "role": "assistant", "model": model}
+    def __init__(self, request: ActiveRequest) -> None:
+        super().__init__(request)
+        head = {"id": f"msg_{request.name}", "type": "message", "role": "assistant"}
+        self._frame = {**head, "model": self._model}
 
     def whole(self) -> dict[str, Any]:
         content = [_content(block) for block in self._blocks]

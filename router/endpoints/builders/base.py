@@ -14,7 +14,6 @@ from baton.router.api.messages import NamedTool
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
-from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.parser import Part
 from baton.router.tools.reasoning import ReasoningParser, Text
 from baton.rpc import worker_pb2 as pb
@@ -66,8 +65,8 @@ class LogprobEntries:
     To encode all of a response at once would take seconds and block the event loop.
     """
 
-    def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, request: ActiveRequest) -> None:
+        self._tokenizer = request.services.tokenizer
         self._as_ids = request.body.return_tokens_as_token_ids
         self._named = bool(request.body.logprob_token_ids)
 
@@ -132,8 +131,8 @@ class OutputParser:
         reasoning_tokens: texts that added to the reasoning.
     """
 
-    def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
-        body = request.body
+    def __init__(self, request: ActiveRequest) -> None:
+        body, tokenizer = request.body, request.services.tokenizer
         assert isinstance(body, ChatOptions)
         self._max_calls = 1 if body.parallel_tool_calls is False else None
         self._only_calls = body.must_call
@@ -142,7 +141,7 @@ class OutputParser:
         self._tools = None if tool_format is None else tool_format()
         self.reasons = tokenizer.reasoning_parser is not None and body.separate_reasoning
         self.reasoning_tokens = 0
-        self._reasoning = ReasoningParser(request.beginning) if self.reasons else None
+        self._reasoning = ReasoningParser(request.prepared.beginning) if self.reasons else None
         self._with_reasoning = body.include_reasoning
         self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
 
@@ -210,9 +209,10 @@ class BlocksBuilder(ResponseBuilder):
     A block opens, grows, and closes before the next one opens.
     """
 
-    def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, request: ActiveRequest) -> None:
         self._request = request
-        self._parser = OutputParser(request, tokenizer)
+        self._model = request.services.config.model_name
+        self._parser = OutputParser(request)
         self._blocks: list[Block] = []
         self._open: Block | None = None
         self._last: Delta | None = None

@@ -14,7 +14,6 @@ from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, R
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
-from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.parser import Part
 from baton.rpc import worker_pb2 as pb
 
@@ -39,11 +38,12 @@ class ChoicesBuilder(ResponseBuilder):
     chunk_kind: str  # "object" of a chunk
     prefix: str  # of the response's id
 
-    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, request: ActiveRequest) -> None:
         self._request = request
-        self._entries = LogprobEntries(request, tokenizer)
+        self._entries = LogprobEntries(request)
         self._token_ids = request.body.return_token_ids
-        self._frame = {"id": f"{self.prefix}{request.name}", "created": int(time.time()), "model": model}  # noqa: TID251 - a timestamp
+        model, now = request.services.config.model_name, int(time.time())  # noqa: TID251 - a timestamp
+        self._frame = {"id": f"{self.prefix}{request.name}", "created": now, "model": model}
         self._logprobs = request.body.logprobs_wanted is not None
         options = request.body.stream_options
         self._generates = request.body.max_tokens_wanted != 0
@@ -144,11 +144,11 @@ Entry = tuple[str, float | None, msgspec.Raw | None, int]
 class CompletionBuilder(ChoicesBuilder):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
-        super().__init__(request, model, tokenizer)
+    def __init__(self, request: ActiveRequest) -> None:
+        super().__init__(request)
         body = request.body
         assert isinstance(body, CompletionOptions)
-        self._echo = request.echoes
+        self._echo = request.prepared.echoes
         self._n = body.n
         self._offsets = [0] * len(request.choices)
         self._echo_top = body.logprobs if body.echo else None
@@ -210,9 +210,9 @@ class CompletionBuilder(ChoicesBuilder):
 class ChatBuilder(ChoicesBuilder):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, request: ActiveRequest, model: str, tokenizer: ModelTokenizer) -> None:
-        super().__init__(request, model, tokenizer)
-        self._parsers = [OutputParser(request, tokenizer) for _ in request.choices]
+    def __init__(self, request: ActiveRequest) -> None:
+        super().__init__(request)
+        self._parsers = [OutputParser(request) for _ in request.choices]
         self._said: list[list[Part]] = [[] for _ in request.choices]
 
     def add(self, index: int, delta: Delta) -> None:

@@ -10,7 +10,6 @@ from baton.router.active_request import ActiveRequest
 from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, LogprobEntries, written
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
-from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.parser import Part
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -31,28 +30,21 @@ class OpenAIResponsesBuilder(BlocksBuilder):
         id: of the response.
     """
 
-    def __init__(
-        self,
-        request: ActiveRequest,
-        model: str,
-        tokenizer: ModelTokenizer,
-        id: str,
-        on_end: Callable[[dict[str, Any]], None],
-    ) -> None:
+    def __init__(self, request: ActiveRequest, id: str, on_end: Callable[[dict[str, Any]], None]) -> None:
         """`on_end` gets the response when it is complete, incomplete or failed, before the client does."""
-        super().__init__(request, tokenizer)
+        super().__init__(request)
         self.id = id
         self._on_end = on_end
-        self._entries = LogprobEntries(request, tokenizer)
+        self._entries = LogprobEntries(request)
         self._logprobs = request.body.logprobs_wanted is not None
         self._pending: list[tuple[str, Any]] = []  # tokens that may be in a message: text and logprobs
         self._sequence_number = 0
         self._frame = {
-            **_fields(request.repeated),
+            **_fields(request.prepared.repeated),
             "id": self.id,
             "object": "response",
             "created_at": int(time.time()),  # noqa: TID251 - a timestamp
-            "model": model,
+            "model": self._model,
             "service_tier": "default",
             "temperature": round(request.sampling.temperature, 6),  # it is a 32-bit number
             "top_p": round(request.sampling.top_p, 6),
