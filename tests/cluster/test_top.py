@@ -12,7 +12,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
@@ -23,6 +26,7 @@ from baton.bench.fakes.worker import FakeWorker
 from baton.cluster.cli import app
 from baton.cluster.options import EndpointOptions
 from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.tools.histograms import page_text
 from baton.cluster.tools.top.frame import frame
 from baton.cluster.tools.top.scrape import Page, Scrape, parse, scrape
 from baton.kv_transfer import TransferStats
@@ -120,6 +124,29 @@ def test_no_rate_across_a_restart(before: Page | None, after: Page | None, incar
 def test_a_restarted_router_has_no_latencies() -> None:
     found = frame(at(1, page(ttft=(9, 0, 0)), None), at(2, page(ttft=(1, 0, 0)), None))
     assert found.latencies["TTFT"] is None
+
+
+def test_a_quantile_beyond_the_last_bucket_is_its_bound() -> None:
+    found = frame(at(1, page(), None), at(2, page(ttft=(0, 0, 5)), None))
+    assert found.latencies["TTFT"] == (0.2, 0.2)
+
+
+async def test_a_page_in_several_pieces_is_read_to_its_end() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first,")
+        await asked.wait()
+        await response.write(b" second")
+        return response
+
+    asked = asyncio.Event()
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as http:
+        async with http.get(server.make_url("/metrics")) as response:
+            asyncio.get_running_loop().call_later(0.05, asked.set)
+            assert await page_text(response) == "first, second"
 
 
 def test_a_worker_known_only_to_the_supervisor_has_a_row() -> None:
