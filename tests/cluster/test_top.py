@@ -143,10 +143,13 @@ async def test_a_page_in_several_pieces_is_read_to_its_end() -> None:
     asked = asyncio.Event()
     app = web.Application()
     app.router.add_get("/metrics", answer)
-    async with TestServer(app) as server, aiohttp.ClientSession() as http:
-        async with http.get(server.make_url("/metrics")) as response:
-            asyncio.get_running_loop().call_later(0.05, asked.set)
-            assert await page_text(response) == "first, second"
+    async with (
+        TestServer(app) as server,
+        aiohttp.ClientSession() as http,
+        http.get(server.make_url("/metrics")) as response,
+    ):
+        asyncio.get_running_loop().call_later(0.05, asked.set)
+        assert await page_text(response) == "first, second"
 
 
 def test_a_worker_known_only_to_the_supervisor_has_a_row() -> None:
