@@ -1,8 +1,6 @@
 """How much sooner the second turn of a chat begins if KV is reused, and how many bytes travel for it.
 
-    python -m baton.bench.reuse [--json PATH] [--device cpu|cuda] [--short] [--tiers [--disk DIR]]
-
-With `--tiers` it measures the host tier (`bench.reuse.tiers`).
+    python -m baton.bench.reuse [--json PATH] [--device cpu|cuda] [--short]
 
 A prefill and a decode worker run as real processes. The bench submits to both as a router does. Rounds of
 four second turns alternate; each has a history, an answer, and a few new tokens:
@@ -38,7 +36,6 @@ from prometheus_client.parser import text_string_to_metric_families
 import baton.bench.contract as contract
 from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.contract import Report, Row
-from baton.bench.reuse import tiers
 from baton.bench.roles import Driver, Workers, prompt_of, request, time_now, worker_flags
 from baton.bench.shapes import DENSE
 from baton.rpc import worker_pb2 as pb
@@ -176,8 +173,6 @@ def main() -> int:
     )
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
     p.add_argument("--kv-connector", choices=["auto", "tcp"], default="tcp", help="default: %(default)s")
-    p.add_argument("--tiers", action="store_true", help="the host tier instead")
-    p.add_argument("--disk", metavar="DIR", help="with --tiers: a disk tier in this directory")
     args = p.parse_args()
     default = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
     turns = Turns(args.history or default.history, args.answer or default.answer)
@@ -185,9 +180,6 @@ def main() -> int:
         args.rounds = contract.MIN_PAIRS
     if args.rounds < contract.MIN_PAIRS:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
-    if args.tiers:
-        tiers.report(args, turns.history).finish()
-        return 0
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         flags, devices = worker_flags(args, directory, gpus=2)
