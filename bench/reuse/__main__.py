@@ -26,15 +26,12 @@ import asyncio
 import statistics
 import sys
 import tempfile
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from prometheus_client.parser import text_string_to_metric_families
-
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster
+from baton.bench.chaos.cluster import LocalCluster, metric
 from baton.bench.contract import Report, Row
 from baton.bench.roles import Driver, Workers, prompt_of, request, time_now, worker_flags
 from baton.bench.shapes import DENSE
@@ -61,14 +58,6 @@ GOALS = {
 }
 
 
-def _received(url: str) -> float:
-    with urllib.request.urlopen(url, timeout=10) as page:
-        families = text_string_to_metric_families(page.read().decode())
-        samples = [sample for family in families for sample in family.samples]
-    of = ("baton:kv_bytes_total", "receive")
-    return sum(x.value for x in samples if (x.name, x.labels.get("direction")) == of)
-
-
 class Pair(Workers):
     @property
     def content(self) -> pb.ContentSource:
@@ -79,7 +68,8 @@ class Pair(Workers):
     async def received(self) -> float:
         """Bytes of KV that came to the decode worker and are verified, since the start."""
         await self.decode.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        return await asyncio.to_thread(_received, f"http://{self.decode.report['metrics_address']}/metrics")
+        url = f"http://{self.decode.report['metrics_address']}"
+        return await asyncio.to_thread(metric, url, "baton:kv_bytes_total", 'direction="receive"')
 
     async def handover(
         self, prompt: list[int], length: int, content: pb.ContentSource | None = None
