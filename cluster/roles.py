@@ -41,8 +41,8 @@ def worker_config(
 ) -> WorkerConfig:
     """The configuration of a worker on this machine. Raises ValueError for options that it cannot have."""
     from baton.cluster.gpus import default_device, gpu_gib
-    from baton.cluster.options.declare import size_in_bytes
     from baton.cluster.options.optimize import choose
+    from baton.cluster.options.parameters import size_in_bytes
     from baton.engine import EngineConfig
     from baton.worker.config import Deadlines, WorkerConfig
 

@@ -21,22 +21,25 @@ from baton.cluster.options.engine import (
     RouterModelOptions,
     ServedModel,
 )
-from baton.cluster.options.front import FrontOptions
-from baton.cluster.options.picker import PickerRole
 from baton.cluster.options.pools import PoolOptions, PoolSize, RayOptions, StartOptions, StopOptions
-from baton.cluster.options.process import (
+from baton.cluster.options.roles import (
+    DeadlineOptions,
+    DrainOptions,
+    FrontOptions,
     LogOptions,
     MembershipOptions,
     ObserveOptions,
+    PickerRole,
     RoleOptions,
     RouterProcessOptions,
+    RouterRole,
     RunDirOptions,
+    SecretOptions,
     TraceOptions,
+    TransferOptions,
     WorkerOptions,
+    WorkerRole,
 )
-from baton.cluster.options.roles import RouterRole, WorkerRole
-from baton.cluster.options.security import SecretOptions
-from baton.cluster.options.transfer import DeadlineOptions, DrainOptions, TransferOptions
 
 __all__ = [
     "ChatOptions",
