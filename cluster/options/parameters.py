@@ -71,7 +71,7 @@ def opt(
     metavar: str | None = None,
     *,
     shown: str | bool = True,
-    check: Callable[[Any], Any] | None = None,
+    check: Callable[..., Any] | None = None,
     also: str | None = None,
     **more: Any,
 ) -> Any:

@@ -321,15 +321,15 @@ class WorkerRole:
     model: ModelOptions
     engine: EngineOptions
     pace: PaceOptions
-    network: WorkerOptions
-    transfer: TransferOptions
-    deadlines: DeadlineOptions
-    drain: DrainOptions
-    secret: SecretOptions
-    process: RoleOptions
-    run_dir: RunDirOptions
-    traces: TraceOptions
-    observe: ObserveOptions
+    network: WorkerOptions = WorkerOptions()
+    transfer: TransferOptions = TransferOptions()
+    deadlines: DeadlineOptions = DeadlineOptions()
+    drain: DrainOptions = DrainOptions()
+    secret: SecretOptions = SecretOptions()
+    process: RoleOptions = RoleOptions()
+    run_dir: RunDirOptions = RunDirOptions()
+    traces: TraceOptions = TraceOptions()
+    observe: ObserveOptions = ObserveOptions()
 
 
 @dataclass(frozen=True)
@@ -341,6 +341,6 @@ class RouterRole:
     membership: MembershipOptions
     drain: DrainOptions
     secret: SecretOptions
-    process: RoleOptions
-    observe: ObserveOptions
-    one_of_several: RouterProcessOptions
+    process: RoleOptions = RoleOptions()
+    observe: ObserveOptions = ObserveOptions()
+    one_of_several: RouterProcessOptions = RouterProcessOptions()

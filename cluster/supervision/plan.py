@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from baton.cluster import model, options
 from baton.cluster.gpus import default_device, visible_gpus
@@ -142,36 +142,18 @@ class Plan:
 
     def worker(self, pool: Pool) -> options.WorkerRole:
         """The options of the workers that start in a pool, less those that each has for itself."""
-        return options.WorkerRole(
-            self.model,
-            self.engine_of(pool),
-            options.PaceOptions(self.pool.ttit_target),
-            options.WorkerOptions(),
-            self.transfer,
-            self.deadlines,
-            self.drain,
-            self.secret,
-            options.RoleOptions(),
-            self.run_dir,
-            self.traces,
-            self.observe,
-        )
+        pace = options.PaceOptions(self.pool.ttit_target)
+        return options.WorkerRole(**self._shared(options.WorkerRole, engine=self.engine_of(pool), pace=pace))
 
     def router(self) -> options.RouterRole:
         """The options of the routers, less those that each has for itself."""
-        model = self.model
-        return options.RouterRole(
-            options.RouterModelOptions(
-                model.model, model.revision, model.served_model_name, model.tokenizer, model.download_dir
-            ),
-            self.front,
-            options.MembershipOptions(decode_only=not self.pool.prefill.most),
-            self.drain,
-            self.secret,
-            options.RoleOptions(),
-            self.observe,
-            options.RouterProcessOptions(),
-        )
+        named = options.RouterModelOptions(**vars(self.model))
+        members = options.MembershipOptions(decode_only=not self.pool.prefill.most)
+        return options.RouterRole(**self._shared(options.RouterRole, model=named, membership=members))
+
+    def _shared(self, role: type, **own: Any) -> dict[str, Any]:
+        """The groups of options that a role has under the same names, and its own, which win."""
+        return {each.name: vars(self)[each.name] for each in fields(role) if each.name in vars(self)} | own
 
     def engine_of(self, pool: Pool) -> options.EngineOptions:
         """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 import pytest
@@ -30,6 +30,9 @@ from baton.cluster.options import RouterRole
 from baton.cluster.options.parameters import option_of
 from baton.cluster.supervision.plan import Plan
 from baton.cluster.supervision.python_path import PACKAGES
+from baton.engine import EngineConfig
+from baton.router.config import RouterConfig
+from baton.worker.config import WorkerConfig
 
 
 def run_baton(*args: str, **environment: str) -> Result:
@@ -93,6 +96,34 @@ def test_help_shows_the_values_of_every_choice() -> None:
     choices = {name: info for name, kind, info in every if "Literal" in str(kind)}
     assert len(choices) > 15
     assert [name for name, info in choices.items() if info.metavar] == []
+
+
+@pytest.mark.parametrize(
+    ("role", "configurations", "under_other_names"),
+    [
+        (
+            options.WorkerRole,
+            (WorkerConfig, EngineConfig),
+            "download_dir optimize cluster_secret_file cluster_certfile cluster_keyfile cluster_ca_certs "
+            "hold_timeout transfer_timeout tombstone_timeout peer_timeout engine_timeout drain_timeout",
+        ),
+        (
+            options.RouterRole,
+            (RouterConfig,),
+            "download_dir cluster_secret_file cluster_certfile cluster_keyfile cluster_ca_certs worker "
+            "kubernetes_service ssl_certfile ssl_keyfile ssl_ca_certs router_processes api_key api_key_file "
+            "timeout_keep_alive no_overflow no_prefix_fetches",
+        ),
+    ],
+)
+def test_no_option_of_a_role_is_lost(
+    role: type, configurations: tuple[type, ...], under_other_names: str
+) -> None:
+    """`baton.cluster.roles` passes options by their names, and those that are named here one by one."""
+    given = [each.name for group in get_type_hints(role).values() for each in fields(group)]
+    taken = {each.name for configuration in configurations for each in fields(configuration)}
+    assert len(given) == len(set(given)), "a name in two groups"
+    assert set(given) - taken == set(under_other_names.split())
 
 
 def test_the_version_and_the_completion_of_a_shell() -> None:
