@@ -38,7 +38,7 @@ from baton.bench.chaos.streams import Case, expected
 from baton.bench.contract import Report, Row, percentile
 from baton.bench.overlap.trace import events
 from baton.bench.shapes import write_shape
-from baton.cluster.supervision.workers import set_pool
+from baton.cluster.supervision.calls import set_pool
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.worker_pb2_grpc import WorkerStub
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from baton.cluster import model, options
 from baton.cluster.options.parameters import to_argv
-from baton.cluster.supervision import lifeline
+from baton.cluster.supervision import processes
 
 if TYPE_CHECKING:
     from baton.router.config import RouterConfig
@@ -207,9 +207,9 @@ def _kubernetes(services: Sequence[str], port: str) -> Discovery | None:
 def _supervised(ready_fd: int | None, start: Callable[[], int]) -> int:
     """Runs a role. With `ready_fd`, ties it to its supervisor and reports a ValueError to the supervisor."""
     if ready_fd is not None:
-        lifeline.tie_to_parent(ready_fd)
+        processes.tie_to_parent(ready_fd)
     try:
         return start()
     except ValueError as error:
-        lifeline.report_error(ready_fd, str(error))
+        processes.report_error(ready_fd, str(error))
         raise

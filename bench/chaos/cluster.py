@@ -29,8 +29,8 @@ from baton import rpc
 from baton.bench import roles
 from baton.bench.chaos import processes
 from baton.cluster.model import EMBEDDED_NAME
+from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
-from baton.cluster.supervision.workers import set_pool
 
 START_S = 180.0
 STOP_S = 30.0

@@ -16,10 +16,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from baton.cluster.supervision.display import Display
-from baton.cluster.supervision.plan import Plan, RoleSpec
-from baton.cluster.supervision.ports import check_ports
+from baton.cluster.supervision.plan import Plan, RoleSpec, check_ports
+from baton.cluster.supervision.processes import StopSignals
 from baton.cluster.supervision.role_process import RoleState
-from baton.cluster.supervision.signals import StopSignals
 
 if TYPE_CHECKING:
     from baton.cluster.on_ray.actors import Detached

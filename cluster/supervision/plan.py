@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -13,6 +15,7 @@ from baton.cluster.gpus import default_device, visible_gpus
 from baton.cluster.options.parameters import to_argv
 from baton.cluster.supervision.role_process import RoleState
 from baton.machine import usable_cpus
+from baton.rpc.ports import cannot_listen, family
 
 if TYPE_CHECKING:
     from baton.rpc import TlsFiles
@@ -240,3 +243,20 @@ def _labels(flag: str, given: list[str]) -> dict[str, str]:
             )
         labels[key] = value
     return labels
+
+
+def check_ports(front: options.FrontOptions) -> None:
+    """Raises ValueError if the router could not listen on one of its ports."""
+    asked = [("port", front.host, front.port), ("grpc-port", front.host, front.grpc_port)]
+    asked.append(("admin-port", front.admin_host, front.admin_port))
+    with contextlib.ExitStack() as held:  # hold all probes until the end, to find a port that is given twice
+        for flag, host, port in asked:
+            if port is None:
+                continue
+            probe = held.enter_context(socket.socket(family(host), socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ValueError(cannot_listen(f"--{flag}", host, port, error)) from error
+            probe.listen()  # with SO_REUSEADDR, the next probe could bind a port on which nothing listens

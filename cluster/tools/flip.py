@@ -8,7 +8,7 @@ from typing import Any
 
 from baton import rpc
 from baton.cluster.options import EndpointOptions, FlipOptions, SecretOptions
-from baton.cluster.supervision.workers import set_pool
+from baton.cluster.supervision.calls import set_pool
 from baton.cluster.tools.status import fetch, name_of, pool_of, ready
 
 PATIENCE = 10.0  # seconds for the worker to answer

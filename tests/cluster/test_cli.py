@@ -29,7 +29,7 @@ from baton.cluster.gpus import visible_gpus
 from baton.cluster.options import RouterRole
 from baton.cluster.options.parameters import option_of
 from baton.cluster.supervision.plan import Plan
-from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.processes import PACKAGES
 from baton.engine import EngineConfig
 from baton.router.config import RouterConfig
 from baton.worker.config import WorkerConfig

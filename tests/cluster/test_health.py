@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from baton import rpc
-from baton.cluster.supervision.backoff import RestartPolicy
-from baton.cluster.supervision.health import until_silent
-from baton.cluster.supervision.role_process import RoleProcess
+from baton.cluster.supervision.calls import until_silent
+from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 from tests.conftest import Certificates
 
 from .conftest import FAKE, until, until_ready

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from baton.bench.fakes.worker import FakeWorker
 from baton.cluster.cli import app
 from baton.cluster.options import EndpointOptions
-from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.tools.top.frame import frame
 from baton.cluster.tools.top.scrape import Page, Scrape, parse, scrape
 from baton.kv_transfer import TransferStats
