@@ -228,7 +228,7 @@ def top(endpoint: options.EndpointOptions, top: options.TopOptions) -> int:
     Rates and latencies cover the time between two samples. A dash means that the value is unknown, for
     example because the metrics port of the worker cannot be reached from here.
     """
-    from baton.cluster.tools.top.command import run
+    from baton.cluster.tools.top import run
 
     return run(endpoint, top)
 
