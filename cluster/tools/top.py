@@ -183,7 +183,7 @@ def frame(before: Scrape | None, after: Scrape) -> RenderableType:
 
 def headline(before: Scrape | None, after: Scrape) -> list[str]:
     """The cluster as a whole. All rates and latencies are of the time between the two scrapes."""
-    change = Change(before and before.router, after.router, after.since(before))
+    change = Change(None if before is None else before.router, after.router, after.since(before))
     now, told = after.router.values, after.status.get("router") or {}
     running, waiting = (round(now.get(f"vllm:num_requests_{name}", 0)) for name in ("running", "waiting"))
     retries = change.added("baton:retries_total")
