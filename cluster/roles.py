@@ -10,8 +10,9 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from baton.cluster import model, options
+from baton.cluster import model
 from baton.cluster.options.parameters import to_argv
+from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
 from baton.cluster.supervision import processes
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Config = TypeVar("Config")
 
 
-def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
+def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
     def start() -> int:
         from baton.rpc.auth import load_secret
 
@@ -40,7 +41,7 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
 
 
 def worker_config(
-    role: Literal["prefill", "decode"], given: options.WorkerRole, found: model.ResolvedModel, secret: bytes
+    role: Literal["prefill", "decode"], given: WorkerRole, found: model.ResolvedModel, secret: bytes
 ) -> WorkerConfig:
     """The configuration of a worker on this machine. Raises ValueError for options that it cannot have."""
     from baton.cluster.gpus import default_device, gpu_gib
@@ -100,7 +101,7 @@ def _configured(config: Callable[..., Config], given: Any, **others: Any) -> Con
     return config(**values, **others)
 
 
-def run_router(given: options.RouterRole) -> int:
+def run_router(given: RouterRole) -> int:
     def start() -> int:
         import uvloop
 
@@ -135,9 +136,7 @@ def run_router(given: options.RouterRole) -> int:
     return _supervised(given.process.ready_fd, start)
 
 
-def router_config(
-    given: options.RouterRole, found: model.ResolvedModel | None, secret: bytes
-) -> RouterConfig:
+def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: bytes) -> RouterConfig:
     """The configuration of a router. Raises ValueError for options that it cannot have."""
     from baton.router.config import RouterConfig
 
@@ -178,7 +177,7 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
     return replace(config, command=command, **named)
 
 
-def run_picker(given: options.PickerRole) -> int:
+def run_picker(given: PickerRole) -> int:
     from baton.endpoint_picker import PickerConfig, main
     from baton.router.workers.discovery import StaticDiscovery
 

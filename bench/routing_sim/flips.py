@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from baton.cluster.autoscaling.balancer import Balancer, Sample
-from baton.cluster.options import PoolOptions, PoolSize
+from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
 from baton.rpc import worker_pb2 as pb
 

@@ -15,7 +15,7 @@ from typing import Any
 from baton import rpc
 from baton.cluster.autoscaling.balancer import Balancer, Sample
 from baton.cluster.autoscaling.scaling import Needed
-from baton.cluster.options import PoolOptions
+from baton.cluster.options.pools import PoolOptions
 from baton.cluster.supervision.calls import named_pool, set_pool, status_of
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.supervisor import Supervisor

@@ -10,9 +10,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from baton.cluster import model, options
+from baton.cluster import model
 from baton.cluster.gpus import default_device, visible_gpus
+from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
 from baton.cluster.options.parameters import to_argv
+from baton.cluster.options.pools import PoolOptions, RayOptions, StartOptions
+from baton.cluster.options.roles import (
+    DeadlineOptions,
+    DrainOptions,
+    FrontOptions,
+    LogOptions,
+    MembershipOptions,
+    ObserveOptions,
+    RouterRole,
+    RunDirOptions,
+    SecretOptions,
+    TraceOptions,
+    TransferOptions,
+    WorkerRole,
+)
 from baton.cluster.supervision.role_process import RoleState
 from baton.machine import usable_cpus
 from baton.rpc.ports import cannot_listen, family
@@ -55,20 +71,20 @@ class RoleSpec:
 class Plan:
     """All options of `baton serve`."""
 
-    model: options.ModelOptions
-    pool: options.PoolOptions
-    start: options.StartOptions
-    ray: options.RayOptions
-    front: options.FrontOptions
-    engine: options.EngineOptions
-    transfer: options.TransferOptions
-    deadlines: options.DeadlineOptions
-    drain: options.DrainOptions
-    secret: options.SecretOptions
-    run_dir: options.RunDirOptions
-    logs: options.LogOptions
-    traces: options.TraceOptions
-    observe: options.ObserveOptions
+    model: ModelOptions
+    pool: PoolOptions
+    start: StartOptions
+    ray: RayOptions
+    front: FrontOptions
+    engine: EngineOptions
+    transfer: TransferOptions
+    deadlines: DeadlineOptions
+    drain: DrainOptions
+    secret: SecretOptions
+    run_dir: RunDirOptions
+    logs: LogOptions
+    traces: TraceOptions
+    observe: ObserveOptions
 
     @property
     def url(self) -> str:
@@ -143,22 +159,22 @@ class Plan:
         router = RoleSpec("router", 0, router_args, shared | keys)
         return [*workers, router]
 
-    def worker(self, pool: Pool) -> options.WorkerRole:
+    def worker(self, pool: Pool) -> WorkerRole:
         """The options of the workers that start in a pool, less those that each has for itself."""
-        pace = options.PaceOptions(self.pool.ttit_target)
-        return options.WorkerRole(**self._shared(options.WorkerRole, engine=self.engine_of(pool), pace=pace))
+        pace = PaceOptions(self.pool.ttit_target)
+        return WorkerRole(**self._shared(WorkerRole, engine=self.engine_of(pool), pace=pace))
 
-    def router(self) -> options.RouterRole:
+    def router(self) -> RouterRole:
         """The options of the routers, less those that each has for itself."""
-        named = options.RouterModelOptions(**vars(self.model))
-        members = options.MembershipOptions(decode_only=not self.pool.prefill.most)
-        return options.RouterRole(**self._shared(options.RouterRole, model=named, membership=members))
+        named = RouterModelOptions(**vars(self.model))
+        members = MembershipOptions(decode_only=not self.pool.prefill.most)
+        return RouterRole(**self._shared(RouterRole, model=named, membership=members))
 
     def _shared(self, role: type, **own: Any) -> dict[str, Any]:
         """The groups of options that a role has under the same names, and its own, which win."""
         return {each.name: vars(self)[each.name] for each in fields(role) if each.name in vars(self)} | own
 
-    def engine_of(self, pool: Pool) -> options.EngineOptions:
+    def engine_of(self, pool: Pool) -> EngineOptions:
         """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If
         only the other pool has several ranks, expert parallelism is for that one."""
         size = self.engine.tensor_parallel_size
@@ -219,7 +235,7 @@ class Plan:
             return load_secret(self.secret.cluster_secret_file).decode()
         return secrets.token_hex(32)  # this command starts every process that needs it
 
-    def _engine(self, pool: Pool, device: str) -> options.EngineOptions:
+    def _engine(self, pool: Pool, device: str) -> EngineOptions:
         """With the device, and with its share of the cores.
 
         Engines that all use every core would slow each other down.
@@ -245,7 +261,7 @@ def _labels(flag: str, given: list[str]) -> dict[str, str]:
     return labels
 
 
-def check_ports(front: options.FrontOptions) -> None:
+def check_ports(front: FrontOptions) -> None:
     """Raises ValueError if the router could not listen on one of its ports."""
     asked = [("port", front.host, front.port), ("grpc-port", front.host, front.grpc_port)]
     asked.append(("admin-port", front.admin_host, front.admin_port))

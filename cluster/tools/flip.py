@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton import rpc
-from baton.cluster.options import EndpointOptions, FlipOptions, SecretOptions
+from baton.cluster.options.clients import EndpointOptions, FlipOptions
+from baton.cluster.options.roles import SecretOptions
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.tools.status import fetch, name_of, pool_of, ready
 

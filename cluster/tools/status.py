@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from baton.cluster.options import EndpointOptions, StatusOptions
+from baton.cluster.options.clients import EndpointOptions, StatusOptions
 from baton.cluster.tools.http import checked, session
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from baton.cluster.options import EndpointOptions, TopOptions
+from baton.cluster.options.clients import EndpointOptions, TopOptions
 from baton.cluster.tools import status
 from baton.cluster.tools.histograms import Histogram, difference, page_text, quantile
 from baton.cluster.tools.http import checked, session

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from baton.bench.chaos.cluster import free_port
 from baton.cluster import check_model, serve
 from baton.cluster.cli import app
-from baton.cluster.options import DoctorOptions, EngineOptions, FrontOptions
+from baton.cluster.options.clients import DoctorOptions
+from baton.cluster.options.engine import EngineOptions
+from baton.cluster.options.roles import FrontOptions
 from baton.cluster.supervision.plan import check_ports
 from baton.cluster.tools.doctor.node import the_model
 from baton.rpc.directories import make_directory

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from baton.bench.fakes.worker import FakeWorker
 from baton.cluster.cli import app
-from baton.cluster.options import EndpointOptions
+from baton.cluster.options.clients import EndpointOptions
 from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.tools.status import merged
 from baton.cluster.tools.top import Page, Scrape, headline, parse, row, scrape

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from baton.cluster.options import DoctorOptions, EndpointOptions, StatusOptions
+from baton.cluster.options.clients import DoctorOptions, EndpointOptions, StatusOptions
 from baton.cluster.tools.doctor.finding import Finding, exit_code
 from baton.cluster.tools.doctor.network import listen, send
 from baton.cluster.tools.doctor.node import node

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from baton.cluster import check_model, model
 from baton.cluster.gpus import nvidia_smi, visible_gpus
-from baton.cluster.options import DoctorOptions
+from baton.cluster.options.clients import DoctorOptions
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.machine import available_memory, usable_cpus
 

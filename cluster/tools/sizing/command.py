@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from baton.cluster.options import SizingOptions
+from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing.answer import Answer, PlannedLoad, answer
 from baton.cluster.tools.sizing.speeds import GPUS, Speeds, measured, shape
 from baton.engine.api.config import EngineConfig
