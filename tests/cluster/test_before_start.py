@@ -75,8 +75,8 @@ def test_an_unusable_model_is_refused_before_the_start(
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert "architecture NewForCausalLM is not supported" in result.output
-    checked = check_model._faults(str(tmp_path), "auto", "auto", 1, False, None)
-    monkeypatch.setattr(check_model, "faults", lambda found, **_: checked)
+    checked = check_model._faults(str(tmp_path), dict(check_model.RANKS), None)
+    monkeypatch.setattr(check_model, "faults", lambda found, engine: checked)
     found = list(the_model(DoctorOptions(model=str(tmp_path))))
     assert [(f.check, f.level) for f in found] == [("model", "bad"), ("tokenizer", "bad")]
     assert "NewForCausalLM is not supported" in found[0].found
