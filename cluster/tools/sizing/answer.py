@@ -103,11 +103,8 @@ def _decode_pool(
     speeds: Speeds, load: SizingOptions, ttit: float, slots: int, in_memory: int
 ) -> tuple[int, Decoded, str]:
     if load.output == 1:
-        return (
-            0,
-            Decoded(Latency(0.0, 0.0), 0.0, 0.0, 0),
-            "prefill workers alone answer requests of one token",
-        )
+        idle = Decoded(Latency(0.0, 0.0), 0.0, 0.0, 0)
+        return 0, idle, "prefill workers alone answer requests of one token"
 
     def keeps(found: Decoded) -> bool:
         return found.gap.p99 <= ttit and found.waited <= WAITED
