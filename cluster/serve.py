@@ -138,8 +138,6 @@ class LocalCluster:
             return
         self._up = True
         self._display.ready(self._plan, self._plan.admin_url(supervisor.states()), self._logs)
-        if self._plan.start.timings:
-            self._display.timings()
         secret = self._roles[0].environment["BATON_CLUSTER_SECRET"].encode()
         scaling = asyncio.create_task(
             Autoscaler(supervisor, self._plan.pool, secret, self._roles[0].tls).run()

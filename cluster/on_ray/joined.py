@@ -180,8 +180,6 @@ class DetachedStart:
             logs = self._cluster.logs or "on each node, in its run directory"
             stop = f"baton stop --ray-address {self._plan.ray.ray_address}"
             self._display.ready(self._plan, self._plan.admin_url(self._states), logs, stop)
-            if self._plan.start.timings:
-                self._display.timings()
             return 0
         if failure is not None:
             self._display.error(failure)
