@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,8 +23,9 @@ Pair = tuple[int, int]
 """A block and a place."""
 
 
-class BlockStore(Protocol):
-    """The caller has one thread. It owns blocks and places from the start of their copy to its end."""
+class BlockStore:
+    """The base of stores. The caller has one thread. It owns blocks and places from the start of their copy
+    to its end."""
 
     batch: int
     """Blocks that are worth copying together."""
@@ -33,36 +33,40 @@ class BlockStore(Protocol):
     @property
     def room(self) -> int:
         """How many blocks may be copied now."""
-        ...
+        raise NotImplementedError
 
     def save(self, pairs: Sequence[Pair]) -> None:
         """Starts to copy blocks to places. No step writes the blocks, or the caller does not use the
         places."""
-        ...
+        self.copy(pairs, is_load=False)
 
     def load(self, pairs: Sequence[Pair]) -> None:
         """Starts to copy places into blocks. No step uses the blocks."""
-        ...
+        self.copy(pairs, is_load=True)
+
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+        """As `load`, or as `save`."""
+        raise NotImplementedError
 
     def ended(self) -> list[bool]:
         """Of each block with a copy that is over, in the order of the copies: whether it is whole. A block
         that is saved is, unless a disk fails."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Waits for the copies, and frees the places."""
-        ...
+        raise NotImplementedError
 
 
-class HostStore(BlockStore, Protocol):
-    """A store in the memory of the host."""
+class HostStore(BlockStore):
+    """The base of stores in the memory of the host."""
 
     sums: list[int | None]
     """The checksum of each place. None: a block that is loaded from there is not whole."""
 
     def memory(self, place: int) -> memoryview:
         """The bytes of a place. No copy uses them while the caller does."""
-        ...
+        raise NotImplementedError
 
 
 def block_bytes(kv: PagedKV) -> int:
@@ -85,7 +89,7 @@ def open_host_store(kv: PagedKV, num_places: int, tick: Callable[[], None]) -> H
     return CpuStore(kv, num_places)
 
 
-class CpuStore:
+class CpuStore(HostStore):
     """Copies at once."""
 
     def __init__(self, kv: PagedKV, num_places: int) -> None:
@@ -102,19 +106,16 @@ class CpuStore:
     def room(self) -> int:
         return BATCHES * self.batch
 
-    def save(self, pairs: Sequence[Pair]) -> None:
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
         for block, place in pairs:
-            for pool, there in zip(self._pools, self._split(place), strict=True):
-                there[:] = pool[:, block]
-            self.sums[place] = xxhash.xxh3_64_intdigest(self._memory[place])
-            self._ended.append(True)
-
-    def load(self, pairs: Sequence[Pair]) -> None:
-        for block, place in pairs:
-            whole = xxhash.xxh3_64_intdigest(self._memory[place]) == self.sums[place]
-            if whole:
-                for pool, there in zip(self._pools, self._split(place), strict=True):
+            whole = not is_load or self._sum(place) == self.sums[place]
+            for pool, there in self._parts(place) if whole else ():
+                if is_load:
                     pool[:, block] = there
+                else:
+                    there[:] = pool[:, block]
+            if not is_load:
+                self.sums[place] = self._sum(place)
             self._ended.append(whole)
 
     def ended(self) -> list[bool]:
@@ -128,7 +129,11 @@ class CpuStore:
         self._pools.clear()
         self._memory = np.empty((0, 0), dtype=np.uint8)
 
-    def _split(self, place: int) -> list[np.ndarray]:
-        """A block of each pool."""
+    def _sum(self, place: int) -> int:
+        return xxhash.xxh3_64_intdigest(self._memory[place])
+
+    def _parts(self, place: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each pool, and the block of it that the place has."""
         parts = np.split(self._memory[place], self._ends[:-1])
-        return [part.reshape(pool[:, 0].shape) for part, pool in zip(parts, self._pools, strict=True)]
+        for pool, part in zip(self._pools, parts, strict=True):
+            yield pool, part.reshape(pool[:, 0].shape)
