@@ -77,7 +77,6 @@ class Engine:
         """Set by the caller: when the next reservation should have its KV (time.monotonic())."""
         self._runner = runner
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
-        self._expert_meter = runner.expert_meter()
         limit = ChunkLimit(
             config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps, started.largest
         )
@@ -323,6 +322,6 @@ class Engine:
             fastest_seconds=limit.fastest_seconds,
             short=limit.mixed_step(limit.short_seconds),
             long=limit.mixed_step(limit.long_seconds),
-            experts=None if self._expert_meter is None else self._expert_meter.read(),
+            experts=None if (load := self._runner.expert_load) is None else load.read(),
             offload=[tier.stats for tier in self.offload],
         )
