@@ -146,7 +146,8 @@ class RequestMemory:
         return True
 
     def publish(self, live: LiveRequest, computed: int) -> None:
-        """Offers full blocks among the first `computed` positions to the prefix cache."""
+        """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
+        from their KV were finite, so other requests may share it."""
         live.num_verified = computed
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:

@@ -52,7 +52,7 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     scheduler.landed(plan.chunks)
     for live, positions in plan.chunks.items():
         if live.num_left == 0:
-            scheduler.verified(live, positions.stop)
+            scheduler.memory.publish(live, positions.stop)
             live.alone = False
             live.token_ids.append(7)
             if live.handover:

@@ -91,7 +91,7 @@ class Worker:
                     self.rows[row] = tokens[: position + 1]
                 assert self.rows[row] == tokens[: position + 1], "the KV of another prompt"
             if live.num_left == 0:
-                self.scheduler.verified(live, chunk.stop)
+                self.scheduler.memory.publish(live, chunk.stop)
                 live.token_ids.append(7)
                 if live.handover:
                     self.scheduler.hold(live)

@@ -55,7 +55,7 @@ class Worker:
             if position < live.num_cached:
                 assert self.kv[row] == expected
             self.kv[row] = expected
-        self.scheduler.verified(live, len(prompt))
+        self.scheduler.memory.publish(live, len(prompt))
         self.scheduler.drop(live)
         return live.num_cached
 

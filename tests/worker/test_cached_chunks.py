@@ -49,7 +49,7 @@ class Worker:
             self.scheduler.landed(plan.chunks)
             for live, positions in plan.chunks.items():
                 if live.num_left == 0:
-                    self.scheduler.verified(live, positions.stop)
+                    self.scheduler.memory.publish(live, positions.stop)
         for live in lives:
             self.scheduler.hold(live)
             self.scheduler.drop(live)
