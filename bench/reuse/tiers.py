@@ -89,8 +89,9 @@ async def _first_tokens(
 def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[float]]:
     """Median step times in seconds of windows with copies and without."""
     from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
-    from baton.kv_transfer.stores.block_store import BlockStore, open_host_store
+    from baton.kv_transfer.stores import BlockStore
     from baton.kv_transfer.stores.disk_store import DiskStore
+    from baton.kv_transfer.stores.host_store import open_host_store
     from baton.worker.engine_process.paged_kv import paged_kv
 
     device = args.device

@@ -14,7 +14,7 @@ from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.pool import Window, planes
 from baton.kv_transfer.device.tables import Table, pin, unpin
-from baton.kv_transfer.stores.block_store import HostStore, Pair
+from baton.kv_transfer.stores import HostStore, Pair
 from baton.kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 64 << 20

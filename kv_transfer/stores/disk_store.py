@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton.kv_transfer.stores.block_store import BlockStore, Pair, block_bytes, open_host_store
+from baton.kv_transfer.stores import BlockStore, Pair
+from baton.kv_transfer.stores.host_store import block_bytes, open_host_store
 from baton.kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 256 << 20

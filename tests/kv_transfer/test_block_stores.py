@@ -18,10 +18,10 @@ import torch
 
 from baton.kv_transfer.arena import channel_pair
 from baton.kv_transfer.layout import FP8, KVLayout
-from baton.kv_transfer.stores import disk_store, ranked_store
-from baton.kv_transfer.stores.block_store import BlockStore, CpuStore, block_bytes, open_host_store
+from baton.kv_transfer.stores import BlockStore, disk_store, ranked_store
 from baton.kv_transfer.stores.cuda_store import CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
+from baton.kv_transfer.stores.host_store import CpuStore, block_bytes, open_host_store
 from baton.kv_transfer.stores.ranked_store import RankedStore, StoreServer
 from baton.kv_transfer.transport import PagedKV
 

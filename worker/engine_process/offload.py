@@ -11,8 +11,9 @@ from baton.engine import Engine, EngineConfig
 from baton.engine.core.offload_tier import BlockCopy, OffloadTier
 from baton.engine.execution.rank import Follower
 from baton.engine.models import cache_bytes_per_token, state_caches
-from baton.kv_transfer.stores.block_store import BlockStore, open_host_store
+from baton.kv_transfer.stores import BlockStore
 from baton.kv_transfer.stores.disk_store import DiskStore
+from baton.kv_transfer.stores.host_store import open_host_store
 from baton.kv_transfer.stores.ranked_store import RankedStore, StoreServer
 from baton.kv_transfer.transport import PagedKV
 from baton.worker.engine_process.paged_kv import paged_kv
