@@ -82,10 +82,9 @@ class Engine:
         self._meters = Meters(limit, started.largest)
         # With more tokens, products bound a step, not reading the weights; without a graph, its launches do.
         dense_step = FULL_STEP * model.num_parameters / model.parameters_read(1)
-        pool = BlockPool(self.num_blocks)
+        pool = BlockPool(self.num_blocks, self.block_size)
         self._scheduler = Scheduler(
             pool,
-            block_size=self.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
@@ -137,7 +136,6 @@ class Engine:
             )
         return PrefixCache(
             pool,
-            self.block_size,
             self.content_root,
             hooks=hooks,
             offload_places={}

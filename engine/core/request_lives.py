@@ -53,7 +53,6 @@ class RequestLives:
         self,
         pool: BlockPool,
         *,
-        block_size: int,
         max_num_seqs: int,
         cache: PrefixCache | None = None,
         states: StatePool | None = None,
@@ -69,13 +68,12 @@ class RequestLives:
         self.cache = cache
         self.offload: Sequence[OffloadTier] = () if cache is None else cache.offload
         """The tiers of the prefix cache below the device, the fastest first."""
-        self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.prefix_exchange: PrefixExchange | None = None
         # Transfers of prefixes carry no states, and without states a prefix is of no use.
         if cache is not None and states is None:
-            self.prefix_exchange = PrefixExchange(pool, cache, block_size, lambda: self._spare_blocks)
-        self.memory = RequestMemory(pool, states, cache, block_size)
+            self.prefix_exchange = PrefixExchange(pool, cache, lambda: self._spare_blocks)
+        self.memory = RequestMemory(pool, states, cache)
         self.requests: dict[bytes, LiveRequest] = {}
         self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
         self.waiting = self._of_phase[Phase.WAITING]
@@ -163,7 +161,7 @@ class RequestLives:
 
     def _tag(self, live: LiveRequest) -> int:
         """The tag of a request whose prompt is computed here, as far as it is not cached."""
-        cached = self.memory.known(live) * self.block_size
+        cached = self.memory.known(live) * self.pool.block_size
         return self._shares.tag(live.request.tenant, live.num_left - cached)
 
     def _register(self, live: LiveRequest, tag: int) -> None:
@@ -244,8 +242,9 @@ class RequestLives:
     def tokens_waiting(self) -> int:
         """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
         prefilling = sum(live.num_left for live in self.running if not live.decodes)
-        cached = sum(self.memory.known(live) for live in (*self.waiting, *self.loading)) * self.block_size
-        return prefilling + sum(live.num_left for live in (*self.waiting, *self.loading)) - cached
+        queued = [*self.waiting, *self.loading]
+        cached = sum(self.memory.known(live) for live in queued) * self.pool.block_size
+        return prefilling + sum(live.num_left for live in queued) - cached
 
     @property
     def seats(self) -> int:

@@ -30,7 +30,6 @@ class Scheduler(RequestLives):
         self,
         pool: BlockPool,
         *,
-        block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         mixed_rows: Sequence[int] = (),
@@ -46,7 +45,7 @@ class Scheduler(RequestLives):
             cache, states: as in `RequestLives`.
         """
         assert max_num_seqs <= max_num_batched_tokens, "every running request must be able to decode"
-        super().__init__(pool, block_size=block_size, max_num_seqs=max_num_seqs, cache=cache, states=states)
+        super().__init__(pool, max_num_seqs=max_num_seqs, cache=cache, states=states)
         self.max_num_batched_tokens = max_num_batched_tokens
         self._mixed_rows = mixed_rows
         self._full_step = full_step

@@ -23,15 +23,14 @@ def make(
     full_step: int = FULL_STEP,
     states: int = 0,
 ) -> Scheduler:
-    pool = BlockPool(num_blocks)
+    pool = BlockPool(num_blocks, BLOCK)
     return Scheduler(
         pool,
-        block_size=BLOCK,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         mixed_rows=mixed_rows,
         full_step=full_step,
-        cache=PrefixCache(pool, BLOCK, b"root") if prefix_cache else None,
+        cache=PrefixCache(pool, b"root") if prefix_cache else None,
         states=StatePool(states) if states else None,
     )
 

@@ -53,14 +53,13 @@ class Worker:
 
     def __init__(self, num_blocks: int, num_places: int, seqs: int = 4, tier: Tier = Tier.HOST) -> None:
         self.observed = Observed()
-        pool = BlockPool(num_blocks)
+        pool = BlockPool(num_blocks, BLOCK)
         self.scheduler = Scheduler(
             pool,
-            block_size=BLOCK,
             max_num_seqs=seqs,
             max_num_batched_tokens=64,
             cache=PrefixCache(
-                pool, BLOCK, b"root", hooks=hooks_to(self.observed), offload_places={tier: num_places}
+                pool, b"root", hooks=hooks_to(self.observed), offload_places={tier: num_places}
             ),
         )
         [self.tier] = self.scheduler.offload
@@ -285,8 +284,8 @@ def test_the_tenant_with_most_blocks_gives_up_its_own() -> None:
 
 def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads() -> None:
     speed = 0.0
-    pool = BlockPool(4)
-    tier = OffloadTier(Tier.HOST, 8, pool, BLOCK, lambda name: b"", lambda name: None, lambda: speed)
+    pool = BlockPool(4, BLOCK)
+    tier = OffloadTier(Tier.HOST, 8, pool, lambda name: b"", lambda name: None, lambda: speed)
     assert tier.pays()
     tier._speed.add(1000.0, 1.0)
     speed = 900.0
@@ -419,14 +418,14 @@ def test_no_copy_is_made_for_a_while_after_one_failed(monkeypatch: pytest.Monkey
 
 
 def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
-    pool, seen = BlockPool(8), dict[bytes, Tier | None]()
+    pool, seen = BlockPool(8, BLOCK), dict[bytes, Tier | None]()
     hooks = Hooks(
         cached=lambda blocks: seen.update((block.name, Tier.DEVICE) for block in blocks),
         moved=seen.__setitem__,
         evicted=lambda name: seen.__setitem__(name, None),
     )
     places = {Tier.DISK: 4, Tier.HOST: 2}
-    cache = PrefixCache(pool, BLOCK, b"root", hooks=hooks, offload_places=places)
+    cache = PrefixCache(pool, b"root", hooks=hooks, offload_places=places)
     host, disk = cache.offload
     names = cache.names(EngineRequest(b"r", text(4 * BLOCK, 1)))
     names.extend(text(4 * BLOCK, 1), 4 * BLOCK)

@@ -28,13 +28,12 @@ class Worker:
 
     def __init__(self, block_size: int, num_blocks: int = 256) -> None:
         self.block_size = block_size
-        pool = BlockPool(num_blocks)
+        pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
             pool,
-            block_size=block_size,
             max_num_seqs=4,
             max_num_batched_tokens=4096,
-            cache=PrefixCache(pool, block_size, ROOT, offload_places={Tier.HOST: num_blocks}),
+            cache=PrefixCache(pool, ROOT, offload_places={Tier.HOST: num_blocks}),
         )
         self.kv: dict[int, object] = {}
         assert self.scheduler.prefix_exchange is not None

@@ -25,13 +25,12 @@ class Worker:
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.observer = CachedChunks()
-        pool = BlockPool(num_blocks)
+        pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
             pool,
-            block_size=block_size,
             max_num_seqs=8,
             max_num_batched_tokens=4096,
-            cache=PrefixCache(pool, block_size, ROOT, hooks=hooks_to(self.observer)),
+            cache=PrefixCache(pool, ROOT, hooks=hooks_to(self.observer)),
         )
         self.known: set[int] = set()
         self._ids = iter(range(1 << 30))
