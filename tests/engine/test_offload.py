@@ -19,8 +19,7 @@ from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import BlockCopy, OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.core.scheduler import Scheduler
-from tests.engine.scheduling import hooks_to
+from tests.engine.scheduling import hooks_to, make
 
 BLOCK = 16
 TENANTS = [b"one", b"two", b"three"]
@@ -53,15 +52,10 @@ class Worker:
 
     def __init__(self, num_blocks: int, num_places: int, seqs: int = 4, tier: Tier = Tier.HOST) -> None:
         self.observed = Observed()
-        pool = BlockPool(num_blocks, BLOCK)
-        self.scheduler = Scheduler(
-            pool,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=64,
-            cache=PrefixCache(
-                pool, b"root", hooks=hooks_to(self.observed), offload_places={tier: num_places}
-            ),
-        )
+        self.scheduler = make(
+            num_blocks, seqs, 64, prefix_cache=True, block_size=BLOCK, hooks=hooks_to(self.observed),
+            offload_places={tier: num_places},
+        )  # fmt: skip
         [self.tier] = self.scheduler.offload
         self.rows: dict[int, object] = {}
         self.places: dict[int, list[object]] = {}
