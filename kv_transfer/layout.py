@@ -11,13 +11,15 @@ head_dim]`` of one state of one layer, for one range of heads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-WIRE_VERSION = 3  # of the frames; later versions add messages to it
-EXPORT_VERSION = 4  # adds exported memory
-SLICES_VERSION = 5  # adds messages about several slices there
-NEWEST_VERSION = SLICES_VERSION
+WIRE_VERSION = 6
+"""In each header. Two sides of different versions refuse each other."""
+U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
+U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 FP8 = "float8_e4m3fn"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 SCALE_BYTES = 4  # of each K and each V head of a position in FP8
@@ -104,15 +106,15 @@ def convertible(sent: str, kept: str) -> bool:
     return sent == kept or (sent == FP8) != (kept == FP8)
 
 
-class Slice(msgspec.Struct, frozen=True):
+class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One payload: `[2, token_count, head_count, head_dim]` of one layer, or heads of a state of it."""
 
-    layer: int
-    head_start: int
-    head_count: int
-    token_start: int  # of a state: how many positions it covers
-    token_count: int  # of a state: 0
-    state: int | None = None  # index into `KVLayout.states`; None: KV
+    layer: U16
+    head_start: U16
+    head_count: U16
+    token_start: U32  # of a state: how many positions it covers
+    token_count: U32  # of a state: 0
+    state: U16 | None = None  # index into `KVLayout.states`; None: KV
 
 
 Range = tuple[int, int]  # [start, stop) of positions

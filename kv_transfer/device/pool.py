@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.kv_transfer.layout import ITEM_BYTES, KVLayout, Range, Slice
 from baton.kv_transfer.peer_memory import PeerMemory
+from baton.kv_transfer.protocol.local_messages import Staged
 from baton.kv_transfer.protocol.messages import Export
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
@@ -21,16 +21,6 @@ The ranks of a worker may read different heads of a slice. Then only the rank wi
 from the checksum, the others from 0. So the slice is right if their rests add up to 0."""
 Outcome = Callable[[], list[Rest]]
 """Returns the rest of each slice that was pulled."""
-
-
-class Staged(Struct, frozen=True):
-    """A slice in an arena slot, on its way to or from the pool."""
-
-    piece: Slice
-    slot: int
-    table: Any
-    dtype: str | None = None  # of KV in the slot; None: that of the pool. `scatter` converts
-    generation: int = 0  # of a slot that peers read
 
 
 class Pool(Protocol):

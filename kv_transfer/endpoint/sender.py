@@ -13,7 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
@@ -22,7 +22,10 @@ from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfe
 from baton.kv_transfer.endpoint.pulls import adopted, exported
 from baton.kv_transfer.endpoint.turns import Turns
 from baton.kv_transfer.layout import slice_bytes
-from baton.kv_transfer.local_messages import (
+from baton.kv_transfer.pacing import LOOK, LOOK_LAUNCHED
+from baton.kv_transfer.protocol.credits import SenderSlots
+from baton.kv_transfer.protocol.frame import FrameType, Header
+from baton.kv_transfer.protocol.local_messages import (
     CloseOut,
     CommitOut,
     Exported,
@@ -41,28 +44,24 @@ from baton.kv_transfer.local_messages import (
     SliceOut,
     SlicesOut,
     SlotFree,
+    Staged,
     StartOut,
     StopOut,
     ToSender,
 )
-from baton.kv_transfer.protocol.credits import SenderSlots
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
-from baton.kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
 from baton.kv_transfer.wait import wait
-
-if TYPE_CHECKING:
-    from baton.kv_transfer.device.pool import Staged
 
 NO_TOKEN = FirstToken(0)
 """In COMMIT of a transfer by content. It means nothing."""
 
 
-class ArenaSender:
-    """Implements `transport.Sender`: slices are gathered into arena slots.
+class Sender:
+    """Serves the KV of held prefills to the decode workers that fetch them.
 
-    Owns the pump thread and the channel. The next poll() raises an error of the pump.
+    Slices are gathered into arena slots. The sender owns the pump thread and the channel.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class ArenaSender:
         exports: bool = False,
         adopts: bool = False,
     ) -> None:
-        """`exports` and `adopts` as in `ArenaTransport`."""
+        """`exports` and `adopts` as in `Transport`."""
         from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end, exported=exports)
@@ -109,13 +108,18 @@ class ArenaSender:
     # ------------------------------------------------------------ engine thread
 
     def expect(self, prefill_id: bytes) -> None:
+        """The prefill is accepted but not scheduled yet. Its FETCH waits without a deadline."""
         self._command(self._expect, prefill_id)
 
     def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> None:
+        """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`. So
+        does the slot of its states, if the layout has states."""
         table = self._pool.table(block_ids, num_tokens, state_slot)
         self._command(self._open, prefill_id, table, num_tokens)
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
+        """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all layers
+        with KV. Of a layer with states: they cover [0, stop). They are final if this is the whole prefill."""
         if start < stop:
             self._commands.append((self._ready, (prefill_id, layer, start, stop, self._pool.record())))
             # A pump that is awake looks soon. After the last layer it is woken: no computation may follow, so
@@ -124,6 +128,7 @@ class ArenaSender:
                 os.eventfd_write(self._wake, 1)
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
+        """All positions of all layers are ready. The prefill is held until the decode worker's ACK."""
         self._commands.append((self._commit, (prefill_id, first_token)))
         # A request waits for COMMIT, and to wake the pump takes 0.1 ms.
         if self._awake.acquire(blocking=False):
@@ -139,12 +144,17 @@ class ArenaSender:
         os.eventfd_write(self._wake, 1)
 
     def close(self, prefill_id: bytes, reason: Reason) -> None:
+        """The engine ends the prefill. Idempotent, also for ids that were never opened."""
         self._command(self._close, prefill_id, reason)
 
     def serve(self, pin_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
+        """Sends positions [start, stop) of these blocks, which are complete and stay until `Released`.
+
+        This answers `ContentWanted`. The positions are those of its first chunks."""
         self._command(self._serve, pin_id, self._pool.table(block_ids, stop), start, stop)
 
     def poll(self) -> list[Released | ContentWanted]:
+        """What came since the last call. Raises RuntimeError if a thread of the sender died."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._notify)
         if self._error is not None:
@@ -154,16 +164,20 @@ class ArenaSender:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def has_fetch(self, prefill_id: bytes) -> bool:
+        """A decode worker asks for the prefill. This may be true before `open`."""
         return prefill_id in self._fetched
 
     def fileno(self) -> int:
+        """Readable when poll() has something."""
         return self._notify
 
     @property
     def idle(self) -> bool:
+        """No prefill is open or expected, and no memory of the transport is in use."""
         return not self._commands and not self._prefills and self._slots.whole
 
     def shutdown(self) -> None:
+        """Stops reading blocks and closes the sender."""
         self._command(self._stop)
         self._thread.join()
         self._pool.close()
@@ -262,8 +276,6 @@ class ArenaSender:
 
     def _take(self, transfer: OutgoingTransfer) -> tuple[OutgoingPrefill, Staged, SliceOut]:
         """Takes the next slice of a transfer, with a credit and a slot for it."""
-        from baton.kv_transfer.device.pool import Staged
-
         piece, _ = transfer.pending.popleft()
         slot = self._slots.take(transfer.account)
         transfer.prefill.gathers += 1
@@ -272,11 +284,9 @@ class ArenaSender:
             generation = next(self._generations)
             if not self._adopts:  # else all ranks fill the same slots
                 rank = self._slicing.rank(piece)
-        message = SliceOut(
-            transfer.id, slot, transfer.seq, piece.layer, piece.state, piece.head_start, piece.head_count,
-            piece.token_start, piece.token_count, slice_bytes(self._layout, piece), generation,
-            rank,
-        )  # fmt: skip
+        length = slice_bytes(self._layout, piece)
+        header = Header(FrameType.KV, transfer.id, piece, transfer.seq, length)
+        message = SliceOut(header, slot, generation, rank)
         transfer.seq += 1
         staged = Staged(piece, slot, transfer.prefill.table, generation=generation)
         return transfer.prefill, staged, message

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from typing import ClassVar
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.layout import EXPORT_VERSION, SLICES_VERSION
-from baton.kv_transfer.local_messages import (
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.pacing import window
+from baton.kv_transfer.peer_memory import TCP_ONLY
+from baton.kv_transfer.process import nixl_memory
+from baton.kv_transfer.process.frames import OutgoingFrame
+from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.movers import FarLane
+from baton.kv_transfer.process.nixl_memory import NixlMemory
+from baton.kv_transfer.process.stats import TransferCounters, printable
+from baton.kv_transfer.process.tcp_session import Session, Sessions
+from baton.kv_transfer.protocol.frame import HEADER_BYTES, Header
+from baton.kv_transfer.protocol.held import Effect, Held, HeldPrefills, StartTransfer
+from baton.kv_transfer.protocol.local_messages import (
     CloseOut,
     CommitOut,
     Exported,
@@ -34,29 +46,10 @@ from baton.kv_transfer.local_messages import (
     StartOut,
     StopOut,
 )
-from baton.kv_transfer.peer_memory import TCP_ONLY
-from baton.kv_transfer.process import nixl_memory
-from baton.kv_transfer.process.connector import ProtocolError, SessionToDecode
-from baton.kv_transfer.process.lane_owner import OutgoingFrame
-from baton.kv_transfer.process.nixl_memory import NixlMemory
-from baton.kv_transfer.process.stats import TransferCounters, printable
-from baton.kv_transfer.protocol.effects import Expired, Send
-from baton.kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header, kind_of
-from baton.kv_transfer.protocol.held import (
-    Effect,
-    Held,
-    HeldPrefills,
-    Pin,
-    Release,
-    StartTransfer,
-    StopTransfer,
-    Waiting,
-)
 from baton.kv_transfer.protocol.messages import (
     Abort,
     Aborted,
     Ack,
-    AnySliceAt,
     Commit,
     Control,
     Credit,
@@ -64,13 +57,14 @@ from baton.kv_transfer.protocol.messages import (
     Export,
     Fetch,
     FetchContent,
+    ProtocolError,
     Reach,
+    Side,
     SliceAt,
     Slices,
-    StateSliceAt,
     Taken,
 )
-from baton.kv_transfer.sender_pacing import window
+from baton.kv_transfer.protocol.shared import Expired, Send
 
 log = logging.getLogger("baton.kv")
 
@@ -79,7 +73,7 @@ _NAME, _TRANSPORT = 64, 128  # bytes that statistics have of a peer's name, and 
 
 
 class PrefillSide:
-    """Implements connector.FrameSender."""
+    """Implements SessionHandler[SendingSession]."""
 
     def __init__(
         self, config: TransferConfig, arena: Arena, channel: Channel, counters: TransferCounters,
@@ -92,7 +86,7 @@ class PrefillSide:
         self._arena = arena
         self._channel = channel
         self._counters = counters
-        self._sessions: dict[int, SessionToDecode] = {}  # by number
+        self._sessions: dict[int, SendingSession] = {}  # by number
         self._nixl = nixl
         self._export: Export | None = None
         self._why_tcp = f"{TCP_ONLY} at the sender"  # without an export
@@ -168,83 +162,61 @@ class PrefillSide:
             self._offer_memory(self._sessions[number])
 
     def _send(self, slices: Sequence[SliceOut], now: float) -> None:
-        exported: dict[bytes, list[AnySliceAt]] = {}  # by transfer
-        last_layer = self._config.layout.num_layers - 1
+        """A slice goes as a frame, unless the peer reads slots: then SLICES names it. A slice of a transfer
+        that has ended goes back."""
+        marked: dict[bytes, list[tuple[SliceOut, int]]] = {}  # by transfer; with their generations
         for s in slices:
             self.slots_out += 1
-            held = self.table.open.get(s.transfer_id)
+            transfer_id = s.header.transfer_id
+            held = self.table.open.get(transfer_id)
             if held is None:
                 self._give_back(s.slot, unsent=True)
                 continue
-            if s.layer == last_layer and s.token_start + s.token_count == held.stop:
-                self.table.whole(held, now)
-            generation, hashed = s.generation, self._transports.get(held.session) == nixl_memory.KIND
-            if hashed:
-                generation = nixl_memory.checksum(self._arena.slot(s.slot)[: s.length])
-            if not generation:
-                self._send_frame(s, held)
-                continue
+            self._note_last(s.header.piece, held, now)
+            payload = self._arena.slot(s.slot)[: s.header.length]
+            if self._transports.get(held.session) == nixl_memory.KIND:
+                # The peer reads it while the next checksum is computed.
+                self._announce(transfer_id, [(s, nixl_memory.checksum(payload))], now)
+            elif s.generation:
+                marked.setdefault(transfer_id, []).append((s, s.generation))
+            else:
+                self._sessions[held.session].send_frame(OutgoingFrame(s.header, payload, s.slot))
+        for transfer_id, found in marked.items():
+            self._announce(transfer_id, found, now)
+
+    def _note_last(self, piece: Slice, held: Held, now: float) -> None:
+        last_layer = self._config.layout.num_layers - 1
+        if piece.layer == last_layer and piece.token_start + piece.token_count == held.stop:
+            self.table.whole(held, now)
+
+    def _announce(self, transfer_id: bytes, slices: Sequence[tuple[SliceOut, int]], now: float) -> None:
+        """Names slices that the peer reads, each with its generation."""
+        session = self._sessions[self.table.open[transfer_id].session]
+        found: list[SliceAt] = []
+        for s, generation in slices:
             there = s.rank * self._config.num_slots + s.slot
-            self._exported[there] = held.session, s
-            exported.setdefault(s.transfer_id, []).append(
-                AnySliceAt(
-                    there, generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
-                    s.token_count, s.length, s.state,
-                )
-            )  # fmt: skip
-            if hashed:  # the peer reads it while the next checksum is computed
-                self._announce_all(exported, now)
-        self._announce_all(exported, now)
+            self._exported[there] = session.number, s
+            found.append((there, generation, s.header.seq, s.header.length, s.header.piece))
+        self.table.begin_send(transfer_id, now, len(found))
+        session.send(Slices(tuple(found)), transfer_id)
 
-    def _announce_all(self, exported: dict[bytes, list[AnySliceAt]], now: float) -> None:
-        while exported:
-            transfer_id, found = exported.popitem()
-            self.table.begin_send(transfer_id, now, len(found))
-            self._announce(self._sessions[self.table.open[transfer_id].session], transfer_id, found)
+    # ------------------------------------------------------------ from sessions
 
-    def _send_frame(self, s: SliceOut, held: Held) -> None:
-        kind, state_type = kind_of(s.state)
-        header = Header(
-            FrameType.KV, s.transfer_id, s.layer, kind, s.head_start, s.head_count, s.token_start,
-            s.token_count, s.seq, s.length, receiver_rank=held.receiver_rank, state_type=state_type,
-        )  # fmt: skip
-        frame = OutgoingFrame(header, self._arena.slot(s.slot)[: s.length], s.slot)
-        self._sessions[held.session].send_frame(frame)
-
-    def _announce(self, session: SessionToDecode, transfer_id: bytes, slices: Sequence[AnySliceAt]) -> None:
-        """Slices that the peer reads."""
-        assert session.peer is not None
-        if session.peer.versions[1] >= SLICES_VERSION:
-            session.send(Slices(tuple(slices)), transfer_id)
-            return
-        for s in slices:
-            where = (
-                s.slot, s.generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
-                s.token_count, s.length,
-            )  # fmt: skip
-            message = SliceAt(*where) if s.state is None else StateSliceAt(*where, s.state)
-            session.send(message, transfer_id)
-
-    # ------------------------------------------------------------ connector.FrameSender
-
-    def session_up(self, session: SessionToDecode) -> None:
+    def session_up(self, session: SendingSession) -> None:
         self._sessions[session.number] = session
 
-    def _offer_memory(self, session: SessionToDecode) -> None:
+    def _offer_memory(self, session: SendingSession) -> None:
         """At the first FETCH. When lane 0 is up here, the peer may still wait for its other lanes."""
         if session.number in self._transports:
             return
-        assert session.peer is not None
         if self._export is None:
             why = self._why_tcp
-        elif session.peer.versions[1] < EXPORT_VERSION:
-            why = f"the receiver speaks wire version {session.peer.versions[1]}"
         else:
             why = "the test copy is under way"
             session.send(self._export)
         self._transports[session.number] = f"tcp: {why}"
 
-    def session_down(self, session: SessionToDecode, reason: str, detail: str) -> None:
+    def session_down(self, session: SendingSession, reason: str, detail: str) -> None:
         del self._sessions[session.number]
         self._transports.pop(session.number, None)
         self._apply(self.table.session_down(session.number, time.monotonic()))
@@ -253,7 +225,7 @@ class PrefillSide:
             self._taken(slot)
         self._channel.post(SessionGone(session.number))
 
-    def control(self, session: SessionToDecode, header: Header, message: Control) -> None:
+    def control(self, session: SendingSession, header: Header, message: Control) -> None:
         self._bound_unread(session, header)
         now = time.monotonic()
         if isinstance(message, Fetch | FetchContent):
@@ -283,12 +255,10 @@ class PrefillSide:
                 else:
                     self._apply(self.table.abort(header.transfer_id, message.reason, now))
 
-    def _from_reader(self, session: SessionToDecode, message: Reach | Taken, now: float) -> None:
+    def _from_reader(self, session: SendingSession, message: Reach | Taken, now: float) -> None:
         match message:
             case Reach(reached, why):
-                assert session.peer is not None
-                is_old = session.peer.versions[1] < EXPORT_VERSION
-                if self._export is None or is_old or session.number not in self._transports:
+                if self._export is None or session.number not in self._transports:
                     raise ProtocolError("order", "REACH without EXPORT")
                 self._transports[session.number] = self._export.kind if reached else f"tcp: {why}"
                 if self._export.kind != nixl_memory.KIND:  # the engine fills slots as for TCP
@@ -300,10 +270,10 @@ class PrefillSide:
                     sent = self._taken(slot)
                     session.moved(now)
                     self._counters.frames_sent += 1
-                    self._counters.bytes_sent += sent.length
-                    self.table.sent(sent.transfer_id, now)
+                    self._counters.bytes_sent += sent.header.length
+                    self.table.sent(sent.header.transfer_id, now)
 
-    def _bound_unread(self, session: SessionToDecode, header: Header) -> None:
+    def _bound_unread(self, session: SendingSession, header: Header) -> None:
         """Ends the session if too many of its messages wait here because the engine reads none."""
         if not self._channel.full:
             self._unread.clear()
@@ -312,7 +282,7 @@ class PrefillSide:
         if self._unread[session.number] > _MOST_UNREAD:
             raise ProtocolError("flood", f"{_MOST_UNREAD >> 20} MiB of messages while the engine reads none")
 
-    def session_over(self, session: SessionToDecode) -> None:
+    def session_over(self, session: SendingSession) -> None:
         pass  # `frame_dropped` gave back each slot that the lanes held
 
     def frame_begins(self, frame: OutgoingFrame) -> bool:
@@ -371,15 +341,11 @@ class PrefillSide:
                             fetch.ranges, fetch.head_start, fetch.head_count,
                         )
                     )  # fmt: skip
-                case Pin(pin_id, chunks, first_chunk):
-                    self._channel.post(PinOut(pin_id, chunks, first_chunk))
-                case StopTransfer(prefill_id, transfer_id):
-                    self._channel.post(StopOut(prefill_id, transfer_id))
-                case Release(prefill_id, reason):
+                case ReleasedOut(_, reason):
                     self._counters.transfers[reason] += 1
-                    self._channel.post(ReleasedOut(prefill_id, reason))
-                case Waiting(prefill_id, gone):
-                    self._channel.post(FetchWaits(prefill_id, gone))
+                    self._channel.post(effect)
+                case PinOut() | StopOut() | FetchWaits():
+                    self._channel.post(effect)
                 case Send(number, transfer_id, reply):
                     if isinstance(reply, Aborted):
                         self._counters.transfers[reply.reason] += 1
@@ -387,6 +353,54 @@ class PrefillSide:
                         self._sessions[number].send(reply, transfer_id)
                 case Expired(name, detail):
                     self._counters.expire(name, detail)
+
+
+class SendingSession(Session):
+    """KV frames go out. Implements LaneSender."""
+
+    side: ClassVar[Side] = "sender"
+
+    def __init__(
+        self, sender: PrefillSide, sessions: Sessions, number: int, session_id: bytes, lane_count: int
+    ) -> None:
+        super().__init__(sender, sessions, number, session_id, lane_count)
+        self._sender = sender
+        self._far: list[FarLane] = []  # the lanes that movers have
+        self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
+
+    def _attach(self, lane: Lane | FarLane) -> None:
+        lane.sender = self
+        if isinstance(lane, FarLane):
+            self._far.append(lane)
+
+    def send_frame(self, frame: OutgoingFrame) -> None:
+        """By the lane with the fewest unsent bytes. If movers have lanes, by one of those."""
+        if self._far:
+            self._waiting.append(frame)
+            self._feed()
+        else:
+            min(self.lanes.values(), key=lambda lane: lane.unsent).push_frame(frame)
+
+    def _feed(self) -> None:
+        """Give movers no more than they have room for: it shows late which lane is slow."""
+        while self._waiting and (lane := min(self._far, key=lambda lane: lane.unsent)).has_room:
+            lane.push_frame(self._waiting.popleft())
+
+    def _over(self) -> None:
+        while self._waiting:
+            self._sender.frame_dropped(self._waiting.popleft())
+        super()._over()
+
+    def frame_begins(self, lane: Lane | FarLane, frame: OutgoingFrame) -> bool:
+        return self._sender.frame_begins(frame)
+
+    def frame_sent(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
+        self._sender.frame_sent(frame)
+        if self._waiting:
+            self._feed()
+
+    def frame_dropped(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
+        self._sender.frame_dropped(frame)
 
 
 def _shown(text: str, most: int) -> str:

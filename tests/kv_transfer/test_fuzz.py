@@ -78,7 +78,7 @@ def test_a_sender_among_noise(make_pair: Any, count: int) -> None:
         lane: Lane | None = None
         for _ in range(ROUND):
             if lane is None:
-                lane = connect(pair.prefill.port, newest=5)
+                lane = connect(pair.prefill.port)
             try:
                 lane.sock.sendall(next(frames))
                 sent += 1

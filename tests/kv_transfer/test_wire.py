@@ -23,7 +23,6 @@ from .second_wire import (
     FETCH,
     KV,
     REACH,
-    SLICE,
     SLICES,
     TAKEN,
     Lane,
@@ -38,14 +37,13 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
     lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
+    lane.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
     kind, which, _, payload = lane.read()  # before any credit: only COMMIT can come
     assert (kind, which, unpack(payload)) == (COMMIT, transfer, [[42, None, [], []], 3, 3 * 2560])
     lane.say(CREDIT, [5, False])
     for seq in range(3):
         kind, which, head, payload = lane.read()
         assert (kind, which, head["seq"], head["token_count"]) == (KV, transfer, seq, 10)
-        assert (head["sender_rank"], head["receiver_rank"]) == (0, 0)
         got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
         assert torch.equal(got, expected[head["layer"]].cpu())
     lane.say(CREDIT, [5, True])
@@ -84,11 +82,8 @@ def export(lane: Lane, arena: kv.Arena) -> None:
     lane.say(EXPORT, ["shared_memory", boot, handle, arena.num_slots, arena.slot_bytes, token])
 
 
-@pytest.mark.parametrize(("stale", "together"), [(False, False), (False, True), (True, True)])
-def test_as_a_prefill_worker_that_exports_memory(
-    fetching: Any, until: Any, stale: bool, together: bool
-) -> None:
-    """`together`: one message has all slices, as from version 5 on."""
+@pytest.mark.parametrize("stale", [False, True])
+def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stale: bool) -> None:
     decode, _, lane, transfer, blocks = fetching(device="cpu")
     lane.answers = False
     arena = kv.Arena.create(8, 4096)
@@ -104,12 +99,8 @@ def test_as_a_prefill_worker_that_exports_memory(
         arena.marks[slot * 16 : slot * 16 + 16] = struct.pack(
             "<QQ", generation + (stale and i == 1), checksum
         )
-        said_at.append([slot, generation, head["seq"], head["layer"], 0, 2, 0, 10, len(body)])
-    if together:
-        lane.say(SLICES, [said_at], transfer)
-    else:
-        for fields in said_at:
-            lane.say(SLICE, fields, transfer)
+        said_at.append([slot, generation, head["seq"], len(body), [head["layer"], 0, 2, 0, 10]])
+    lane.say(SLICES, [said_at], transfer)
     if not stale:
         assert isinstance(ended(decode, until), kv.Injected)
         assert_pool(decode, blocks, frames)
@@ -137,7 +128,7 @@ def test_a_slice_that_cannot_be(fetching: Any, until: Any, slot: int, size: int,
     if reason != "order":
         export(lane, arena)
         until(lambda: decode.poll() or wait([lane.sock.fileno()], 0), "REACH", decode.receiver)
-    lane.say(SLICE, [slot, 1, 0, 0, 0, 2, 0, 10, size], transfer)
+    lane.say(SLICES, [[[slot, 1, 0, size, [0, 0, 2, 0, 10]]]], transfer)
     refused(decode, until, reason)
     arena.close()
 
@@ -157,7 +148,7 @@ def test_as_a_decode_worker_of_a_prefill_worker_with_fp8(make_prefill: Any) -> N
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.exact_rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
     lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
+    lane.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
     assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 3, 3 * 800])
     lane.say(CREDIT, [3, False])
     for _ in range(3):
@@ -194,24 +185,18 @@ def test_as_a_prefill_worker_with_fp8(fetching: Any, until: Any, damaged: bool) 
 
 
 def test_frames_of_a_group_have_the_heads_of_one_rank_each(make_prefill: Any, until: Any) -> None:
-    """To its peer a worker of two ranks is one: all frames have sender rank 0, and one COMMIT counts them."""
+    """To its peer a worker of two ranks is one: one COMMIT counts all frames."""
     prefill = make_prefill(ranks=2)
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
     lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
+    lane.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
     assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 6, 3 * 2560])
     lane.say(CREDIT, [6, False])
     came = set()
     for seq in range(6):
         kind, which, head, payload = lane.read()
-        assert (kind, which, head["seq"], head["sender_rank"], head["head_count"]) == (
-            KV,
-            transfer,
-            seq,
-            0,
-            1,
-        )
+        assert (kind, which, head["seq"], head["head_count"]) == (KV, transfer, seq, 1)
         got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 1, 16)
         assert torch.equal(got[:, :, 0], expected[head["layer"]][:, :, head["head_start"]])
         came.add((head["layer"], head["head_start"]))
@@ -245,7 +230,7 @@ def test_a_fetch_of_nothing_is_answered(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [], 0, 0, 2], transfer)
+    lane.say(FETCH, [prefill_id, 0, [], 0, 2], transfer)
     assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 0, 0])
     lane.say(ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)

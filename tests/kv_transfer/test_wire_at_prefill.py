@@ -21,12 +21,12 @@ from .second_wire import (
     ABORTED,
     COMMIT,
     FETCH,
-    FETCH_CONTENT,
     HELLO,
     KV,
     PING,
     REACH,
     TAKEN,
+    FakePrefill,
     Lane,
     connect,
     frame,
@@ -86,7 +86,7 @@ def test_idle_connections_keep_no_peer_out(make_prefill: Any) -> None:
     idle = [Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(6)]
     lanes = [connect(prefill.port, session=b"s" * 16, number=i, lanes=3) for i in range(3)]
     assert [lane.read()[0] for lane in idle[:3]] == [0, 0, 0], "the oldest are closed"
-    lanes[0].say(FETCH, [prefill.hold(10), 0, 1, [], 0, 0, 2], os.urandom(16))
+    lanes[0].say(FETCH, [prefill.hold(10), 0, [], 0, 2], os.urandom(16))
     lanes[0].expect(COMMIT)
 
 
@@ -106,7 +106,7 @@ def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
         (KV, b"x" * 100, "direction"),
         (KV, b"x" * 5000, "length"),
         (FETCH, b"x" * (65 << 10), "length"),
-        (FETCH, pack([b"p" * 16, 0, 1, [[5, 5]], 0, 0, 2]), "message"),
+        (FETCH, pack([b"p" * 16, 0, [[5, 5]], 0, 2]), "message"),
         (ABORT, b"\x91\xa1\x80", "message"),  # a text that is not UTF-8
         (ABORT, b"\x91" * 60_000, "message"),
         (ABORTED, pack(["gone", 0]), "message"),
@@ -122,7 +122,7 @@ def test_an_authenticated_peer_that_breaks_the_protocol(
 ) -> None:
     before, prefill_id = shared.stats().refused.get(reason, 0), shared.open(10)
     lane = connect(shared.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], os.urandom(16))
+    lane.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], os.urandom(16))
     until(lambda: shared.sender.has_fetch(prefill_id), "the FETCH")
     lane.send(kind, body)
     refused(shared, until, reason, before + 1)
@@ -136,7 +136,7 @@ def test_sessions_of_two_lanes(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(deadlines=kv.TransferDeadlines(handshake=1.0))
     first, second = (connect(prefill.port, session=b"a" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: prefill.stats().sessions == 1, "the session")
-    second.say(FETCH, [b"p" * 16, 0, 1, [[0, 10]], 0, 0, 2], os.urandom(16))
+    second.say(FETCH, [b"p" * 16, 0, [[0, 10]], 0, 2], os.urandom(16))
     refused(prefill, until, "order")
     assert [first.read()[0], second.read()[0]] == [0, 0]
     alone = connect(prefill.port, session=b"b" * 16, lanes=2)
@@ -162,16 +162,22 @@ def test_damaged_control_messages(make_prefill: Any, until: Any) -> None:
         until(lambda kind=kind: prefill.stats().checksum_failures.get(kind) == 1, f"{kind} to be counted")
 
 
-def test_a_part_of_the_wire_that_is_not_built_is_refused_by_name(make_prefill: Any) -> None:
-    """Only the transfer ends. The session goes on."""
+def test_peers_of_two_wire_versions_refuse_each_other(
+    make_prefill: Any, make_decode: Any, until: Any
+) -> None:
+    """Each side finds the other's version in a header, and logs both."""
     prefill = make_prefill()
-    lane = connect(prefill.port)
-    for kind, message in (
-        (FETCH, [b"p" * 16, 0, 4, [[0, 10]], 3, 0, 2]),  # several receivers
-        (FETCH_CONTENT, [[b"c" * 16], 0, 4, 3, 0, 2]),
-    ):
-        transfer = os.urandom(16)
-        lane.say(kind, message, transfer)
-        assert lane.expect(ABORTED) == (transfer, ["unsupported", 0])
-    lane.say(FETCH, [prefill.hold(10), 0, 1, [], 0, 0, 2], os.urandom(16))
-    lane.expect(COMMIT)
+    lane = Lane(socket.create_connection(("127.0.0.1", prefill.port)))
+    lane.send(HELLO, b"of another version", version=7)
+    assert lane.read()[0] == HELLO, "with the version of this side in its header"
+    assert lane.read()[0] == 0
+    refused(prefill, until, "version")
+    fake, decode = FakePrefill(), make_decode(lanes=1)
+    decode.receiver.fetch(
+        b"d", prefill_id=b"p" * 16, kv_address=fake.address, incarnation=5, attempt=0,
+        block_ids=decode.allocate(10), num_tokens=10,
+    )  # fmt: skip
+    lane = Lane(fake.listener.accept()[0])
+    assert lane.read()[0] == HELLO
+    lane.send(HELLO, version=7)
+    refused(decode, until, "version")

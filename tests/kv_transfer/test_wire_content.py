@@ -35,7 +35,7 @@ def test_chunks_of_a_prefix_cache_come_after_have(make_prefill: Any, until: Any)
     prefill = make_prefill()
     names = prefill.cache(3)
     lane, transfer = connect(prefill.port), os.urandom(16)
-    lane.say(FETCH_CONTENT, [[names[1], names[2], b"?" * 16], 1, 1, 0, 0, 2], transfer)
+    lane.say(FETCH_CONTENT, [[names[1], names[2], b"?" * 16], 1, 0, 2], transfer)
     until(lambda: prefill.poll() or prefill.held, "the engine to be asked", prefill.sender)
     assert lane.expect(HAVE) == (transfer, [2])
     frames = 3 * 128 * 256 // 4096
@@ -55,12 +55,12 @@ def test_at_most_two_prefixes_leave_at_a_time(make_prefill: Any, until: Any) -> 
     [name] = prefill.cache(1)
     lane, ids = connect(prefill.port), [os.urandom(16) for _ in range(4)]
     for transfer in ids[:3]:
-        lane.say(FETCH_CONTENT, [[name], 0, 1, 0, 0, 2], transfer)
+        lane.say(FETCH_CONTENT, [[name], 0, 0, 2], transfer)
     assert lane.expect(ABORTED) == (ids[2], ["busy", 0])
     until(lambda: prefill.poll() or len(prefill.held) == 2, "the engine to be asked", prefill.sender)
     assert sorted(lane.read()[0] for _ in range(4)) == [COMMIT, COMMIT, HAVE, HAVE], "both are pinned"
     lane.say(ABORT, ["cancelled"], ids[0])
-    lane.say(FETCH_CONTENT, [[name], 0, 1, 0, 0, 2], ids[3])
+    lane.say(FETCH_CONTENT, [[name], 0, 0, 2], ids[3])
     until(lambda: prefill.poll() or pin_of(ids[3]) in prefill.held, "the fourth", prefill.sender)
     lane.sock.close()
     until(lambda: prefill.poll() or len(prefill.released) == 3, "no pin without its session", prefill.sender)
@@ -72,7 +72,7 @@ def test_a_pin_ends_at_its_deadline_also_if_its_peer_takes_a_byte_now_and_then(
     prefill = make_prefill(deadlines=kv.TransferDeadlines(pin=0.5))
     [name] = prefill.cache(1)
     lane, transfer = connect(prefill.port), os.urandom(16)
-    lane.say(FETCH_CONTENT, [[name], 0, 1, 0, 0, 2], transfer)
+    lane.say(FETCH_CONTENT, [[name], 0, 0, 2], transfer)
     until(lambda: prefill.poll() or prefill.held, "the engine to be asked", prefill.sender)
     for total in range(1, 6):
         lane.say(CREDIT, [total, False])
@@ -94,7 +94,7 @@ def asking(make_decode: Any) -> Any:
         )  # fmt: skip
         lane = fake.accept()
         transfer, message = lane.expect(FETCH_CONTENT)
-        assert message == [[b"1" * 16, b"2" * 16], 1, 1, 0, 0, 2]
+        assert message == [[b"1" * 16, b"2" * 16], 1, 0, 2]
         return decode, fake, lane, transfer
 
     return make

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
-
 import baton.kv_transfer as kv
 
 from .ranks import as_bytes
@@ -19,9 +17,7 @@ from .second_wire import (
     FETCH,
     KV,
     REACH,
-    SLICE,
     SLICES,
-    STATE_SLICE,
     TAKEN,
     FakePrefill,
     Lane,
@@ -29,11 +25,11 @@ from .second_wire import (
     unpack,
 )
 
-FINGERPRINT = "kv3 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
+FINGERPRINT = "kv6 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
 STATES = kv.StateType("conv", 3, 4, 8, "bfloat16"), kv.StateType("ssm", 1, 4, 256, "float32")
 LAYOUT = kv.KVLayout(2, 2, 16, "float32", STATES, (0,))
-CONV = {"layer": 0, "kind": 1, "state_type": 0, "head_count": 4, "token_start": 10}
-SSM = CONV | {"state_type": 1}
+CONV = {"layer": 0, "kind": 1, "head_count": 4, "token_start": 10}
+SSM = CONV | {"kind": 2}
 KV_OF_10 = {"layer": 1, "head_count": 2, "token_count": 10}
 SIZES = 4 * 3 * 8 * 2, 4 * 256 * 4, 10 * 2 * 2 * 16 * 4
 """Bytes of `conv`, `ssm` and the KV of ten positions."""
@@ -61,7 +57,7 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
     lane.say(CREDIT, [9, False])
     for ranges, sizes in (([], SIZES[:2]), ([[0, 10]], SIZES)):
         transfer = os.urandom(16)
-        lane.say(FETCH, [prefill_id, 0, 1, ranges, 0, 0, 2], transfer)
+        lane.say(FETCH, [prefill_id, 0, ranges, 0, 2], transfer)
         found: list[tuple[int, dict[str, int], bytes]] = []
         while len(found) < len(sizes):
             kind, head, payload = next_frame(lane)
@@ -71,7 +67,7 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
                 found.append((kind, head, payload))
         names = {name: value for name, value in CONV.items() if value}
         rows = prefill.rows(blocks, 0, 0, 10).contiguous().numpy().tobytes()
-        expected = [(KV, names, states[0]), (KV, names | {"state_type": 1}, states[1]), (KV, KV_OF_10, rows)]
+        expected = [(KV, names, states[0]), (KV, names | {"kind": 2}, states[1]), (KV, KV_OF_10, rows)]
         assert sorted(found, key=lambda frame: expected.index(frame)) == expected[: len(sizes)]
     lane.say(ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the ACK", prefill.sender)
@@ -86,7 +82,7 @@ def asked(decode: Any, fake: FakePrefill) -> tuple[Lane, bytes]:
     )  # fmt: skip
     lane = fake.accept()
     transfer, message = lane.expect(FETCH)
-    assert message == [b"p" * 16, 0, 1, [[0, 10]], 0, 0, 2]
+    assert message == [b"p" * 16, 0, [[0, 10]], 0, 2]
     assert lane.read()[0] == CREDIT
     assert lane.granted == 3 + 1, "a frame for the layer with KV and for each state, and one for the lane"
     return lane, transfer
@@ -124,24 +120,19 @@ def test_as_a_prefill_worker(make_decode: Any, until: Any) -> None:
     assert state_bytes(decode, 3) == bodies[:2]
 
 
-@pytest.mark.parametrize("newest", [4, 5])
-def test_exported_memory(make_prefill: Any, until: Any, newest: int) -> None:
+def test_exported_memory(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(layout=LAYOUT, exports=True, device="cpu")
     prefill_id, transfer = prefill.hold(10, state_slot=1), os.urandom(16)
-    lane = connect(prefill.port, layout=FINGERPRINT, newest=newest)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
+    lane = connect(prefill.port, layout=FINGERPRINT)
+    lane.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
     assert {lane.read()[0] for _ in range(2)} == {EXPORT, COMMIT}
     lane.say(REACH, [True, ""])
     lane.say(CREDIT, [3, False])
     slices = [lane.read() for _ in range(3)]
-    places = [unpack(payload) for *_, payload in slices]
-    if newest == 4:
-        assert [kind for kind, *_ in slices] == [SLICE, STATE_SLICE, STATE_SLICE]
-    else:
-        assert {kind for kind, *_ in slices} == {SLICES}
-        places = [place for [some] in places for place in some]
+    assert {kind for kind, *_ in slices} == {SLICES}
+    places = [place for *_, payload in slices for [some] in [unpack(payload)] for place in some]
     for number, (slot, _, *about) in enumerate(places[1:]):
-        assert about == [1 + number, 0, 0, 4, 10, 0, SIZES[number], number]
+        assert about == [1 + number, SIZES[number], [0, 0, 4, 10, 0, number]]
         filled = bytes(prefill.sending.arena.slot(slot)[: SIZES[number]])
         assert filled == state_bytes(prefill, 1)[number]
     lane.say(TAKEN, [[slot for slot, *_ in places]])

@@ -27,7 +27,7 @@ def slices(n: int) -> list[tuple[dict[str, int], bytes]]:
 
 def asked(lane: Lane) -> bytes:
     transfer, message = lane.expect(FETCH)
-    assert message == [b"p" * 16, 0, 1, [[0, 10]], 0, 0, 2]
+    assert message == [b"p" * 16, 0, [[0, 10]], 0, 2]
     kind, _, _, payload = lane.read()
     assert (kind, unpack(payload)) == (CREDIT, [4, False])  # a frame a layer, and one for the lane
     return transfer

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import setproctitle
 
-from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import end_waits_on_time
 
 

@@ -30,7 +30,7 @@ from baton.engine import (
     build_engine,
 )
 from baton.engine.loader.tokenizer_json import vocabulary
-from baton.kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
+from baton.kv_transfer import ArenaEnd, Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import spins, wait
 from baton.rpc import vocabulary_fingerprint
@@ -148,7 +148,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
         ArenaEnd.inherited(fds, config.kv_slots, config.kv_slot_bytes)
         for fds in (config.sending_fds, config.receiving_fds)
     )
-    transport = ArenaTransport(sending, receiving, trace, config.exports, config.adopts)
+    transport = Transport(sending, receiving, trace, config.exports, config.adopts)
     heartbeat = Heartbeat(config.heartbeat_fd)
     parts = Parts(config, link, heartbeat, transport, trace, Attempts(link.send))
     heartbeat.tick()

@@ -32,7 +32,7 @@ class RankArenas(msgspec.Struct, frozen=True):
     num_slots: int
     slot_bytes: int
     exports: bool
-    """As in `ArenaTransport`, and the next."""
+    """As in `Transport`, and the next."""
     adopts: bool
 
 

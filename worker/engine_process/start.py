@@ -38,7 +38,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True):
     offload_fds: Sequence[Sequence[int]]  # inherited: to each other rank, one for each tier
     disk_cache_dir: str | None
     heartbeat_fd: int  # inherited
-    exports: bool  # as in `ArenaTransport`, and the next
+    exports: bool  # as in `Transport`, and the next
     adopts: bool
     kv_slots: int
     kv_slot_bytes: int
