@@ -25,20 +25,7 @@ from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint.pulls import Pulls
 from baton.kv_transfer.pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
-from baton.kv_transfer.protocol.local_messages import (
-    Arrived,
-    CancelIn,
-    Complete,
-    ExportGone,
-    ExportIn,
-    FailedIn,
-    FetchIn,
-    InjectedIn,
-    PulledIn,
-    SlotsFree,
-    Staged,
-    ToReceiver,
-)
+from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.staging import scattered_at_once
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
@@ -67,7 +54,7 @@ class _LayerPace:
 @dataclass(slots=True, eq=False)
 class _Fetch:
     decode_id: bytes
-    request: FetchIn  # as last sent, with the current transfer id
+    request: local.FetchIn  # as last sent, with the current transfer id
     table: Any
     started: float
     refetches: int = 0
@@ -77,7 +64,7 @@ class _Fetch:
     unread: int = 0  # slices in exported memory: not verified yet, or wrong
     pace: _LayerPace = field(default_factory=_LayerPace)  # of the last tokens
     scatter_at: float = 0.0  # the first one
-    complete: Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
+    complete: local.Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event
     outcome: FetchFailed | Closed | None = None  # reported when the last scatter is over
 
@@ -102,10 +89,10 @@ class Receiver:
         self._pool = open_ranks(kv, end, exported=pulls)
         self._layout = kv.layout
         self._trace = trace
-        self._channel = Channel(end.channel, ToReceiver)
+        self._channel = Channel(end.channel, local.ToReceiver)
         self._fetches: dict[bytes, _Fetch] = {}  # by decode id, until an outcome is certain
         self._by_transfer: dict[bytes, _Fetch] = {}
-        self._arrivals: deque[Arrived] = deque()  # not yet looked at
+        self._arrivals: deque[local.Arrived] = deque()  # not yet looked at
         self._oldest = 0.0  # when the first of them came
         self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
         self._at_once = scattered_at_once(end.arena.slot_bytes)
@@ -135,7 +122,7 @@ class Receiver:
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         heads = self._layout.num_kv_heads
-        request = FetchIn(
+        request = local.FetchIn(
             os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads, num_tokens
         )
         fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot)
@@ -159,7 +146,7 @@ class Receiver:
         of the chunks that came, from the first on, and a first token without meaning. A fetch that fails is
         not tried again."""
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first_chunk, first_chunk + len(chunks)))
-        request = FetchIn(
+        request = local.FetchIn(
             os.urandom(16), b"", kv_address, incarnation, 0, ((start, stop),), 0, self._layout.num_kv_heads,
             chunks=tuple(chunks),
         )  # fmt: skip
@@ -168,7 +155,7 @@ class Receiver:
     def _open(
         self,
         decode_id: bytes,
-        request: FetchIn,
+        request: local.FetchIn,
         block_ids: Sequence[int],
         num_tokens: int,
         state_slot: int = 0,
@@ -200,7 +187,7 @@ class Receiver:
         self._pulled()  # first: the sender waits for these slots, and the next copies take long to launch
         while messages := self._channel.receive():
             for message in messages:
-                if isinstance(message, ExportIn | ExportGone):
+                if isinstance(message, local.ExportIn | local.ExportGone):
                     free += self._take(math.inf)  # slices of the session that has ended may be there
                     self._pulls.handle(message)
                 else:
@@ -209,7 +196,7 @@ class Receiver:
         while self._copies and self._pool.passed(self._copies[0][0]):
             free += self._copies.popleft()[1]
         if free:
-            self._channel.send(SlotsFree(free))
+            self._channel.send(local.SlotsFree(free))
         self._channel.send(*self._pulls.opened())
         self._pulled()
         self._channel.flush()
@@ -249,21 +236,21 @@ class Receiver:
 
     # ------------------------------------------------------------ inside
 
-    def _handle(self, message: Arrived | Complete | FailedIn) -> None:
+    def _handle(self, message: local.Arrived | local.Complete | local.FailedIn) -> None:
         match message:
-            case FailedIn(transfer_id, reason, retry):
+            case local.FailedIn(transfer_id, reason, retry):
                 if transfer_id in self._by_transfer:
                     self._failed(self._by_transfer[transfer_id], reason, retry)
-            case Complete(transfer_id):
+            case local.Complete(transfer_id):
                 if transfer_id in self._by_transfer:
                     self._by_transfer[transfer_id].complete = message
-            case Arrived():
+            case local.Arrived():
                 self._oldest = self._oldest if self._arrivals else time.monotonic()
                 self._arrivals.append(message)
 
     def _pulled(self) -> None:
         for arrived, whole in self._pulls.ended():
-            self._channel.send(PulledIn([m.slot for m in arrived], whole))
+            self._channel.send(local.PulledIn([m.slot for m in arrived], whole))
             for m, right in zip(arrived, whole, strict=True):
                 if right and (fetch := self._by_transfer.get(m.header.transfer_id)):
                     fetch.unread -= 1
@@ -281,7 +268,7 @@ class Receiver:
             if not is_late and now - self._oldest < HOLD:
                 break
             taken = [self._arrivals.popleft() for _ in range(min(len(self._arrivals), self._at_once))]
-            by_session: dict[int | None, list[Arrived]] = {}
+            by_session: dict[int | None, list[local.Arrived]] = {}
             for m in taken:
                 if m.header.transfer_id in self._by_transfer:
                     by_session.setdefault(m.session, []).append(m)
@@ -294,7 +281,7 @@ class Receiver:
                     self._pull(session, arrived, taken_at)
         return free
 
-    def _staged(self, m: Arrived, slot: int, taken_at: float) -> Staged:
+    def _staged(self, m: local.Arrived, slot: int, taken_at: float) -> local.Staged:
         fetch, piece = self._by_transfer[m.header.transfer_id], m.header.piece
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
         if piece.state is None:
@@ -309,16 +296,16 @@ class Receiver:
         fetch.heads += piece.token_count * piece.head_count
         if piece.token_start + piece.token_count == stop and not fetch.request.chunks:
             fetch.pace.came(piece.layer, self._layout.num_layers, taken_at)
-        return Staged(piece, slot, fetch.table, m.dtype, m.generation)
+        return local.Staged(piece, slot, fetch.table, m.dtype, m.generation)
 
-    def _inject(self, batch: list[Staged]) -> None:
+    def _inject(self, batch: list[local.Staged]) -> None:
         now = time.monotonic()
         with self._trace.measure("inject", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
             copied, scattered = self._pool.scatter(batch)
         self._copies.append((copied, [x.slot for x in batch]))
         self._note_scatter(batch, scattered, now)
 
-    def _pull(self, session: int, arrived: Sequence[Arrived], taken_at: float) -> None:
+    def _pull(self, session: int, arrived: Sequence[local.Arrived], taken_at: float) -> None:
         now, batch = time.monotonic(), [self._staged(m, m.there, taken_at) for m in arrived]
         with self._trace.measure("pull", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
             scattered = self._pulls.start(session, batch, arrived)
@@ -327,7 +314,7 @@ class Receiver:
         if scattered:
             self._note_scatter(batch, *scattered, now)
 
-    def _note_scatter(self, batch: Sequence[Staged], scattered: Any, now: float) -> None:
+    def _note_scatter(self, batch: Sequence[local.Staged], scattered: Any, now: float) -> None:
         tables = {id(x.table) for x in batch}
         for fetch in self._fetches.values():
             if id(fetch.table) in tables:
@@ -355,7 +342,7 @@ class Receiver:
         fetch = self._fetches.pop(decode_id, None)
         if fetch is not None:
             del self._by_transfer[fetch.request.transfer_id]
-            self._channel.send(CancelIn(fetch.request.transfer_id))
+            self._channel.send(local.CancelIn(fetch.request.transfer_id))
         return fetch
 
     def _unreported(self, decode_id: bytes) -> _Fetch | None:
@@ -387,7 +374,7 @@ class Receiver:
         assert (done.frames, done.size) == (fetch.frames, fetch.bytes), done
         del self._fetches[fetch.decode_id]
         del self._by_transfer[fetch.request.transfer_id]
-        self._channel.send(InjectedIn(fetch.request.transfer_id))
+        self._channel.send(local.InjectedIn(fetch.request.transfer_id))
         now = time.monotonic()
         stats = InjectStats(
             done.size,

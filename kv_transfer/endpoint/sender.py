@@ -23,32 +23,9 @@ from baton.kv_transfer.endpoint.pulls import adopted, exported
 from baton.kv_transfer.endpoint.turns import Turns
 from baton.kv_transfer.layout import slice_bytes
 from baton.kv_transfer.pacing import LOOK, LOOK_LAUNCHED
+from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.credits import SenderSlots
 from baton.kv_transfer.protocol.frame import FrameType, Header
-from baton.kv_transfer.protocol.local_messages import (
-    CloseOut,
-    CommitOut,
-    Exported,
-    FetchWaits,
-    Finished,
-    Granted,
-    Offer,
-    Pinned,
-    PinOut,
-    Reached,
-    Recalled,
-    RefuseFetch,
-    ReleasedOut,
-    RingOut,
-    SessionGone,
-    SliceOut,
-    SlicesOut,
-    SlotFree,
-    Staged,
-    StartOut,
-    StopOut,
-    ToSender,
-)
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
@@ -56,6 +33,8 @@ from baton.kv_transfer.wait import wait
 
 NO_TOKEN = FirstToken(0)
 """In COMMIT of a transfer by content. It means nothing."""
+_Taken = tuple[OutgoingPrefill, local.Staged, local.SliceOut]
+"""A slice to gather, and the message that hands it over."""
 
 
 class Sender:
@@ -89,13 +68,13 @@ class Sender:
         self._awake = threading.Lock()  # the pump has it unless it sleeps
         self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The pump's.
-        self._channel = Channel(end.channel, ToSender)
+        self._channel = Channel(end.channel, local.ToSender)
         self._prefills: dict[bytes, OutgoingPrefill] = {}
         self._slicing = Slicing(kv.layout, kv.ranks)
         self._turns = Turns(kv.layout.num_layers)
         self._slots = SenderSlots(end.arena.num_slots)
         # In stream order, with the events.
-        self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, SliceOut]]]] = deque()
+        self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, local.SliceOut]]]] = deque()
         self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
         self._stopping = False
         self._generations = itertools.count(1)
@@ -259,12 +238,14 @@ class Sender:
         slices = [message for _, handed in self._gathers for _, message in handed]
         return 0 < len(slices) == self._slots.in_use and all(message.generation for message in slices)
 
-    def _next_batch(self, *, ahead: bool) -> tuple[list[tuple[OutgoingPrefill, Staged, SliceOut]], list[Any]]:
+    def _next_batch(
+        self, *, ahead: bool
+    ) -> tuple[list[tuple[OutgoingPrefill, local.Staged, local.SliceOut]], list[Any]]:
         """The slices next in turn, and their events.
 
         With `ahead`, a gather of the last layer is launched before its event, and waits on the device. A
         launch after the event would come behind a long matrix product, and nothing would hide that time."""
-        batch: list[tuple[OutgoingPrefill, Staged, SliceOut]] = []
+        batch: list[_Taken] = []
         after: list[Any] = []
         while self._slots.free and len(batch) < self._pool.gather_most:
             transfer = self._turns.next(self._pool.passed, ahead=ahead)
@@ -274,7 +255,7 @@ class Sender:
             batch.append(self._take(transfer))
         return batch, after
 
-    def _take(self, transfer: OutgoingTransfer) -> tuple[OutgoingPrefill, Staged, SliceOut]:
+    def _take(self, transfer: OutgoingTransfer) -> _Taken:
         """Takes the next slice of a transfer, with a credit and a slot for it."""
         piece, _ = transfer.pending.popleft()
         slot = self._slots.take(transfer.account)
@@ -286,14 +267,14 @@ class Sender:
                 rank = self._slicing.rank(piece)
         length = slice_bytes(self._layout, piece)
         header = Header(FrameType.KV, transfer.id, piece, transfer.seq, length)
-        message = SliceOut(header, slot, generation, rank)
+        message = local.SliceOut(header, slot, generation, rank)
         transfer.seq += 1
-        staged = Staged(piece, slot, transfer.prefill.table, generation=generation)
+        staged = local.Staged(piece, slot, transfer.prefill.table, generation=generation)
         return transfer.prefill, staged, message
 
-    def _gathered(self, handed: list[tuple[OutgoingPrefill, SliceOut]]) -> None:
+    def _gathered(self, handed: list[tuple[OutgoingPrefill, local.SliceOut]]) -> None:
         """The slots are filled: hands them over. The transfer process drops slices of ended transfers."""
-        self._channel.send(SlicesOut([message for _, message in handed]))
+        self._channel.send(local.SlicesOut([message for _, message in handed]))
         for prefill, _ in handed:
             prefill.gathers -= 1
             if prefill.ended is not None:
@@ -312,7 +293,7 @@ class Sender:
     def _expect(self, prefill_id: bytes) -> None:
         if prefill_id not in self._prefills:
             self._prefills[prefill_id] = OutgoingPrefill(prefill_id)
-            self._channel.send(Offer(prefill_id))
+            self._channel.send(local.Offer(prefill_id))
 
     def _open(self, prefill_id: bytes, table: Any, num_tokens: int) -> None:
         self._expect(prefill_id)
@@ -343,7 +324,7 @@ class Sender:
         self._prefills[pin_id] = OutgoingPrefill(
             pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN
         )
-        self._channel.send(Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
+        self._channel.send(local.Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
 
     def _commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         prefill = self._prefills.get(prefill_id)
@@ -353,12 +334,12 @@ class Sender:
         # The receiver waits for COMMIT. Both messages go in one packet, since each packet is a wakeup.
         if prefill.transfer is not None:
             self._channel.post(self._commit_of(prefill.transfer, first_token))
-        self._channel.send(Finished(prefill_id))
+        self._channel.send(local.Finished(prefill_id))
 
     def _close(self, prefill_id: bytes, reason: Reason) -> None:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is None:
-            self._channel.send(CloseOut(prefill_id, reason))
+            self._channel.send(local.CloseOut(prefill_id, reason))
         if prefill is not None:
             self._end(prefill, reason)
 
@@ -366,41 +347,41 @@ class Sender:
 
     def _handle(self, message: Any) -> None:
         match message:
-            case SlotFree(slot, unsent):
+            case local.SlotFree(slot, unsent):
                 self._slots.give_back(slot, unsent=unsent)
-            case Granted():
+            case local.Granted():
                 self._granted(message)
-            case Reached(number, reached):
+            case local.Reached(number, reached):
                 self._slots.account(number).reached = reached
-            case RingOut(export):
+            case local.RingOut(export):
                 self._send_export(adopted(self._pool, export))
-            case StartOut():
+            case local.StartOut():
                 self._start(message)
-            case PinOut(pin_id, chunks, first_chunk):
+            case local.PinOut(pin_id, chunks, first_chunk):
                 self._report(ContentWanted(pin_id, chunks, first_chunk))
-            case StopOut():
+            case local.StopOut():
                 self._stop_transfer(message)
-            case SessionGone(number):
+            case local.SessionGone(number):
                 self._slots.close(number)
-            case FetchWaits(prefill_id, gone):
+            case local.FetchWaits(prefill_id, gone):
                 (self._fetched.discard if gone else self._fetched.add)(prefill_id)
-            case ReleasedOut(prefill_id, reason):
+            case local.ReleasedOut(prefill_id, reason):
                 if prefill_id in self._prefills:
                     self._end(self._prefills[prefill_id], reason)
 
-    def _granted(self, m: Granted) -> None:
+    def _granted(self, m: local.Granted) -> None:
         account = self._slots.account(m.session)
         if m.recall:
-            self._channel.send(Recalled(m.session, m.total, account.recall()))
+            self._channel.send(local.Recalled(m.session, m.total, account.recall()))
         else:
             account.grant(m.total)
 
-    def _send_export(self, export: Exported) -> None:
+    def _send_export(self, export: local.Exported) -> None:
         if export.export is not None:
             self._exported_slot_bytes = export.export.slot_bytes
         self._channel.send(export)
 
-    def _start(self, m: StartOut) -> None:
+    def _start(self, m: local.StartOut) -> None:
         prefill = self._prefills.get(m.prefill_id)
         if prefill is None or prefill.ended is not None:
             # Closed meanwhile, and the transfer process will read that next. The FETCH no longer waits.
@@ -419,7 +400,7 @@ class Sender:
         if prefill.table is not None:
             self._plan_all(transfer)
 
-    def _stop_transfer(self, m: StopOut) -> None:
+    def _stop_transfer(self, m: local.StopOut) -> None:
         prefill = self._prefills.get(m.prefill_id)
         if prefill is not None and prefill.transfer is not None and prefill.transfer.id == m.transfer_id:
             self._drop_transfer(prefill)
@@ -427,7 +408,7 @@ class Sender:
     def _plan_all(self, transfer: OutgoingTransfer) -> None:
         prefill = transfer.prefill
         if not self._slicing.can_serve(transfer):
-            self._channel.send(RefuseFetch(transfer.id))
+            self._channel.send(local.RefuseFetch(transfer.id))
             self._drop_transfer(prefill)
             return
         for entry in prefill.ready:
@@ -435,9 +416,9 @@ class Sender:
         if prefill.first_token is not None:
             self._channel.send(self._commit_of(transfer, prefill.first_token))
 
-    def _commit_of(self, transfer: OutgoingTransfer, first_token: FirstToken) -> CommitOut:
+    def _commit_of(self, transfer: OutgoingTransfer, first_token: FirstToken) -> local.CommitOut:
         """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""
-        return CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes)
+        return local.CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes)
 
     def _drop_transfer(self, prefill: OutgoingPrefill) -> None:
         if prefill.transfer is not None:

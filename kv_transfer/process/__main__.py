@@ -34,8 +34,7 @@ from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.heartbeat import Heartbeat
 from baton.kv_transfer.process import movers
-from baton.kv_transfer.process.arrivals import ReceivingSession
-from baton.kv_transfer.process.decode_side import DecodeSide
+from baton.kv_transfer.process.decode_side import DecodeSide, ReceivingSession
 from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.process.nixl_memory import NixlMemory, listen_on
@@ -91,7 +90,7 @@ class TransferProcess:
         self._decode = DecodeSide(config, slots, self._to_receiver, self._counters, self._connect, nixl)
         make_sessions: dict[Side, MakeSession] = {
             "sender": partial(SendingSession, self._prefill),
-            "receiver": partial(ReceivingSession, self._decode, self._decode.arrivals),
+            "receiver": partial(ReceivingSession, self._decode),
         }
         self._connector = TcpConnector(
             config, secret, make_sessions, self._counters, self._trace, self._tick_age, self._loop,

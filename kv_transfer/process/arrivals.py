@@ -7,17 +7,14 @@
 from __future__ import annotations
 
 import time
-from typing import Any, ClassVar
 
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.pacing import credit
 from baton.kv_transfer.process.frames import SlotPipe
-from baton.kv_transfer.process.lane import Lane
-from baton.kv_transfer.process.movers import FarLane
 from baton.kv_transfer.process.peers import Peers
 from baton.kv_transfer.process.stats import TransferCounters
-from baton.kv_transfer.process.tcp_session import Session, SessionHandler, Sessions
+from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.credits import CreditExceeded, ReceiverSlots
 from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
@@ -32,7 +29,6 @@ from baton.kv_transfer.protocol.fetches import (
 )
 from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.protocol.local_messages import Arrived, Complete, FailedIn
-from baton.kv_transfer.protocol.messages import Side
 from baton.kv_transfer.protocol.shared import Expired, Send
 
 
@@ -176,26 +172,3 @@ class Arrivals:
                 transfer.first_frame_at, transfer.last_frame_at, transfer.commit_at,
             )
         )  # fmt: skip
-
-
-class ReceivingSession(Session):
-    """KV frames come in. Implements LaneReceiver."""
-
-    side: ClassVar[Side] = "receiver"
-
-    def __init__(
-        self, handler: SessionHandler[Any], receiver: Arrivals, sessions: Sessions, number: int,
-        session_id: bytes, lane_count: int,
-    ) -> None:  # fmt: skip
-        super().__init__(handler, sessions, number, session_id, lane_count)
-        self.slots = receiver.pipe
-        self._receiver = receiver
-
-    def _attach(self, lane: Lane | FarLane) -> None:
-        lane.receiver = self
-
-    def kv_begins(self, lane: Lane | FarLane, header: Header, slot: int) -> None:
-        self._receiver.kv_begins(self, header, slot)
-
-    def kv_ends(self, lane: Lane | FarLane, header: Header, slot: int, whole: bool | None) -> None:
-        self._receiver.kv_ends(header, slot, whole)

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import time
+from typing import ClassVar
 
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.process.arrivals import Arrivals
 from baton.kv_transfer.process.frames import SlotPipe
+from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.movers import FarLane
 from baton.kv_transfer.process.nixl_memory import NixlMemory
 from baton.kv_transfer.process.peer_exports import PeerExports
 from baton.kv_transfer.process.peers import Connect, Peers
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session
+from baton.kv_transfer.protocol import local_messages as local
+from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import Header
-from baton.kv_transfer.protocol.local_messages import (
-    CancelIn,
-    FailedIn,
-    FetchIn,
-    FromReceiver,
-    InjectedIn,
-    Opened,
-    PulledIn,
-    SlotsFree,
-)
-from baton.kv_transfer.protocol.messages import (
-    Aborted,
-    Commit,
-    Control,
-    CreditReturned,
-    Export,
-    Have,
-    ProtocolError,
-    Slices,
-)
 
 
 class DecodeSide:
-    """Implements SessionHandler[Session]."""
+    """Implements SessionHandler."""
 
     def __init__(
         self,
@@ -80,26 +65,26 @@ class DecodeSide:
 
     # ------------------------------------------------------------ from the engine
 
-    def engine(self, message: FromReceiver) -> None:
+    def engine(self, message: local.FromReceiver) -> None:
         now = time.monotonic()
         match message:
-            case SlotsFree(slots):
+            case local.SlotsFree(slots):
                 for slot in slots:
                     if not self.exports.drops(slot):
                         self._slots.release(slot)
-            case PulledIn(slots, whole):
+            case local.PulledIn(slots, whole):
                 self.exports.pulled(dict(zip(slots, whole, strict=True)))
-            case Opened(number, reached, why):
+            case local.Opened(number, reached, why):
                 self.exports.opened(number, reached, why)
-            case FetchIn(transfer_id) if self.draining:
-                self._channel.post(FailedIn(transfer_id, "draining", retry=False))
-            case FetchIn(_, _, address, incarnation):
+            case local.FetchIn(transfer_id) if self.draining:
+                self._channel.post(local.FailedIn(transfer_id, "draining", retry=False))
+            case local.FetchIn(_, _, address, incarnation):
                 self.arrivals.apply(self._fetches.fetch(message, now))
                 self._peers.want(incarnation, address, now)
-            case InjectedIn(transfer_id):
+            case local.InjectedIn(transfer_id):
                 self._counters.transfers["injected"] += 1
                 self.arrivals.apply(self._fetches.injected(transfer_id, now))
-            case CancelIn(transfer_id):
+            case local.CancelIn(transfer_id):
                 effects = self._fetches.cancel(transfer_id, now)
                 if effects is not None:
                     self._counters.transfers["cancelled"] += 1
@@ -130,24 +115,24 @@ class DecodeSide:
             self._slots.close(session.number)
             self.arrivals.settle()
 
-    def control(self, session: Session, header: Header, message: Control) -> None:
+    def control(self, session: Session, header: Header, message: wire.Control) -> None:
         number, transfer_id, now = session.number, header.transfer_id, time.monotonic()
         match message:
-            case CreditReturned(total, sent):
+            case wire.CreditReturned(total, sent):
                 try:
                     self._slots.returned(number, total, sent)
                 except ValueError as e:
-                    raise ProtocolError("credit", str(e)) from None
-            case Commit():
+                    raise wire.ProtocolError("credit", str(e)) from None
+            case wire.Commit():
                 self.arrivals.apply(self._fetches.commit(number, transfer_id, message, now))
-            case Have():
+            case wire.Have():
                 self.arrivals.apply(self._fetches.have(number, transfer_id, message, now))
-            case Export():
+            case wire.Export():
                 self.exports.open(session, message)
-            case Slices(slices):
+            case wire.Slices(slices):
                 self.exports.slices(session, transfer_id, slices)
                 return  # credit is granted when slots have been read, and not for each message
-            case Aborted():
+            case wire.Aborted():
                 self.arrivals.apply(
                     self._fetches.aborted(number, transfer_id, message, session.kv_moved, now)
                 )
@@ -161,3 +146,22 @@ class DecodeSide:
         self._peers.tick(now, self._fetches.has_transfers)
         self._slots.ask_again()
         self.arrivals.settle()
+
+
+class ReceivingSession(Session["DecodeSide"]):
+    """KV frames come in. Implements LaneReceiver."""
+
+    side: ClassVar[wire.Side] = "receiver"
+
+    @property
+    def slots(self) -> SlotPipe:
+        return self.handler.arrivals.pipe
+
+    def _attach(self, lane: Lane | FarLane) -> None:
+        lane.receiver = self
+
+    def kv_begins(self, lane: Lane | FarLane, header: Header, slot: int) -> None:
+        self.handler.arrivals.kv_begins(self, header, slot)
+
+    def kv_ends(self, lane: Lane | FarLane, header: Header, slot: int, whole: bool | None) -> None:
+        self.handler.arrivals.kv_ends(header, slot, whole)

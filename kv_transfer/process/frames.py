@@ -70,7 +70,8 @@ class LaneOwner(Protocol[L]):
 class LaneReceiver(Protocol[L]):
     """Takes the KV frames that come on a lane. No method blocks."""
 
-    slots: SlotPipe
+    @property
+    def slots(self) -> SlotPipe: ...
 
     def kv_begins(self, lane: L, header: Header, slot: int) -> None:
         """A frame begins, in a slot that the lane took. `kv_ends` follows."""

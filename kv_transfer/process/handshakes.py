@@ -9,24 +9,14 @@ from dataclasses import dataclass
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session, refused_by_peer
+from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
 from baton.kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
-from baton.kv_transfer.protocol.messages import (
-    Hello,
-    HelloOpen,
-    HelloProof,
-    HelloRefused,
-    HelloReply,
-    Identity,
-    ProtocolError,
-    decode_hello,
-    encode,
-)
 
 _MOST_KNOWN = 4096  # addresses; the one whose last proof is oldest is forgotten first
 
 # The session that an authenticated lane belongs to. Raises LaneRefused.
-Join = Callable[[HelloOpen, Identity], Session]
+Join = Callable[[wire.HelloOpen, wire.Identity], Session]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,30 +94,30 @@ class Handshake:
         if lane.closing is not None:
             return
         try:
-            self._step(lane, decode_hello(payload), payload)
+            self._step(lane, wire.decode_hello(payload), payload)
         except LaneRefused as e:
             self._refuse(lane, e)
-        except ProtocolError as e:
+        except wire.ProtocolError as e:
             self._refuse(lane, LaneRefused("hello", str(e)))
 
-    def _step(self, lane: Lane, message: Hello, payload: memoryview) -> None:
+    def _step(self, lane: Lane, message: wire.Hello, payload: memoryview) -> None:
         party = self._party
-        if isinstance(message, HelloRefused):
+        if isinstance(message, wire.HelloRefused):
             raise LaneRefused(*refused_by_peer(message))
-        if isinstance(party, Listener) and isinstance(message, HelloOpen):
-            say(lane, encode(party.answer(message, bytes(payload))))
-        elif isinstance(party, Listener) and isinstance(message, HelloProof):
+        if isinstance(party, Listener) and isinstance(message, wire.HelloOpen):
+            say(lane, wire.encode(party.answer(message, bytes(payload))))
+        elif isinstance(party, Listener) and isinstance(message, wire.HelloProof):
             opened, peer = party.check(message)
             if party.keys is not None:
                 lane.encrypt(party.keys)
             self.session = self._places.join(opened, peer)
             self._up(lane, self.session, opened.lane, peer)
-        elif isinstance(party, Initiator) and isinstance(message, HelloReply) and party.proof is None:
+        elif isinstance(party, Initiator) and isinstance(message, wire.HelloReply) and party.proof is None:
             try:
                 peer = party.reply(message)
             finally:
                 if party.proof is not None:
-                    say(lane, encode(party.proof))
+                    say(lane, wire.encode(party.proof))
                 if party.keys is not None:
                     lane.encrypt(party.keys)
             assert self.session is not None
@@ -135,7 +125,7 @@ class Handshake:
         else:
             raise LaneRefused("hello", f"unexpected {type(message).__name__}")
 
-    def _up(self, lane: Lane, session: Session, number: int, peer: Identity) -> None:
+    def _up(self, lane: Lane, session: Session, number: int, peer: wire.Identity) -> None:
         self._places.proved(lane)
         if lane in session.joining:
             session.joining.remove(lane)
@@ -143,7 +133,7 @@ class Handshake:
 
     def _refuse(self, lane: Lane, why: LaneRefused) -> None:
         self._places.counters.refuse(why.reason, why.detail)
-        say(lane, encode(HelloRefused(why.reason, why.detail[:512])))
+        say(lane, wire.encode(wire.HelloRefused(why.reason, why.detail[:512])))
         lane.close_soon(why.reason, why.detail)
         if self.session is not None and isinstance(self._party, Initiator):
             self.session.end(why.reason, why.detail)

@@ -6,47 +6,37 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.movers import FarLane, MoverHandle
 from baton.kv_transfer.process.stats import TransferCounters, printable
+from baton.kv_transfer.protocol import messages as wire
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
-from baton.kv_transfer.protocol.messages import (
-    Control,
-    HelloRefused,
-    Identity,
-    Ping,
-    ProtocolError,
-    Side,
-    decode,
-    decode_hello,
-    encode,
-    frame_type,
-)
 
 log = logging.getLogger("baton.kv")
 
-S = TypeVar("S", bound="Session", contravariant=True)
 
+class SessionHandler(Protocol):
+    """Gets the events of the sessions of one side, each with its session."""
 
-class SessionHandler(Protocol[S]):
-    """Gets the events of the sessions of one side."""
+    def session_up(self, session: Any) -> None: ...
 
-    def session_up(self, session: S) -> None: ...
-
-    def session_down(self, session: S, reason: str, detail: str) -> None:
+    def session_down(self, session: Any, reason: str, detail: str) -> None:
         """The session ended, or (decode) never came up. Frames of it may begin until `session_over`."""
         ...
 
-    def session_over(self, session: S) -> None:
+    def session_over(self, session: Any) -> None:
         """All lanes are closed, and no frame is under way. Comes after `session_down`."""
         ...
 
-    def control(self, session: S, header: Header, message: Control) -> None:
+    def control(self, session: Any, header: Header, message: wire.Control) -> None:
         """Raises ProtocolError."""
         ...
+
+
+H = TypeVar("H", bound=SessionHandler)
 
 
 class Sessions:
@@ -84,18 +74,18 @@ class Sessions:
         return mover.adopt(lane, session, sends=session.side == "sender")
 
 
-class Session(ABC):
+class Session(ABC, Generic[H]):
     """A connection of two workers: what sessions of both directions have. Implements LaneOwner.
 
     It ends once, and its credits and open transfers end with it."""
 
-    side: ClassVar[Side]
+    side: ClassVar[wire.Side]
     """This process's side. The receiver connects, so its session is up with all of its lanes. The sender's
     is up with lane 0."""
 
     def __init__(
         self,
-        handler: SessionHandler[Any],
+        handler: H,
         sessions: Sessions,
         number: int,
         session_id: bytes,
@@ -108,7 +98,7 @@ class Session(ABC):
         self.lanes: dict[int, Lane | FarLane] = {}  # by lane number
         self.joining: list[Lane] = []  # lanes that this side opened, until they are authenticated or closed
         self.address = "an unknown address"  # where this side connected to
-        self.peer: Identity | None = None  # known from `session_up` on
+        self.peer: wire.Identity | None = None  # known from `session_up` on
         self.transport = "tcp"  # how most of its KV comes
         self.slot_bytes = 0  # the largest payload that both sides take
         self.up = False
@@ -127,10 +117,10 @@ class Session(ABC):
         """The peer read a slice, or a slice that it exported was read."""
         self._read_at = now
 
-    def send(self, message: Control, transfer_id: bytes = NO_TRANSFER) -> None:
+    def send(self, message: wire.Control, transfer_id: bytes = NO_TRANSFER) -> None:
         """Queues a control message. Control messages stay in order, but may overtake frames."""
         if not self.ended:
-            self.lanes[0].push(frame_type(message), transfer_id, encode(message))
+            self.lanes[0].push(wire.frame_type(message), transfer_id, wire.encode(message))
 
     def end(self, reason: str, detail: str) -> None:
         if self.ended:
@@ -145,7 +135,7 @@ class Session(ABC):
         if self.ended and self._open == 0:
             self.handler.session_over(self)
 
-    def add(self, number: int, lane: Lane, peer: Identity) -> None:
+    def add(self, number: int, lane: Lane, peer: wire.Identity) -> None:
         """`lane` is authenticated."""
         self.peer = peer
         self.slot_bytes = min(peer.slot_bytes, self._sessions.config.slot_bytes)
@@ -173,16 +163,18 @@ class Session(ABC):
         if self.ended:
             return
         try:
-            if header.type is FrameType.HELLO and isinstance(said := decode_hello(payload), HelloRefused):
-                raise ProtocolError(*refused_by_peer(said))  # this side counted the lane as up
-            message = decode(self.side, header.type, payload)
-            if isinstance(message, Ping):
+            if header.type is FrameType.HELLO and isinstance(
+                said := wire.decode_hello(payload), wire.HelloRefused
+            ):
+                raise wire.ProtocolError(*refused_by_peer(said))  # this side counted the lane as up
+            message = wire.decode(self.side, header.type, payload)
+            if isinstance(message, wire.Ping):
                 self._ping(message)
             elif not self.up or lane is not self.lanes.get(0):
-                raise ProtocolError("order", f"{header.type.name} not on lane 0")
+                raise wire.ProtocolError("order", f"{header.type.name} not on lane 0")
             else:
                 self.handler.control(self, header, message)
-        except ProtocolError as e:
+        except wire.ProtocolError as e:
             self._sessions.counters.refuse(e.kind, f"{self.name}: {e}")
             self.end("lost", str(e))
 
@@ -201,10 +193,10 @@ class Session(ABC):
     def name(self) -> str:
         return self.peer.name if self.peer is not None else f"a worker at {self.address}"
 
-    def _ping(self, message: Ping) -> None:
+    def _ping(self, message: wire.Ping) -> None:
         assert self.peer is not None
         if message.incarnation != self.peer.incarnation:
-            raise ProtocolError(
+            raise wire.ProtocolError(
                 "incarnation", f"PING of incarnation {message.incarnation:x}, which is not the session's"
             )
         limit = self._sessions.config.deadlines.engine_dead
@@ -215,6 +207,6 @@ class Session(ABC):
             self.end("dead", "the peer's engine hangs")
 
 
-def refused_by_peer(message: HelloRefused) -> tuple[str, str]:
+def refused_by_peer(message: wire.HelloRefused) -> tuple[str, str]:
     """The counter, and what the peer says."""
     return "by_peer", f"{message.reason[:32]!r}: {message.detail[:256]!r}"

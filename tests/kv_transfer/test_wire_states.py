@@ -7,23 +7,8 @@ from typing import Any
 
 import baton.kv_transfer as kv
 
+from . import second_wire as wire
 from .ranks import as_bytes
-from .second_wire import (
-    ABORT,
-    ACK,
-    COMMIT,
-    CREDIT,
-    EXPORT,
-    FETCH,
-    KV,
-    REACH,
-    SLICES,
-    TAKEN,
-    FakePrefill,
-    Lane,
-    connect,
-    unpack,
-)
 
 FINGERPRINT = "kv6 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
 STATES = kv.StateType("conv", 3, 4, 8, "bfloat16"), kv.StateType("ssm", 1, 4, 256, "float32")
@@ -39,7 +24,7 @@ def state_bytes(worker: Any, slot: int) -> list[bytes]:
     return [as_bytes(layers[0][slot].cpu()).numpy().tobytes() for layers in worker.states]
 
 
-def next_frame(lane: Lane) -> tuple[int, dict[str, int], bytes]:
+def next_frame(lane: wire.Lane) -> tuple[int, dict[str, int], bytes]:
     kind, _, head, payload = lane.read()
     return (
         kind,
@@ -53,27 +38,31 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(layout=LAYOUT)
     prefill_id = prefill.hold(10, state_slot=2)
     blocks, states = prefill.held[prefill_id], state_bytes(prefill, 2)
-    lane = connect(prefill.port, layout=FINGERPRINT)
-    lane.say(CREDIT, [9, False])
+    lane = wire.connect(prefill.port, layout=FINGERPRINT)
+    lane.say(wire.CREDIT, [9, False])
     for ranges, sizes in (([], SIZES[:2]), ([[0, 10]], SIZES)):
         transfer = os.urandom(16)
-        lane.say(FETCH, [prefill_id, 0, ranges, 0, 2], transfer)
+        lane.say(wire.FETCH, [prefill_id, 0, ranges, 0, 2], transfer)
         found: list[tuple[int, dict[str, int], bytes]] = []
         while len(found) < len(sizes):
             kind, head, payload = next_frame(lane)
-            if kind == COMMIT:
-                assert unpack(payload) == [[7, None, [], []], len(sizes), sum(sizes)]
-            elif kind == KV:
+            if kind == wire.COMMIT:
+                assert wire.unpack(payload) == [[7, None, [], []], len(sizes), sum(sizes)]
+            elif kind == wire.KV:
                 found.append((kind, head, payload))
         names = {name: value for name, value in CONV.items() if value}
         rows = prefill.rows(blocks, 0, 0, 10).contiguous().numpy().tobytes()
-        expected = [(KV, names, states[0]), (KV, names | {"kind": 2}, states[1]), (KV, KV_OF_10, rows)]
+        expected = [
+            (wire.KV, names, states[0]),
+            (wire.KV, names | {"kind": 2}, states[1]),
+            (wire.KV, KV_OF_10, rows),
+        ]
         assert sorted(found, key=lambda frame: expected.index(frame)) == expected[: len(sizes)]
-    lane.say(ACK, [], transfer)
+    lane.say(wire.ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the ACK", prefill.sender)
 
 
-def asked(decode: Any, fake: FakePrefill) -> tuple[Lane, bytes]:
+def asked(decode: Any, fake: wire.FakePrefill) -> tuple[wire.Lane, bytes]:
     """A session of `decode`, which asks for ten positions into slot 3 of its states."""
     blocks = decode.reserved[b"d"] = decode.allocate(10)
     decode.receiver.fetch(
@@ -81,9 +70,9 @@ def asked(decode: Any, fake: FakePrefill) -> tuple[Lane, bytes]:
         num_tokens=10, state_slot=3,
     )  # fmt: skip
     lane = fake.accept()
-    transfer, message = lane.expect(FETCH)
+    transfer, message = lane.expect(wire.FETCH)
     assert message == [b"p" * 16, 0, [[0, 10]], 0, 2]
-    assert lane.read()[0] == CREDIT
+    assert lane.read()[0] == wire.CREDIT
     assert lane.granted == 3 + 1, "a frame for the layer with KV and for each state, and one for the lane"
     return lane, transfer
 
@@ -91,30 +80,30 @@ def asked(decode: Any, fake: FakePrefill) -> tuple[Lane, bytes]:
 def test_as_a_prefill_worker(make_decode: Any, until: Any) -> None:
     """Frames come in any order, `ssm` in two parts."""
     decode, bodies = make_decode(lanes=1, layout=LAYOUT), [os.urandom(size) for size in SIZES]
-    lane, transfer = asked(decode, FakePrefill(layout=FINGERPRINT))
+    lane, transfer = asked(decode, wire.FakePrefill(layout=FINGERPRINT))
     half = SIZES[1] // 2
-    lane.say(COMMIT, [[77, None, [], []], 4, sum(SIZES)], transfer)
+    lane.say(wire.COMMIT, [[77, None, [], []], 4, sum(SIZES)], transfer)
     frames = [
         (SSM | {"head_start": 1, "head_count": 2, "seq": 2}, bodies[1][half // 2 : half // 2 + half]),
         (KV_OF_10 | {"seq": 3}, bodies[2]),
         (CONV | {"seq": 0}, bodies[0]),
     ]
     for head, body in frames:
-        lane.send(KV, body, transfer, **head)
+        lane.send(wire.KV, body, transfer, **head)
     until(lambda: decode.poll() or decode.stats().frames_received == 3, "the frames", decode.receiver)
     assert not decode.events, "heads 0 and 3 are missing"
-    lane.send(KV, bodies[1][:half], transfer, **SSM | {"head_count": 2, "seq": 1})  # head 1 came twice
-    assert lane.expect(ABORT) == (transfer, ["integrity"])
+    lane.send(wire.KV, bodies[1][:half], transfer, **SSM | {"head_count": 2, "seq": 1})  # head 1 came twice
+    assert lane.expect(wire.ABORT) == (transfer, ["integrity"])
     assert decode.stats().refused == {"frame_range": 1}
     until(lambda: decode.poll() or decode.receiver._fetches[b"d"].refetches, "a FETCH", decode.receiver)
-    transfer, _ = lane.expect(FETCH)
-    lane.say(COMMIT, [[77, None, [], []], 3, sum(SIZES)], transfer)
+    transfer, _ = lane.expect(wire.FETCH)
+    lane.say(wire.COMMIT, [[77, None, [], []], 3, sum(SIZES)], transfer)
     for seq, (head, body) in enumerate(
         zip((SSM, KV_OF_10, CONV), (bodies[1], bodies[2], bodies[0]), strict=True)
     ):
         while lane.sent == lane.granted:
             lane.read()
-        lane.send(KV, body, transfer, **head | {"seq": seq})
+        lane.send(wire.KV, body, transfer, **head | {"seq": seq})
     until(lambda: decode.poll() or b"d" in decode.events, "the end", decode.receiver)
     assert isinstance(decode.events[b"d"], kv.Injected)
     assert state_bytes(decode, 3) == bodies[:2]
@@ -123,18 +112,18 @@ def test_as_a_prefill_worker(make_decode: Any, until: Any) -> None:
 def test_exported_memory(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(layout=LAYOUT, exports=True, device="cpu")
     prefill_id, transfer = prefill.hold(10, state_slot=1), os.urandom(16)
-    lane = connect(prefill.port, layout=FINGERPRINT)
-    lane.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
-    assert {lane.read()[0] for _ in range(2)} == {EXPORT, COMMIT}
-    lane.say(REACH, [True, ""])
-    lane.say(CREDIT, [3, False])
+    lane = wire.connect(prefill.port, layout=FINGERPRINT)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
+    assert {lane.read()[0] for _ in range(2)} == {wire.EXPORT, wire.COMMIT}
+    lane.say(wire.REACH, [True, ""])
+    lane.say(wire.CREDIT, [3, False])
     slices = [lane.read() for _ in range(3)]
-    assert {kind for kind, *_ in slices} == {SLICES}
-    places = [place for *_, payload in slices for [some] in [unpack(payload)] for place in some]
+    assert {kind for kind, *_ in slices} == {wire.SLICES}
+    places = [place for *_, payload in slices for [some] in [wire.unpack(payload)] for place in some]
     for number, (slot, _, *about) in enumerate(places[1:]):
         assert about == [1 + number, SIZES[number], [0, 0, 4, 10, 0, number]]
         filled = bytes(prefill.sending.arena.slot(slot)[: SIZES[number]])
         assert filled == state_bytes(prefill, 1)[number]
-    lane.say(TAKEN, [[slot for slot, *_ in places]])
-    lane.say(ACK, [], transfer)
+    lane.say(wire.TAKEN, [[slot for slot, *_ in places]])
+    lane.say(wire.ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the ACK", prefill.sender)
