@@ -44,13 +44,15 @@ def worker_config(
     from baton.cluster.options.declare import size_in_bytes
     from baton.cluster.options.optimize import choose
     from baton.engine import EngineConfig
-    from baton.worker.config import Deadlines, WorkerConfig
+    from baton.kv_transfer.config import TransferDeadlines
+    from baton.worker.config import WorkerConfig
 
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
     chosen = choose(given.engine, given.pace.ttit_target, device, memory)
     return WorkerConfig(
         role=role,
+        engine_module="baton.cluster.engine_process",
         index=given.process.index,
         title=given.process.title,
         secret=secret,
@@ -94,14 +96,15 @@ def worker_config(
         kv_lanes=given.transfer.kv_lanes,
         kv_slot_bytes=given.transfer.kv_slot_bytes,
         kv_slots=given.transfer.kv_slots,
-        deadlines=Deadlines(
+        deadlines=TransferDeadlines(
+            fetch_wait=given.deadlines.hold_timeout,
             hold=given.deadlines.hold_timeout,
-            transfer=given.deadlines.transfer_timeout,
+            progress=given.deadlines.transfer_timeout,
             tombstone=given.deadlines.tombstone_timeout,
-            peer=given.deadlines.peer_timeout,
-            engine=given.deadlines.engine_timeout,
-            drain=given.drain.drain_timeout,
+            peer_dead=given.deadlines.peer_timeout,
+            engine_dead=given.deadlines.engine_timeout,
         ),
+        drain_timeout=given.drain.drain_timeout,
         run_dir=_path(given.run_dir.run_dir),
         trace_dir=_path(given.traces.trace_dir),
         log_format=given.observe.log_format,

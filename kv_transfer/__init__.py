@@ -24,11 +24,12 @@ Transfer processes touch sockets (`process/`) and never torch. Between them are 
 What both sides agree on is in `protocol/`, as pure state machines; the wire is in `docs/protocol.md`.
 """
 
+from baton.content.cache_kinds import CachePart
 from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
 from baton.kv_transfer.config import TransferConfig, TransferDeadlines
 from baton.kv_transfer.endpoint import Receiver, Sender, Transport
 from baton.kv_transfer.heartbeat import Heartbeat
-from baton.kv_transfer.layout import KVLayout, StateType
+from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, FirstToken
 from baton.kv_transfer.spawn import (
     Drain,
@@ -56,6 +57,7 @@ __all__ = [
     "MAX_CHUNKS",
     "Arena",
     "ArenaEnd",
+    "CachePart",
     "Closed",
     "ContentWanted",
     "Drain",
@@ -72,7 +74,6 @@ __all__ = [
     "Receiver",
     "Released",
     "Sender",
-    "StateType",
     "StatsRequest",
     "TraceWriter",
     "TransferConfig",

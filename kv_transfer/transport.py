@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.kv_transfer.layout import KVLayout, Range, heads_of
+from baton.kv_transfer.layout import KVLayout, Range
 from baton.kv_transfer.protocol.messages import FirstToken
 
 if TYPE_CHECKING:
@@ -37,15 +37,9 @@ class PagedKV:
     Heads and their numbers are neighbours. The slots and rows need not be."""
 
     @property
-    def heads(self) -> Range:
-        """The KV heads of this rank."""
-        return heads_of(self.layout, self.rank, self.ranks)
-
-    @property
-    def state_heads(self) -> list[Range]:
-        """The heads of this rank, of each state."""
-        states = range(len(self.layout.states))
-        return [heads_of(self.layout, self.rank, self.ranks, state) for state in states]
+    def heads(self) -> dict[int | None, Range]:
+        """The heads of this rank, of each part of the layout."""
+        return {state: part.heads_of(self.rank, self.ranks) for state, part in self.layout.parts.items()}
 
 
 @dataclass(frozen=True, slots=True)

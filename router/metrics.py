@@ -18,8 +18,8 @@ from prometheus_client import (
 from baton.router.admission.queue import Admission
 from baton.router.errors import ApiError, all_errors, error_code
 from baton.router.policy.placement import REASONS
-from baton.router.workers.connection import WorkerState
 from baton.router.workers.pool import WorkerPool
+from baton.router.workers.worker import WorkerState
 from baton.rpc import worker_pb2 as pb
 
 M = TypeVar("M", Counter, Gauge, Histogram)
@@ -93,7 +93,7 @@ class Metrics:
             "baton:request_errors", "Requests answered with an error.", "code", codes
         )
         started = self._gauge("baton:router_start_time_seconds", "Unix time at which the router started.")
-        started.set(time.time())
+        started.set(time.time())  # noqa: TID251 - a timestamp
 
     def follow(self, known: WorkerPool, admission: Admission) -> None:
         """Adds the gauges of waiting requests and of workers, which each scrape reads anew."""

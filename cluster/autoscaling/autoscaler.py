@@ -12,15 +12,18 @@ import time
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from baton import rpc
+from grpc import RpcError
+from grpc.aio import Channel
+
 from baton.cluster.autoscaling.balancer import Balancer, Sample
 from baton.cluster.autoscaling.scaling import Needed
 from baton.cluster.options import PoolOptions
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.cluster.supervision.workers import named_pool, set_pool
-from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 INTERVAL = 1.0  # seconds between two polls
@@ -39,7 +42,7 @@ class Autoscaler:
         self._secret = secret
         self._tls = tls
         self._balancer = Balancer(pools)
-        self._channels: dict[str, rpc.Channel] = {}
+        self._channels: dict[str, Channel] = {}
         self._last: dict[str, pb.WorkerStatus] = {}
         self._held = 0  # prompt tokens in the routers, as far as known
 
@@ -116,7 +119,7 @@ class Autoscaler:
         address = min(answered, key=lambda each: _work(samples[each].status))
         try:
             await set_pool(self._channels[address], target, PATIENCE)
-        except rpc.RpcError as error:
+        except RpcError as error:
             log.warning("%s was not moved to the %s pool: %s", address, target, error)
             return
         log.info("moved %s from the %s pool to the %s pool", address, source, target)
@@ -127,13 +130,13 @@ class Autoscaler:
     async def _ask(self, address: str) -> Sample | None:
         """The load of a worker: its last one, if it does not answer. None: it has never answered."""
         if address not in self._channels:
-            self._channels[address] = rpc.connect(address, self._secret, self._tls)
+            self._channels[address] = connect(address, self._secret, self._tls)
         answer: Awaitable[pb.WorkerStatus] = WorkerStub(self._channels[address]).GetStatus(
             pb.StatusRequest(), timeout=PATIENCE
         )
         try:
             status = await answer
-        except rpc.RpcError:  # health checks and /status report what is wrong with the worker
+        except RpcError:  # health checks and /status report what is wrong with the worker
             known = self._last.get(address)
             return None if known is None else Sample(known, done=0, refused=0, silent=True)
         # What a worker did before its first answer came earlier than the load that is measured.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from baton.cluster.options.declare import OLD_FILE, opt
 
 if TYPE_CHECKING:
-    from baton.rpc import TlsFiles
+    from baton.rpc.tls import TlsFiles
 
 
 def tls_files(prefix: str, *files: Path | None, mutual: bool = False) -> TlsFiles | None:
-    from baton.rpc import TlsFiles
+    from baton.rpc.tls import TlsFiles
 
     certfile, keyfile, ca_certs = (None if path is None else str(path) for path in files)
     return TlsFiles.of(prefix, certfile, keyfile, ca_certs, mutual=mutual)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 if TYPE_CHECKING:
-    from baton.rpc import TlsFiles
+    from baton.rpc.tls import TlsFiles
 
 INTERVAL = 2.0  # seconds between two health checks
 PATIENCE = 10.0  # seconds without an answer after which a role counts as dead; as --engine-timeout
@@ -59,14 +59,16 @@ async def _check_of(
     if "address" not in ready:
         # The admin port, if there is one, covers all processes of the router and needs no certificate.
         return lambda: _get_health(urlsplit(ready.get("admin_url", ready["url"])))
-    from baton import rpc
+    from grpc import RpcError
 
-    channel = await open_.enter_async_context(rpc.connect(ready["address"], secret, tls))
+    from baton.rpc.channel import check_health, connect
+
+    channel = await open_.enter_async_context(connect(ready["address"], secret, tls))
 
     async def check() -> None:
         try:
-            await rpc.check_health(channel, PATIENCE)
-        except rpc.RpcError as error:
+            await check_health(channel, PATIENCE)
+        except RpcError as error:
             raise OSError(str(error)) from error
 
     return check

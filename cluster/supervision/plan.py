@@ -15,7 +15,7 @@ from baton.cluster.supervision.role_process import RoleState
 from baton.machine import usable_cpus
 
 if TYPE_CHECKING:
-    from baton.rpc import TlsFiles
+    from baton.rpc.tls import TlsFiles
 
 Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, ...] = get_args(Pool)

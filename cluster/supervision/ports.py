@@ -6,7 +6,7 @@ import contextlib
 import socket
 
 from baton.cluster.options import FrontOptions
-from baton.rpc.ports import cannot_listen, family
+from baton.machine.system import cannot_listen, family
 
 
 def check_ports(front: FrontOptions) -> None:

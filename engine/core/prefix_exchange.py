@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import CachedPrefix, EngineRequest
 from baton.engine.core.block_pool import BlockPool
-from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.core.prefix_names import PrefixNames
+from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 
 PINNED_SHARE = 4
 """One in so many blocks may be pinned."""

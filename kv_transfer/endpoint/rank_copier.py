@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.device.open_pool import open_pool
+from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool
 from baton.kv_transfer.endpoint.pulls import exported as export_of
 from baton.kv_transfer.pacing import EVENT_POLL, LOOK_LAUNCHED, LOOK_OF_RANK

@@ -35,9 +35,9 @@ from msgspec.structs import replace
 
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.device.open_pool import open_pool
+from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest
-from baton.kv_transfer.layout import Range, Slice, heads_of, rank_of
+from baton.kv_transfer.layout import Range, Slice, rank_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
 from baton.kv_transfer.protocol.local_messages import (
     Copied,
@@ -120,8 +120,8 @@ class RankedPool:
         self._layers_ready = kv.layers_ready
         # Of each rank. By state type; None: KV.
         self._heads = {
-            state: [heads_of(kv.layout, rank, kv.ranks, state) for rank in range(kv.ranks)]
-            for state in (None, *range(len(kv.layout.states)))
+            state: [part.heads_of(rank, kv.ranks) for rank in range(kv.ranks)]
+            for state, part in kv.layout.parts.items()
         }
         self._ordered = [0] * len(channels)
         self._copied = [0] * len(channels)

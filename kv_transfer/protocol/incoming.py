@@ -59,14 +59,13 @@ class Incoming:
         self.layout = layout
         tokens = sum(stop - start for start, stop in self.ranges)
         heads = tokens * (self.heads[1] - self.heads[0])
-        # The heads of each part, and the bytes of one of them.
-        parts: dict[Part, Range] = {(None, layer): (heads, layout.head_bytes) for layer in layout.kv_layers}
-        if self._states_of is not None:
-            parts |= {
-                (number, layer): (state.heads, state.head_bytes)
-                for number, state in enumerate(layout.states)
-                for layer in layout.state_layers
-            }
+        # The heads of each part of each layer, and the bytes of one of them.
+        parts: dict[Part, Range] = {
+            (state, layer): (heads if part.per_token else part.heads, part.head_bytes)
+            for state, part in layout.parts.items()
+            if part.per_token or self._states_of is not None
+            for layer in layout.layers_of(state)
+        }
         self._most_frames = sum(count for count, _ in parts.values())
         self._missing = {part: count * size for part, (count, size) in parts.items()}
         self._expected_bytes = sum(self._missing.values())
@@ -101,11 +100,11 @@ class Incoming:
             raise Fault(kind, f"no such layer or state was asked for: {piece}")
         start, stop = piece.token_start, piece.token_start + piece.token_count
         first, last = piece.head_start, piece.head_start + piece.head_count
-        if state is None:
-            size, heads = piece.token_count * self.layout.head_bytes, self.heads
+        kept = self.layout.parts[state]
+        if kept.per_token:
+            size, heads = piece.token_count * kept.head_bytes, self.heads
             was_asked = any(a <= start and stop <= b for a, b in self.ranges)
         else:
-            kept = self.layout.states[state]
             size, heads = kept.head_bytes, (0, kept.heads)
             was_asked = start == stop == self._states_of
         if h.length != piece.head_count * size or h.length == 0:
@@ -153,7 +152,7 @@ class Incoming:
         if any(parts[-1][1] > stop for heads in self._covered.values() for parts in heads.values()):
             raise Fault("frame_range", f"a frame came of positions beyond {stop}")
         self.ranges = ((start, stop),)
-        less = (asked - stop) * (self.heads[1] - self.heads[0]) * self.layout.head_bytes
+        less = (asked - stop) * (self.heads[1] - self.heads[0]) * self.layout.parts[None].head_bytes
         self._missing = {part: missing - less for part, missing in self._missing.items()}
         self._expected_bytes -= less * len(self._missing)
         self._count_missing_frames()

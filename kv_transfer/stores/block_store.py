@@ -6,13 +6,15 @@ it is loaded, the checksum must match. If it does not, the block's bytes are und
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import torch
 import xxhash
 
+from baton.kv_transfer.device.pool import planes
 from baton.kv_transfer.transport import PagedKV
 
 BATCH_BYTES, BATCHES = 4 << 20, 4
@@ -65,7 +67,12 @@ class HostStore(BlockStore, Protocol):
 
 def block_bytes(kv: PagedKV) -> int:
     """The bytes of a block, as this rank holds it."""
-    return sum(2 * tensor[0, 0].nbytes for tensor in (*kv.layers, *kv.scales))
+    return sum(pool[:, 0].nbytes for pool in _pools(kv))
+
+
+def _pools(kv: PagedKV) -> Iterator[torch.Tensor]:
+    """Layers and scales, as in `planes`."""
+    return chain.from_iterable(plane.values() for plane in planes(kv)[None])
 
 
 def open_host_store(kv: PagedKV, num_places: int, tick: Callable[[], None]) -> HostStore:
@@ -82,9 +89,8 @@ class CpuStore:
     """Copies at once."""
 
     def __init__(self, kv: PagedKV, num_places: int) -> None:
-        # Layers and scales: [2, blocks, bytes of a block]
-        self._parts = [t.flatten(2).view(torch.uint8).numpy() for t in (*kv.layers, *kv.scales)]
-        self._ends = np.cumsum([2 * part.shape[2] for part in self._parts]).tolist()
+        self._pools = [pool.view(torch.uint8).numpy() for pool in _pools(kv)]
+        self._ends = np.cumsum([pool[:, 0].size for pool in self._pools]).tolist()
         size = block_bytes(kv)
         # The system maps its pages only when they are first written.
         self._memory = np.empty((num_places, size), dtype=np.uint8)
@@ -98,8 +104,8 @@ class CpuStore:
 
     def save(self, pairs: Sequence[Pair]) -> None:
         for block, place in pairs:
-            for part, there in zip(self._parts, self._split(place), strict=True):
-                there[:] = part[:, block]
+            for pool, there in zip(self._pools, self._split(place), strict=True):
+                there[:] = pool[:, block]
             self.sums[place] = xxhash.xxh3_64_intdigest(self._memory[place])
             self._ended.append(True)
 
@@ -107,8 +113,8 @@ class CpuStore:
         for block, place in pairs:
             whole = xxhash.xxh3_64_intdigest(self._memory[place]) == self.sums[place]
             if whole:
-                for part, there in zip(self._parts, self._split(place), strict=True):
-                    part[:, block] = there
+                for pool, there in zip(self._pools, self._split(place), strict=True):
+                    pool[:, block] = there
             self._ended.append(whole)
 
     def ended(self) -> list[bool]:
@@ -119,9 +125,10 @@ class CpuStore:
         return self._memory[place].data
 
     def close(self) -> None:
-        self._parts.clear()
+        self._pools.clear()
         self._memory = np.empty((0, 0), dtype=np.uint8)
 
     def _split(self, place: int) -> list[np.ndarray]:
+        """A block of each pool."""
         parts = np.split(self._memory[place], self._ends[:-1])
-        return [part.reshape(2, -1) for part in parts]
+        return [part.reshape(pool[:, 0].shape) for part, pool in zip(parts, self._pools, strict=True)]

@@ -15,7 +15,7 @@ from baton.cluster.cli import app
 from baton.cluster.options import DoctorOptions, EngineOptions, FrontOptions
 from baton.cluster.supervision.ports import check_ports
 from baton.cluster.tools.doctor.node import the_model
-from baton.rpc.directories import make_directory
+from baton.machine.system import make_directory
 
 
 def test_a_port_that_is_taken_is_named() -> None:

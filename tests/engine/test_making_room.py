@@ -21,7 +21,7 @@ def dropped(
     scheduler: Scheduler, *wanted: LiveRequest, closing: tuple[LiveRequest, ...] = (), fetched: bytes = b""
 ) -> list[int]:
     """The numbers of the held requests that are dropped; the oldest are offered first."""
-    order = sorted(scheduler.held - {*closing}, key=lambda live: live.arrival)
+    order = sorted({*scheduler.held} - {*closing}, key=lambda live: live.arrival)
     going = to_drop(
         scheduler,
         {live.id for live in wanted}.__contains__,

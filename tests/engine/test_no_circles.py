@@ -164,10 +164,10 @@ class TwoWorkers:
 
     def step(self, worker: Scheduler) -> None:
         plan = step(worker, 5)
-        self.seen["handed back"] += len(plan.handed_back)
+        self.seen["handed back"] += sum(live.hand_back for live in plan.preempted)
         by_live = {live: answer for answer in self.answers for live in (answer.prefill, answer.decode)}
-        for live, _, stop, _ in plan.chunks:
-            if stop < len(live.token_ids) - 1:
+        for live, positions in plan.chunks.items():
+            if positions.stop < len(live.token_ids) - 1:
                 continue
             answer = by_live[live]
             answer.given += 1

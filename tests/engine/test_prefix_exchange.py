@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.prefix_exchange import MissingPrefix
-from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.scheduler import Scheduler
 
 ROOT = b"root"
@@ -28,13 +28,13 @@ class Worker:
 
     def __init__(self, block_size: int, num_blocks: int = 256) -> None:
         self.block_size = block_size
+        pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
-            BlockPool(num_blocks),
+            pool,
             block_size=block_size,
             max_num_seqs=4,
             max_num_batched_tokens=4096,
-            content_root=ROOT,
-            offload_places={Tier.HOST: num_blocks},
+            cache=PrefixCache(pool, block_size, ROOT, offload_places={Tier.HOST: num_blocks}),
         )
         self.kv: dict[int, object] = {}
         assert self.scheduler.prefix_exchange is not None

@@ -50,7 +50,7 @@ def test_every_request_of_a_large_step_is_named() -> None:
     heartbeat.close()
 
 
-STATE = kv.StateType("ssm", 1, 2, 1025, "float32")
+STATE = kv.CachePart("state", "ssm", 1, 2, 1025, "float32")
 
 
 @pytest.mark.parametrize("slot_bytes", [0, 5000, 128 << 20])

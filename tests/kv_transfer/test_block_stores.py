@@ -25,22 +25,26 @@ from baton.kv_transfer.stores.disk_store import DiskStore
 from baton.kv_transfer.stores.ranked_store import RankedStore, StoreServer
 from baton.kv_transfer.transport import PagedKV
 
+from .ranks import ORDERS, in_memory
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCKS, BLOCK = 12, 16
 
 
-def paged(dtype: str, device: str) -> PagedKV:
-    """Bits of any kind: they are moved, not computed with."""
+def paged(dtype: str, device: str, order: str = next(iter(ORDERS))) -> PagedKV:
+    """Bits of any kind: they are moved, not computed with. `order`: of the dimensions in memory."""
     layout = KVLayout(3, 2, 8, dtype)
     element = getattr(torch, dtype)
     shape = (2, BLOCKS, BLOCK, 2, 8 * element.itemsize)
-    values = [torch.randint(0, 255, shape, dtype=torch.uint8).view(element).to(device) for _ in range(3)]
+    bits = [torch.randint(0, 255, shape, dtype=torch.uint8) for _ in range(3)]
+    values = [in_memory(order, x.view(element)).to(device) for x in bits]
     scales = [torch.rand(2, BLOCKS, 2, BLOCK, device=device) for _ in range(3)] if dtype == FP8 else []
     return PagedKV(values, BLOCK, layout, device, scales=scales)
 
 
 def content(kv: PagedKV, block: int) -> list[torch.Tensor]:
-    return [t[:, block].contiguous().view(torch.uint8).cpu() for t in (*kv.layers, *kv.scales)]
+    blocks = [t[:, block].clone(memory_format=torch.contiguous_format) for t in (*kv.layers, *kv.scales)]
+    return [block.view(torch.uint8).cpu() for block in blocks]
 
 
 def damage(store: BlockStore, kv: PagedKV, place: int) -> None:
@@ -69,11 +73,11 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Page
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", FP8])
+@pytest.mark.parametrize(("dtype", "order"), [*zip(("float32", "bfloat16", FP8), ORDERS, strict=False)])
 def test_blocks_come_back_bit_for_bit_and_into_any_block(
-    open_store: Callable[[PagedKV, int], BlockStore], device: str, dtype: str
+    open_store: Callable[[PagedKV, int], BlockStore], device: str, dtype: str, order: str
 ) -> None:
-    kv = paged(dtype, device)
+    kv = paged(dtype, device, order)
     store = open_store(kv, 5)
     before = [content(kv, block) for block in range(BLOCKS)]
     saves = [(3, 4), (7, 0), (1, 2)]
@@ -185,11 +189,13 @@ def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.M
     store.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", FP8])
-def test_the_kernels_move_whole_blocks_with_their_checksums(kernel_device: str, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "order"), [*zip(("float32", "bfloat16", FP8), ORDERS, strict=False)])
+def test_the_kernels_move_whole_blocks_with_their_checksums(
+    kernel_device: str, dtype: str, order: str
+) -> None:
     from baton.kv_transfer.stores.cuda_store import BlockLines
 
-    kv = paged(dtype, kernel_device)
+    kv = paged(dtype, kernel_device, order)
     lines = BlockLines(kv)
     assert lines.block_bytes == kv.layout.bytes_per_token * BLOCK
     stride = lines.block_bytes + 64

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kv_transfer.layout import KVLayout, Slice, StateType, cut, cut_state, slice_bytes
+from baton.content.cache_kinds import CachePart
+from baton.kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.incoming import Fault, Incoming, TransferState
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
@@ -177,7 +178,12 @@ def test_a_second_commit() -> None:
 
 # Of 3 layers the first has KV; the others have a state of 1,024 bytes and one of 512 bytes.
 HYBRID = KVLayout(
-    3, 4, 8, "float32", (StateType("a", 2, 4, 32, "float32"), StateType("b", 1, 2, 64, "float32")), (1, 2)
+    3,
+    4,
+    8,
+    "float32",
+    (CachePart("state", "a", 2, 4, 32, "float32"), CachePart("state", "b", 1, 2, 64, "float32")),
+    (1, 2),
 )
 
 
@@ -189,7 +195,7 @@ def hybrid_frames() -> list[Header]:
     pieces = [*cut(HYBRID, 0, (0, 8), (0, 4), 4096)]
     for layer in (1, 2):
         for state, heads in ((0, (0, 4)), (1, (0, 2))):
-            pieces += cut_state(HYBRID, layer, state, 8, heads, 512)
+            pieces += cut(HYBRID, layer, (0, 8), heads, 512, state)
     return [of_hybrid(piece, seq) for seq, piece in enumerate(pieces)]
 
 

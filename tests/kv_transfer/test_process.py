@@ -19,7 +19,7 @@ import pytest
 import baton.kv_transfer as kv
 from baton.kv_transfer.process.tcp import _connecting
 from baton.kv_transfer.wait import wait
-from baton.rpc import url_host
+from baton.machine.system import url_host
 from tests.kv_transfer.transfer_process import TransferProcess
 
 

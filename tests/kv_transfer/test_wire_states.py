@@ -11,7 +11,10 @@ from . import second_wire as wire
 from .ranks import as_bytes
 
 FINGERPRINT = "kv6 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
-STATES = kv.StateType("conv", 3, 4, 8, "bfloat16"), kv.StateType("ssm", 1, 4, 256, "float32")
+STATES = (
+    kv.CachePart("state", "conv", 3, 4, 8, "bfloat16"),
+    kv.CachePart("state", "ssm", 1, 4, 256, "float32"),
+)
 LAYOUT = kv.KVLayout(2, 2, 16, "float32", STATES, (0,))
 CONV = {"layer": 0, "kind": 1, "head_count": 4, "token_start": 10}
 SSM = CONV | {"kind": 2}

@@ -7,8 +7,10 @@ import pytest
 from baton.content import CHUNK_TOKENS, Tier, prompt_hints
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.scheduler import Scheduler
 from baton.worker.engine_process.cached_chunks import CachedChunks
+from tests.engine.scheduling import hooks_to
 
 ROOT = b"root"
 
@@ -23,13 +25,13 @@ class Worker:
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.observer = CachedChunks()
+        pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(
-            BlockPool(num_blocks),
+            pool,
             block_size=block_size,
             max_num_seqs=8,
             max_num_batched_tokens=4096,
-            content_root=ROOT,
-            cache_observer=self.observer,
+            cache=PrefixCache(pool, block_size, ROOT, hooks=hooks_to(self.observer)),
         )
         self.known: set[int] = set()
         self._ids = iter(range(1 << 30))
@@ -42,12 +44,12 @@ class Worker:
             self.scheduler.add(request, handover=True)
             lives.append(self.scheduler.requests[request.id])
         while any(live.num_left for live in lives):
-            chunks = self.scheduler.schedule().chunks
-            self.scheduler.launched(chunks)
-            self.scheduler.landed(chunks)
-            for chunk in chunks:
-                if chunk.live.num_left == 0:
-                    self.scheduler.verified(chunk.live, chunk.stop)
+            plan = self.scheduler.schedule()
+            self.scheduler.launched(plan)
+            self.scheduler.landed(plan.chunks)
+            for live, positions in plan.chunks.items():
+                if live.num_left == 0:
+                    self.scheduler.verified(live, positions.stop)
         for live in lives:
             self.scheduler.hold(live)
             self.scheduler.drop(live)

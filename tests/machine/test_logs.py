@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.rpc.logs import Format, Level, log_config
+from baton.machine.logs import Format, Level, log_config
 
 SPEAKER = {"role": "prefill", "index": 3, "process": "engine", "incarnation": "00ff"}
 

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from baton.rpc import tracing
-from baton.rpc.tracing import open_tracer, valid_traceparent
+from baton.machine import tracing
+from baton.machine.tracing import Tracer, valid_traceparent
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def test_a_tracer_that_is_off_passes_the_traceparent_on() -> None:
-    tracer = open_tracer(None, "baton", {})
+    tracer = Tracer(None, "baton", {})
     span = tracer.begin("request", PARENT, {})
     assert not tracer.on
     assert span.child("attempt", {}).traceparent == PARENT
@@ -33,7 +33,7 @@ def test_a_malformed_traceparent_is_dropped(sent: str | None) -> None:
 
 def test_an_endpoint_without_http_is_refused() -> None:
     with pytest.raises(ValueError, match="--otlp-endpoint must be http://HOST:PORT"):
-        open_tracer("127.0.0.1:4317", "baton", {})
+        Tracer("127.0.0.1:4317", "baton", {})
 
 
 @pytest.mark.parametrize("endpoint", [None, "http://127.0.0.1:1"])
@@ -46,10 +46,10 @@ class Missing:
         if name.split(".")[0] == "opentelemetry":
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
-from baton.rpc import tracing
-from baton.rpc.tracing import open_tracer
+from baton.machine import tracing
+from baton.machine.tracing import Tracer
 import baton.router, baton.worker.service_process.service
-open_tracer({endpoint!r}, "baton", {{}})
+Tracer({endpoint!r}, "baton", {{}})
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     if endpoint is None:
@@ -63,7 +63,7 @@ def test_close_waits_at_most_export_seconds_for_a_receiver_that_does_not_answer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "EXPORT_SECONDS", 0.5)
-    tracer = open_tracer("http://127.0.0.1:1", "baton", {})
+    tracer = Tracer("http://127.0.0.1:1", "baton", {})
     for _ in range(2000):
         tracer.record("queue", PARENT, 1.0, 2.0, {})
     tracer.close()
