@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.local_messages import BlocksCopied, CopyBlocks
-from baton.kv_transfer.receiver_pacing import EVENT_POLL
+from baton.kv_transfer.pacing import EVENT_POLL
+from baton.kv_transfer.protocol.local_messages import BlocksCopied, CopyBlocks
 from baton.kv_transfer.stores import BlockStore, Pair
 from baton.kv_transfer.wait import wait
 
