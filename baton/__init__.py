@@ -1,1 +1,16 @@
 """Disaggregated prefill/decode LLM inference. Each package is a folder of the repository's top level."""
+
+import importlib.metadata
+import os
+
+# Both must be set before grpc is imported. By default gRPC logs every connection that ends. Its fork handlers
+# can crash a child process between fork and exec.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("baton-llm")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # runs from a checkout, without installation

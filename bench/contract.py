@@ -27,6 +27,8 @@ from baton.machine import usable_cpus
 EXIT_CANNOT_MEASURE = 2
 MIN_PAIRS = 5
 DEVICES = ("cpu", "cuda")
+_NOT_REPORTED = ("json", "html", "logs", "earlier")
+"""Arguments that decide nothing of what is measured."""
 _PACKAGES = ("baton-llm", "torch", "triton", "numpy", "pyzmq", "grpcio", "xxhash", "transformers")
 
 
@@ -37,6 +39,7 @@ class Row:
     Attributes:
         name: stable and dotted.
         goal: bound of `ratio`, or of `value` if there is no ratio.
+        better: which side of the goal is good; None without a goal.
         low, high: 95 % confidence interval of `value`, if known.
     """
 
@@ -48,16 +51,15 @@ class Row:
     ratio_to: str | None = None
     spread: float | None = None
     goal: float | None = None
-    better: Literal["higher", "lower"] | None = None
+    better: Literal["higher", "lower"] | None = "lower"
     meets_goal: bool | None = None
     low: float | None = None
     high: float | None = None
 
     def __post_init__(self) -> None:
-        assert (self.goal is None) == (self.better is None), (
-            "a goal needs a direction, and a direction a goal"
-        )
-        if self.goal is not None:
+        if self.goal is None:
+            self.better = None
+        else:
             measured = self.value if self.ratio is None else self.ratio
             self.meets_goal = measured >= self.goal if self.better == "higher" else measured <= self.goal
 
@@ -80,12 +82,33 @@ class Report:
     json_path: Path | None = None
     started: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     rows: list[Row] = field(default_factory=list)
-    detail: dict[str, Any] | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
         """Also writes the file, so that a bench that is stopped keeps its results."""
         self.rows.append(row)
         self.write()
+
+    @classmethod
+    def of(cls, bench: str, args: argparse.Namespace, **more: Any) -> Report:
+        """The report of a bench with these arguments. `more`: further parameters."""
+        given = {name: value for name, value in vars(args).items() if name not in _NOT_REPORTED}
+        return cls(bench, given | more, args.json)
+
+    def add_ratio(
+        self, name: str, ours: Sequence[float], unit: str, theirs: Sequence[float], to: str, *,
+        scale: float = 1.0, inverse: bool = False, **more: Any,
+    ) -> None:  # fmt: skip
+        """Adds the median of `ours`, and the ratio to `theirs`, pair by pair.
+
+        Args:
+            scale: of the value, such as 1e3 for seconds in ms.
+            inverse: the ratio is that of speeds, from times.
+            more: fields of the row.
+        """
+        ratio, spread = paired_ratio(theirs, ours) if inverse else paired_ratio(ours, theirs)
+        value = scale * statistics.median(ours)
+        self.add(Row(name, value, unit, ratio=ratio, ratio_to=to, spread=spread, **more))
 
     def as_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -96,15 +119,15 @@ class Report:
             "started": self.started,
             "results": [row.as_dict() for row in self.rows],
         }
-        return found if self.detail is None else found | {"detail": self.detail}
+        return found | {"detail": self.detail} if self.detail else found
 
     def write(self, indent: int | None = None) -> None:
         """Writes the JSON file, if there is a path. Indented for readers it takes twenty times as long."""
         if self.json_path is not None:
             self.json_path.write_text(json.dumps(self.as_dict(), indent=indent) + "\n")
 
-    def finish(self) -> None:
-        """Prints the table and calls `write`."""
+    def finish(self) -> int:
+        """Prints the table and writes the file. Returns the exit code."""
         table = Table(title=f"baton.bench.{self.bench}  {self.parameters}", title_justify="left")
         for column in ("name", "value", "p99", "ratio", "to", "spread", "goal"):
             table.add_column(column, justify="left" if column in ("name", "to") else "right")
@@ -125,6 +148,7 @@ class Report:
         # A pipe has no width. Wide enough not to wrap row names, which users grep for.
         Console(width=None if sys.stdout.isatty() else 160).print(table)
         self.write(indent=1)
+        return 0
 
 
 def parser(description: str, devices: Sequence[str] = DEVICES) -> argparse.ArgumentParser:
@@ -134,7 +158,7 @@ def parser(description: str, devices: Sequence[str] = DEVICES) -> argparse.Argum
     lacks, the
     parser exits with 2: argparse's code for a wrong argument, which equals `EXIT_CANNOT_MEASURE`.
     """
-    p = argparse.ArgumentParser(description=description)
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON to PATH")
     p.add_argument(
         "--device",
@@ -183,9 +207,9 @@ def paired_ratio(series_a: Sequence[float], series_b: Sequence[float]) -> tuple[
     return statistics.median(ratios), max(ratios) - min(ratios)
 
 
-def percentile(values: Sequence[float], q: float) -> float:
+def percentile(values: Sequence[float] | np.ndarray, q: float) -> float:
     """The q-quantile (0…1) by nearest rank. The p99 of a short series is its maximum."""
-    assert values, "no values"
+    assert len(values), "no values"
     return float(np.quantile(values, q, method="inverted_cdf"))
 
 

@@ -30,16 +30,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpc.aio import Channel
+
 import baton.bench.contract as contract
-from baton import rpc
 from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
-from baton.bench.chaos.load import Load, Verdict, judge
-from baton.bench.chaos.streams import Case, expected
+from baton.bench.chaos.streams import Case, Load, Verdict, expected, judge
 from baton.bench.contract import Report, Row, percentile
-from baton.bench.overlap.trace import events
+from baton.bench.overlap.streams import Trace
 from baton.bench.shapes import write_shape
 from baton.cluster.supervision.calls import set_pool
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 FLIPS = 20
@@ -81,7 +82,7 @@ class Run:
     leaks: dict[str, int]
 
 
-async def flip(channel: rpc.Channel) -> float:
+async def flip(channel: Channel) -> float:
     """Moves a decode worker to the prefill pool. Returns after it has computed a prompt: when that began.
 
     Raises TimeoutError if it gets none.
@@ -94,7 +95,7 @@ async def flip(channel: rpc.Channel) -> float:
     return began
 
 
-async def _status(channel: rpc.Channel) -> pb.WorkerStatus:
+async def _status(channel: Channel) -> pb.WorkerStatus:
     answer: Awaitable[pb.WorkerStatus] = WorkerStub(channel).GetStatus(pb.StatusRequest(), timeout=CALL_S)
     return await answer
 
@@ -102,7 +103,7 @@ async def _status(channel: rpc.Channel) -> pb.WorkerStatus:
 async def flip_repeatedly(address: str, secret: str, flips: int, rng: random.Random) -> list[float]:
     """Moves the worker there and back `flips` times. Returns when each flip to prefill began."""
     began = []
-    async with rpc.connect(address, secret.encode()) as channel:
+    async with connect(address, secret.encode()) as channel:
         for _ in range(flips):
             await asyncio.sleep(rng.uniform(*QUIET_S))
             began.append(await flip(channel))
@@ -136,16 +137,10 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Run:
     return Run(flips, judge(load.streams, right), leaks)
 
 
-def computed(trace: Path) -> list[Computed]:
+def computed(path: Path) -> list[Computed]:
     """The prompts that an engine computed, in order."""
-    taken: dict[str, float] = {}
-    prompts = []
-    for event in events(trace):
-        if event["name"] == "taken":
-            taken[event["args"]["attempt"]] = event["ts"] / 1e6
-        elif event["name"] == "first token":
-            prompts.append(Computed(taken[event["args"]["prefill"]], event["ts"] / 1e6))
-    return prompts
+    trace = Trace.read(path)
+    return [Computed(trace.taken[prefill], token) for prefill, token in trace.first_token.items()]
 
 
 def first_prompts(flips: Sequence[float], prompts: Sequence[Computed]) -> list[Computed]:
@@ -161,7 +156,7 @@ def report_rows(report: Report, name: str, run: Run, traces: Path) -> None:
     elsewhere = [prompt.token - prompt.taken for prompt in computed(traces / "prefill-0-engine.trace")]
     ratio = statistics.median(computing) / statistics.median(elsewhere)
     rows: list[tuple[str, list[float], dict[str, Any]]] = [
-        ("seconds", seconds, {"goal": GOAL_S, "better": "lower"}),
+        ("seconds", seconds, {"goal": GOAL_S}),
         ("until_prompt", waits, {}),
         ("computing", computing, {"ratio": ratio, "ratio_to": "prefill 0"}),
     ]
@@ -175,7 +170,7 @@ def report_rows(report: Report, name: str, run: Run, traces: Path) -> None:
         ("different_tokens", verdict.different + verdict.lost_or_repeated, "tokens"),
         ("leaked_blocks", sum(run.leaks.values()), "blocks, slots, attempts"),
     ):
-        report.add(Row(f"{name}.{row}", value, unit, goal=0, better="lower"))
+        report.add(Row(f"{name}.{row}", value, unit, goal=0))
     report.add(Row(f"{name}.flips", len(seconds), "times"))
     report.add(Row(f"{name}.requests", verdict.requests, "requests"))
     report.detail = {"seconds": seconds, "until_prompt": waits, "computing": computing}
@@ -194,7 +189,6 @@ def start(args: argparse.Namespace, directory: Path) -> LocalCluster:
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--flips", type=int, metavar="N", help=f"default: {FLIPS}; {SHORT_FLIPS} with --short")
     p.add_argument("--clients", type=int, metavar="N", help="streams at a time (default: 8 on a CPU, 32)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of requests and moments")
@@ -208,15 +202,14 @@ def main() -> int:
     args.clients = args.clients or (8 if args.device == "cpu" else 32)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    report = Report("flip", {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, args.json)
+    report = Report.of("flip", args)
     with tempfile.TemporaryDirectory(prefix="baton-flip-") as temporary:
         directory = args.logs or Path(temporary)
         with start(args, directory) as cluster:
             run = asyncio.run(measure(args, cluster))
         # The traces are complete after the workers have ended.
         report_rows(report, f"flip.{args.device}", run, directory / TRACES)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

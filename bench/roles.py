@@ -1,36 +1,29 @@
-"""Real workers and routers for benches and tests, as child processes without Ray.
+"""What benches and tests need of real workers beside a cluster of them (`bench.chaos.cluster`).
 
-- `spawn` starts `baton ROLE`.
-- `Roles` starts roles with one cluster secret, waits until each is ready, and ends all of them.
+- `spawn` starts `baton ROLE` as a child process without Ray.
 - `Driver` does the least of a router's work: one Attach stream to a worker. It notes when each message
-  arrived.
+  arrived. `Workers` are a prefill and a decode worker.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import secrets
-import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, TextIO
+from typing import IO, Any, Self, TextIO
 
 import baton.bench.contract as contract
-from baton import rpc
 from baton.bench.shapes import DENSE, write_shape
 from baton.cluster.gpus import visible_gpus
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
-
-STOP_TIMEOUT_S = 20.0
 
 
 def spawn(
@@ -56,51 +49,15 @@ def spawn(
     return child, os.fdopen(read_end)
 
 
-class Roles:
-    """Owns the processes that it starts. Use as a context manager."""
-
-    def __init__(self) -> None:
-        self.secret = secrets.token_hex(16).encode()
-        self._children: list[subprocess.Popen[bytes]] = []
-
-    def start(self, role: str, *flags: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
-        """Starts `baton ROLE FLAGS`. Returns its report when it is ready (address, kv_address, pid, …).
-
-        Raises RuntimeError with the error of the role if it does not start.
-        """
-        secret = {"BATON_CLUSTER_SECRET": self.secret.decode()}
-        child, pipe = spawn(role, *flags, environment={**os.environ, **(environment or {}), **secret})
-        self._children.append(child)
-        with pipe:
-            for line in pipe:
-                message = json.loads(line)
-                if "ready" in message:
-                    return message["ready"]
-                if "error" in message:
-                    raise RuntimeError(f"baton {role}: {message['error']}")
-        raise RuntimeError(f"baton {role} ended with {child.wait()} before it was ready")
-
-    def __enter__(self) -> Roles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for child in self._children:
-            child.send_signal(signal.SIGINT)
-        for child in self._children:
-            try:
-                child.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-
-
 class Driver:
-    """One Attach stream. Keeps the tokens of each attempt, with the time.perf_counter() of their arrival."""
+    """One Attach stream. Keeps the tokens of each attempt, with the time.perf_counter() of their arrival.
 
-    def __init__(self, address: str, secret: bytes) -> None:
-        self._channel = rpc.connect(address, secret)
+    `report` is what the worker said when it was ready. Use as an asynchronous context manager.
+    """
+
+    def __init__(self, report: Mapping[str, Any], secret: str) -> None:
+        self.report = report
+        self._channel = connect(report["address"], secret.encode())
         self.stub = WorkerStub(self._channel)
         self._call: Any = self.stub.Attach(None)
         self._tokens: dict[bytes, list[tuple[float, pb.TokenEvent]]] = defaultdict(list)
@@ -109,9 +66,16 @@ class Driver:
         self._reader: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()  # gRPC takes one write at a time
 
-    async def attach(self) -> None:
+    async def __aenter__(self) -> Driver:
         await self._call.write(pb.RouterMessage(hello=pb.RouterHello(router_id=os.urandom(16))))
         self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._reader is not None
+        self._call.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close(None)
 
     async def send(self, message: pb.RouterMessage) -> None:
         async with self._sending:
@@ -133,11 +97,14 @@ class Driver:
         """The arrival times of the tokens that have come for an attempt."""
         return [at for at, _ in self._tokens[attempt_id]]
 
-    async def close(self) -> None:
-        assert self._reader is not None
-        self._call.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        await self._channel.close(None)
+    async def prefill(
+        self, work: pb.Request, *, handover: bool = False, content: pb.ContentSource | None = None
+    ) -> bytes:
+        """Submits a prompt. `content`: a worker that may have KV of it. Returns the prefill id."""
+        prefill_id = os.urandom(16)
+        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=handover, content=content)
+        await self.send(pb.RouterMessage(prefill=submit))
+        return prefill_id
 
     async def _read(self) -> None:
         async for message in self._call:
@@ -150,6 +117,35 @@ class Driver:
                 self._news.notify_all()
 
 
+class Workers:
+    """A prefill and a decode worker. Use as an asynchronous context manager."""
+
+    def __init__(self, prefill: Driver, decode: Driver) -> None:
+        self.prefill, self.decode = prefill, decode
+
+    async def __aenter__(self) -> Self:
+        await self.prefill.__aenter__()
+        await self.decode.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.prefill.__aexit__()
+        await self.decode.__aexit__()
+
+    async def submit_decode(self, work: pb.Request, prefill_id: bytes | None) -> bytes:
+        """Without a `prefill_id` the decode worker computes the prompt."""
+        decode_id, source, told = os.urandom(16), None, self.prefill.report
+        if prefill_id is not None:
+            source = pb.PrefillSource(
+                prefill_id=prefill_id,
+                kv_address=told["kv_address"],
+                incarnation=int(told["incarnation"]),
+            )
+        submit = pb.SubmitDecode(decode_id=decode_id, request=work, source=source)
+        await self.decode.send(pb.RouterMessage(decode=submit))
+        return decode_id
+
+
 def request(prompt_ids: Sequence[int], max_tokens: int) -> pb.Request:
     """A greedy request that ignores the end-of-sequence token."""
     sampling = pb.SamplingParams(
@@ -158,24 +154,32 @@ def request(prompt_ids: Sequence[int], max_tokens: int) -> pb.Request:
     return pb.Request(request_id=os.urandom(16), prompt_ids=prompt_ids, sampling=sampling, timeout_ms=600_000)
 
 
-def _gpus(args: argparse.Namespace, count: int) -> list[str]:
-    """The GPUs of this machine. Exits if the bench needs more."""
-    gpus = visible_gpus()
-    if args.device == "cuda" and len(gpus) < count:
-        print(f"this bench needs {count} GPUs, and there are {len(gpus)}", file=sys.stderr)
+def prompt_of(length: int, number: int) -> list[int]:
+    """Token ids. No two prompts share a prefix."""
+    return [100 + (number * 7919 + i * 31) % 20_000 for i in range(length)]
+
+
+def time_now() -> float:
+    """The same clock as `Driver` uses."""
+    return asyncio.get_running_loop().time()
+
+
+def gpus_or_exit(count: int, why: str) -> int:
+    """How many GPUs this process may use. Exits if the bench needs more."""
+    present = len(visible_gpus())
+    if present < count:
+        print(f"{why} needs {count} GPUs, and there are {present}", file=sys.stderr)
         sys.exit(contract.EXIT_CANNOT_MEASURE)
-    return gpus
+    return present
 
 
-def worker_flags(
-    args: argparse.Namespace, directory: Path, *, gpus: int
-) -> tuple[list[str], list[dict[str, str]]]:
-    """The flags of so many workers, each on a GPU, and the environment of each. Exits if GPUs are missing."""
+def worker_flags(args: argparse.Namespace, directory: Path, *, gpus: int) -> tuple[list[str], list[str]]:
+    """The flags of so many workers, each on a GPU, and the device of each. Exits if GPUs are missing."""
     if args.device == "cpu":
         # One thread each: otherwise two engines would compete for the cores of a small machine.
         model = ["--model", args.model] if args.model else []
-        return ["--device", "cpu", "--dtype", "float32", "--num-threads", "1", *model], [{}] * gpus
-    found = _gpus(args, gpus)[:gpus]
+        return ["--dtype", "float32", "--num-threads", "1", *model], ["cpu"] * gpus
+    gpus_or_exit(gpus, "this bench")
     model = args.model or str(write_shape(DENSE, directory))
-    common = ["--device", "cuda", "--model", model, "--load-format", "dummy", "--max-model-len", "16384"]
-    return [*common, "--kv-lanes", "8", "--kv-slots", "256"], [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in found]
+    common = ["--model", model, "--load-format", "dummy", "--max-model-len", "16384"]
+    return [*common, "--kv-lanes", "8", "--kv-slots", "256"], [f"cuda:{i}" for i in range(gpus)]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +34,7 @@ app = typer.Typer(
 
 def _show_version(asked: bool) -> None:
     if asked:
-        from baton.rpc.version import version
+        from baton import version
 
         typer.echo(f"baton {version()}")
         raise typer.Exit
@@ -275,14 +276,16 @@ def chat(endpoint: clients.EndpointOptions, chat: clients.ChatOptions) -> int:
     return run(endpoint, chat)
 
 
+BENCH = "baton.bench.load.cli"
+"""A package above this one, which knows it by name only."""
+
+
 class _BenchGroup(TyperGroup):
-    """The commands of `bench.load.cli`, which is imported when one of them is asked for."""
+    """The commands of `BENCH`, which is imported when one of them is asked for."""
 
     @cached_property
     def _group(self) -> TyperGroup:
-        from baton.bench.load.cli import app as bench_app
-
-        group = typer.main.get_command(bench_app)
+        group = typer.main.get_command(import_module(BENCH).app)
         assert isinstance(group, TyperGroup)
         return group
 

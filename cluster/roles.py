@@ -48,7 +48,8 @@ def worker_config(
     from baton.cluster.options.optimize import choose
     from baton.cluster.options.parameters import size_in_bytes
     from baton.engine import EngineConfig
-    from baton.worker.config import Deadlines, WorkerConfig
+    from baton.kv_transfer.config import TransferDeadlines
+    from baton.worker.config import WorkerConfig
 
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
@@ -57,6 +58,7 @@ def worker_config(
         WorkerConfig,
         given,
         role=role,
+        engine_module="baton.cluster.engine_process",
         secret=secret,
         tls=given.secret.tls(),
         served_model_name=(given.model.served_model_name or [found.name])[0],
@@ -75,11 +77,13 @@ def worker_config(
         ),
         settings=chosen.summary,
         kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
-        deadlines=Deadlines(
-            **{
-                name.removesuffix("_timeout"): seconds
-                for name, seconds in (vars(given.deadlines) | vars(given.drain)).items()
-            }
+        deadlines=TransferDeadlines(
+            fetch_wait=given.deadlines.hold_timeout,
+            hold=given.deadlines.hold_timeout,
+            progress=given.deadlines.transfer_timeout,
+            tombstone=given.deadlines.tombstone_timeout,
+            peer_dead=given.deadlines.peer_timeout,
+            engine_dead=given.deadlines.engine_timeout,
         ),
         otlp_endpoint=given.observe.endpoint,
     )

@@ -7,18 +7,20 @@ everything else that their KV depends on:
 
 Each arrow is blake2b. What stands left of it is the key. The salt, or the tokens of the chunk, are hashed. So
 a name depends on no block size, no rank and no worker. Prefix caches and KV transfers compare whole names.
-Routers index the first 64 bits of a name as a hint.
+Routers index the first 64 bits of a name as a hint. `vocabulary_fingerprint` says what the tokens mean, and
+`cache_kinds` what a layer keeps of a request.
 
 The values are part of the protocol: workers and routers of different releases compare them. The package
 imports no other package of Baton.
 """
 
+import json
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 
 CHUNK_TOKENS = 64
 NAME_BYTES = 16
@@ -40,6 +42,18 @@ def content_root(model_fingerprint: str, weight_format: str, kv_dtype: str) -> b
     differs from what the worker would compute by the rounding of both formats."""
     parts = "".join(f"{len(part)}:{part}" for part in (model_fingerprint, weight_format, kv_dtype))
     return blake2b(parts.encode(), digest_size=32).digest()
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Returns the fingerprint of a map from token text to token id, added tokens included.
+
+    Equal fingerprints mean that ids stand for equal text. The result is "" for an empty vocabulary. It does
+    not depend on the file format: a GGUF file and a Hugging Face directory of one model have the same one.
+    """
+    if not vocabulary:
+        return ""
+    by_id = sorted((token_id, token) for token, token_id in vocabulary.items())
+    return sha256(json.dumps(by_id).encode()).hexdigest()[:32]
 
 
 def salted(root: bytes, salt: bytes) -> bytes:

@@ -1,31 +1,45 @@
 """The decode role: handles messages, reports of the KV receiver, and the outputs of engine steps."""
 
 import time
-from collections.abc import Iterator
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import ClassVar
 
-from baton.decode_worker.attempt import Attempt, AttemptPhase
 from baton.engine import Engine, EngineRequest, Logprobs, Output, StepResult
 from baton.kv_transfer import Closed, FetchFailed, Injected, Receiver
 from baton.worker import messages
+from baton.worker.engine_process.attempts import Attempt
 from baton.worker.engine_process.loop import Parts
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
-from baton.worker.messages import Code, ToEngine
-
-_WAITING = (AttemptPhase.FETCHING, AttemptPhase.TAKING, AttemptPhase.FAILED)
+from baton.worker.messages import Code, PrefillSource, ToEngine
 
 
-class LocalPrefills(Protocol):
-    """Prefills of this worker, which a decode on this worker can go on with."""
+class Phase(Enum):
+    FETCHING = auto()  # the receiver may write into the blocks
+    IMPORTING = auto()  # the prefix cache fetches the beginning of the prompt; the attempt has no blocks
+    TAKING = auto()  # a prefill of this worker has the KV, or will have it; the attempt has no blocks
+    FAILED = auto()  # the KV did not arrive; the blocks wait for a Retarget, a Cancel or the deadline
+    RUNNING = auto()  # in the engine's batch: the request decodes, or its prompt is prefilled on this worker
 
-    def take(self, prefill_id: bytes) -> bool | None:
-        """Keeps a prefill for a decode here. True: the engine can resume it. None: it does not exist."""
 
-    def taken(self, prefill_id: bytes) -> None:
-        """The engine has resumed the prefill."""
+_WAITING = (Phase.FETCHING, Phase.TAKING, Phase.FAILED)
 
-    def give_up(self, prefill_id: bytes) -> None:
-        """The decode has ended before."""
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeAttempt(Attempt):
+    """One request, from its reservation to its end."""
+
+    prompt_tokens: int
+    source: PrefillSource | None  # None: the prompt is prefilled on this worker
+    deadline: float  # time.monotonic(), before which the KV must arrive
+    phase: Phase = Phase.FETCHING
+    block_ids: Sequence[int] = ()  # of a reservation
+    state_slot: int = 0  # of a reservation, if the model has state layers
+    cached: int = 0  # positions from the start on, with their KV in the prefix cache already
+    joined_at: float = 0.0  # time.monotonic() at which the request joined the batch with its prompt computed
+    first_token_at: float | None = None  # when COMMIT named the first token; None after the second token
+    sampled: int = 0  # tokens that this worker sampled
 
 
 class DecodeRole:
@@ -42,20 +56,21 @@ class DecodeRole:
         parts: Parts,
         engine: Engine,
         receiver: Receiver,
-        prefills: LocalPrefills,
         prefix_fetches: PrefixFetches,
+        take: Callable[[bytes, bytes], bool | None],
+        let_go: Callable[..., None],
     ) -> None:
-        """`prefix_fetches` share the receiver."""
+        """`prefix_fetches` share the receiver. `take` and `let_go` are those of `PrefillRole`."""
         self._attempts = parts.attempts
         self._counts = parts.counts
         self._trace = parts.trace
         self.engine = engine
         self._receiver = receiver
-        self._prefills = prefills
+        self._take = take
+        self._let_go = let_go
         self._prefix_fetches = prefix_fetches
         self._incarnation = parts.config.incarnation
-        self._table: dict[bytes, Attempt] = {}  # by decode id
-        self._taking: dict[bytes, bytes] = {}  # of attempts that are TAKING: decode id -> prefill id
+        self._table = parts.attempts.table(DecodeAttempt)
 
     def owns(self, attempt_id: bytes) -> bool:
         return attempt_id in self._table
@@ -70,7 +85,7 @@ class DecodeRole:
 
     @property
     def empty(self) -> bool:
-        return not self._table and self._receiver.idle
+        return self._receiver.idle
 
     # ------------------------------------------------------------ messages
 
@@ -79,9 +94,9 @@ class DecodeRole:
             case messages.Decode():
                 self._submit(message)
             case messages.Retarget():
-                # The id may also be that of a prefill of the same router.
-                if self._attempts.owned(message.stream, message.decode_id) and self.owns(message.decode_id):
-                    self._retarget(message)
+                attempt = self._table.get(message.decode_id)
+                if attempt is not None and attempt.stream == message.stream:
+                    self._retarget(attempt, message)
             case _:
                 raise AssertionError(f"not of this role: {message}")
 
@@ -89,34 +104,31 @@ class DecodeRole:
         self._receiver.shutdown()
 
     def _submit(self, message: messages.Decode) -> None:
-        request = message.work.request
-        decode_id = request.id
-        if self.engine.has(decode_id) or decode_id in self._attempts:
-            self._attempts.refuse_reused(message.stream, decode_id)
-            return
-        self._attempts.open(message.stream, decode_id)
-        self._trace.instant("taken", attempt=decode_id.hex())
-        source = message.source
-        if source is not None and source.incarnation == self._incarnation:
-            self._take(message, source.prefill_id)
-            return
-        attempt = self._table[decode_id] = Attempt(
+        request, source = message.work.request, message.source
+        attempt = DecodeAttempt(
+            stream=message.stream,
+            origin=message.work.origin,
+            tokens=len(request.prompt_ids) + len(request.output_ids),
             prompt_tokens=len(request.prompt_ids),
-            output_tokens=len(request.output_ids),
             source=source,
             deadline=time.monotonic() + message.work.timeout,
         )
+        if not self._attempts.open(attempt, used=self.engine.has(request.id)):
+            return
+        self._trace.instant("taken", attempt=request.id.hex())
         if source is None:
             self._compute(request, attempt, message.content)
+        elif source.incarnation == self._incarnation:
+            self._take_here(attempt, source.prefill_id)
         elif reservation := self.engine.reserve(request):
             attempt.block_ids, attempt.cached, attempt.state_slot = reservation
-            self._attempts.reserved(decode_id)
-            self._fetch(decode_id)
+            self._attempts.reserved(attempt)
+            self._fetch(attempt)
         else:
-            self._refuse(decode_id)
+            self._refuse(attempt, Code.NO_ROOM, self._no_room())
 
     def _compute(
-        self, request: EngineRequest, attempt: Attempt, content: messages.ContentSource | None
+        self, request: EngineRequest, attempt: DecodeAttempt, content: messages.ContentSource | None
     ) -> None:
         """Computes a prompt here, without what the prefix cache gets from another worker first."""
 
@@ -124,118 +136,109 @@ class DecodeRole:
             attempt.fetched = fetched
             self._trace.instant("added", attempt=request.id.hex())
             if self.engine.start(request):
-                attempt.phase = AttemptPhase.RUNNING
-                self._attempts.reserved(request.id)
+                attempt.phase = Phase.RUNNING
+                self._attempts.reserved(attempt)
             else:
-                self._refuse(request.id)
+                self._refuse(attempt, Code.NO_ROOM, self._no_room())
 
         if content is not None and self._prefix_fetches.start(request, content, start):
-            attempt.phase = AttemptPhase.IMPORTING
+            attempt.phase = Phase.IMPORTING
         else:
             start(0)
 
-    def _refuse(self, decode_id: bytes) -> None:
-        del self._table[decode_id]
-        self._attempts.fail(decode_id, Code.NO_ROOM, self._no_room())
+    def _refuse(self, attempt: DecodeAttempt, code: Code, message: str) -> None:
+        """Ends an attempt that has no blocks."""
+        del self._table[attempt.id]
+        self._attempts.fail(attempt, code, message)
 
-    def _take(self, message: messages.Decode, prefill_id: bytes) -> None:
+    def _take_here(self, attempt: DecodeAttempt, prefill_id: bytes) -> None:
         """The KV is in this worker already. The request needs neither blocks nor a transfer.
 
         A held prefill never waits for another attempt, and it needs only a seat to go on. A running request
         leaves its seat in the end, so this wait forms no circle.
         """
-        request = message.work.request
-        taken = prefill_id not in self._taking.values() and self._prefills.take(prefill_id) is not None
-        if not taken:
+        if self._take(prefill_id, attempt.id) is None:
             text = f"there is no prefill {prefill_id.hex()[:8]} on this worker"
-            self._attempts.fail(request.id, Code.HANDED_BACK, text)
-            return
-        self._attempts.reserved(request.id)
-        self._taking[request.id] = prefill_id
-        self._table[request.id] = Attempt(
-            prompt_tokens=len(request.prompt_ids),
-            output_tokens=len(request.output_ids),
-            source=message.source,
-            deadline=time.monotonic() + message.work.timeout,
-            phase=AttemptPhase.TAKING,
-        )
+            self._refuse(attempt, Code.HANDED_BACK, text)
+        else:
+            attempt.phase = Phase.TAKING
+            self._attempts.reserved(attempt)
 
-    def _resume(self) -> None:
-        """Resumes the prefills that are ready, as far as there are seats."""
-        for decode_id, prefill_id in list(self._taking.items()):
-            ready = self._prefills.take(prefill_id)
-            if ready is None:
-                self._end(decode_id, Code.HANDED_BACK, "the prefill has ended before")
-            elif ready and (output := self.engine.resume(prefill_id, decode_id)) is not None:
-                del self._taking[decode_id]
-                self._prefills.taken(prefill_id)
-                attempt = self._table[decode_id]
-                attempt.phase = AttemptPhase.RUNNING
-                attempt.joined_at = time.monotonic()
-                self._attempts.token(output)
-                if output.finish_reason:
-                    self._finished(decode_id)
+    def _resume(self, attempt: DecodeAttempt) -> None:
+        """Resumes the prefill that the attempt takes, if it is ready and there is a seat."""
+        assert attempt.source is not None, "it takes a prefill"
+        prefill_id = attempt.source.prefill_id
+        ready = self._take(prefill_id, attempt.id)
+        if ready is None:
+            self._end(attempt, Code.HANDED_BACK, "the prefill has ended before")
+        elif ready and (output := self.engine.resume(prefill_id, attempt.id)) is not None:
+            self._let_go(prefill_id, attempt.id, resumed=True)
+            attempt.phase = Phase.RUNNING
+            attempt.joined_at = time.monotonic()
+            self._attempts.token(attempt, output)
+            if output.finish_reason:
+                self._finished(attempt)
 
-    def _retarget(self, message: messages.Retarget) -> None:
+    def _retarget(self, attempt: DecodeAttempt, message: messages.Retarget) -> None:
         """Fetches the KV from another prefill. A request that already has its KV ignores the message."""
-        attempt = self._table[message.decode_id]
-        if attempt.phase in (AttemptPhase.RUNNING, AttemptPhase.IMPORTING, AttemptPhase.TAKING):
+        if attempt.phase not in (Phase.FETCHING, Phase.FAILED):
             return
         if message.source.incarnation == self._incarnation:
-            self._end(message.decode_id, Code.HANDED_BACK, "the new prefill is on this worker: submit again")
+            self._end(attempt, Code.HANDED_BACK, "the new prefill is on this worker: submit again")
             return
         try:
-            block_ids = self.engine.extend_reservation(message.decode_id, message.output_ids)
+            block_ids = self.engine.extend_reservation(attempt.id, message.output_ids)
         except ValueError as error:
-            self._end(message.decode_id, Code.INVALID, str(error))
+            self._end(attempt, Code.INVALID, str(error))
             return
         if block_ids is None:
-            self._end(message.decode_id, Code.NO_ROOM, self._no_room())
+            self._end(attempt, Code.NO_ROOM, self._no_room())
             return
         attempt.block_ids = block_ids
-        attempt.output_tokens = len(message.output_ids)
+        attempt.tokens = attempt.prompt_tokens + len(message.output_ids)
         attempt.source = message.source
-        self._fetch(message.decode_id)
+        self._fetch(attempt)
 
     def _no_room(self) -> str:
         self._counts.no_room += 1
         return f"{self.engine.blocks_free} of {self.engine.num_blocks} blocks are free"
 
-    def _fetch(self, decode_id: bytes) -> None:
+    def _fetch(self, attempt: DecodeAttempt) -> None:
         """Starts a fetch of what the prefix cache lacks. It replaces an earlier fetch of the same attempt."""
-        attempt = self._table[decode_id]
         source = attempt.source
         assert source is not None
-        attempt.phase = AttemptPhase.FETCHING
+        attempt.phase = Phase.FETCHING
         self._receiver.fetch(
-            decode_id,
+            attempt.id,
             prefill_id=source.prefill_id,
             kv_address=source.kv_address,
             incarnation=source.incarnation,
             attempt=source.attempt,
             block_ids=attempt.block_ids,
-            num_tokens=attempt.prompt_tokens + attempt.output_tokens,
+            num_tokens=attempt.tokens,
             start=attempt.cached,
             state_slot=attempt.state_slot,
         )
 
     # ------------------------------------------------------------ ends
 
-    def _end(self, decode_id: bytes, code: Code, message: str) -> None:
+    def _end(self, attempt: DecodeAttempt, code: Code, message: str) -> None:
         """Ends an attempt and tells its router why."""
-        self._attempts.fail(decode_id, code, message)
-        self.cancel(decode_id)
+        self._attempts.fail(attempt, code, message)
+        self.cancel(attempt.id)
 
     def cancel(self, decode_id: bytes) -> None:
-        self._attempts.end(decode_id)
         attempt = self._table[decode_id]
-        if attempt.phase is AttemptPhase.TAKING:
+        if attempt.closed:
+            return
+        if attempt.phase is Phase.TAKING:
+            assert attempt.source is not None, "it takes a prefill"
             del self._table[decode_id]
-            self._prefills.give_up(self._taking.pop(decode_id))
-        elif attempt.phase is AttemptPhase.FETCHING:
-            attempt.phase = AttemptPhase.CLOSING
+            self._let_go(attempt.source.prefill_id, decode_id, resumed=False)
+        elif attempt.phase is Phase.FETCHING:
+            attempt.closed = True
             self._receiver.cancel(decode_id)
-        elif attempt.phase is not AttemptPhase.CLOSING:
+        else:
             self._forget(decode_id)
 
     def _forget(self, decode_id: bytes) -> None:
@@ -248,58 +251,47 @@ class DecodeRole:
 
     def move_kv(self, spare: float) -> None:
         for event in self._receiver.poll(spare):
-            if event.decode_id not in self._table:
+            attempt = self._table.get(event.decode_id)
+            if attempt is None:
                 self._prefix_fetches.handle(event)
                 continue
             match event:
                 case Injected():
-                    self._join(event)
+                    self._join(attempt, event)
                 case FetchFailed():
-                    attempt = self._table[event.decode_id]
-                    attempt.phase = AttemptPhase.FAILED
+                    attempt.phase = Phase.FAILED
                     if event.reason == "finished":
-                        self._end(event.decode_id, Code.FINISHED, "prefill's token is the last")
+                        self._end(attempt, Code.FINISHED, "prefill's token is the last")
                         continue
                     assert attempt.source is not None
-                    self._attempts.kv_failed(event.decode_id, attempt.source.prefill_id, event.reason)
+                    self._attempts.fail(attempt, Code.KV_FAILED, event.reason, attempt.source.prefill_id)
                 case Closed():
                     self._forget(event.decode_id)
         self._prefix_fetches.expire()
         self.engine.joins_at = self._receiver.next_injection
-        self._resume()
-        self._expire()
+        now = time.monotonic()
+        for attempt in [of for of in self._table.values() if of.phase in _WAITING and not of.closed]:
+            if attempt.deadline < now:
+                text = "the KV did not arrive before the request's deadline"
+                self._end(attempt, Code.HANDED_BACK, text)
+            elif attempt.phase is Phase.TAKING:
+                self._resume(attempt)
 
     def wanted(self, decode_id: bytes) -> bool:
         return False
 
-    def closing(self) -> Iterator[bytes]:
-        return (
-            decode_id for decode_id, attempt in self._table.items() if attempt.phase is AttemptPhase.CLOSING
-        )
-
     def spare(self) -> Iterator[bytes]:
         """Reservations whose KV has not begun to come."""
         for decode_id, attempt in self._table.items():
-            waits = attempt.phase is AttemptPhase.FETCHING and not self._receiver.began(decode_id)
-            if waits or attempt.phase is AttemptPhase.FAILED:
+            waits = attempt.phase is Phase.FETCHING and not self._receiver.began(decode_id)
+            if not attempt.closed and (waits or attempt.phase is Phase.FAILED):
                 yield decode_id
 
     def drop(self, decode_id: bytes) -> None:
-        self._end(decode_id, Code.HANDED_BACK, "prompts on this worker need its blocks")
+        self._end(self._table[decode_id], Code.HANDED_BACK, "prompts on this worker need its blocks")
 
-    def _expire(self) -> None:
-        now = time.monotonic()
-        late = [
-            decode_id
-            for decode_id, attempt in self._table.items()
-            if attempt.phase in _WAITING and attempt.deadline < now
-        ]
-        for decode_id in late:
-            self._end(decode_id, Code.HANDED_BACK, "the KV did not arrive before the request's deadline")
-
-    def _join(self, event: Injected) -> None:
-        attempt = self._table[event.decode_id]
-        attempt.phase = AttemptPhase.RUNNING
+    def _join(self, attempt: DecodeAttempt, event: Injected) -> None:
+        attempt.phase = Phase.RUNNING
         attempt.joined_at = time.monotonic()
         attempt.first_token_at = event.stats.commit_at
         self._trace.instant(
@@ -308,21 +300,21 @@ class DecodeRole:
             bytes=event.stats.bytes,
             fetch_us=event.stats.fetch_seconds * 1e6,
         )
-        self._attempts.report(messages.KVInjected(event.decode_id, event.stats))
+        self._attempts.report(messages.KVInjected(attempt.origin, event.stats))
         first, vocabulary = event.first_token, self.engine.model_config.vocab_size
         # These token ids come from a peer. An out-of-range id would crash the engine or the router.
         if (largest := max((first.token_id, *first.top_ids))) >= vocabulary:
             text = f"COMMIT names token {largest}, beyond the vocabulary of {vocabulary}"
-            self._end(event.decode_id, Code.ENGINE, text)
+            self._end(attempt, Code.ENGINE, text)
             return
         logprobs = None
         if first.logprob is not None:
             logprobs = Logprobs(first.logprob, first.top_ids, first.top_logprobs)
         output = self.engine.join(event.decode_id, first.token_id, logprobs)
         # This repeats prefill's token. The router emits each index once, from the worker that sends it first.
-        self._attempts.token(output)
+        self._attempts.token(attempt, output)
         if output.finish_reason:
-            self._finished(event.decode_id)
+            self._finished(attempt)
 
     # ------------------------------------------------------------ steps
 
@@ -331,45 +323,39 @@ class DecodeRole:
             attempt = self._table.get(output.id)
             if attempt is None:
                 continue
-            if attempt.source is None and not attempt.tokens:
+            if attempt.source is None and not attempt.sampled:
                 self._prefilled(attempt, output)
             if attempt.first_token_at is not None:
                 self._attempts.report(messages.SecondToken(time.monotonic() - attempt.first_token_at))
                 attempt.first_token_at = None
-            attempt.tokens += 1
+            attempt.sampled += 1
             self._counts.count(output)
-            self._attempts.token(output)
+            self._attempts.token(attempt, output)
             if output.finish_reason:
-                self._finished(output.id)
-        for decode_id in result.preempted:
-            self._attempts.fail(decode_id, Code.HANDED_BACK, "preempted: other requests needed its blocks")
-            del self._table[decode_id]
-        for code, ended in ((Code.ENGINE, result.failed), (Code.INVALID, result.refused)):
+                self._finished(attempt)
+        preempted = "preempted: other requests needed its blocks"
+        for code, ended in (
+            (Code.HANDED_BACK, ((decode_id, preempted) for decode_id in result.preempted)),
+            (Code.ENGINE, result.failed),
+            (Code.INVALID, result.refused),
+        ):
             for decode_id, message in ended:
-                if decode_id in self._table:
-                    self._attempts.fail(decode_id, code, message)
-                    del self._table[decode_id]
+                if (attempt := self._table.get(decode_id)) is not None:
+                    self._refuse(attempt, code, message)
 
     def after_tokens(self, result: StepResult) -> None:
         pass
 
-    def _prefilled(self, attempt: Attempt, output: Output) -> None:
+    def _prefilled(self, attempt: DecodeAttempt, output: Output) -> None:
         """Reports the prefill of a prompt that this worker computed."""
         self._trace.instant("first token", prefill=output.id.hex(), computing=output.prefill_seconds)
-        attempt.joined_at = now = time.monotonic()
-        tokens = attempt.prompt_tokens + attempt.output_tokens
-        self._counts.count_prompt(tokens, output.cached_tokens, attempt.fetched)
-        began = now - output.prefill_seconds
-        self._attempts.report(
-            messages.Prefilled(
-                output.id, began - output.queue_seconds, began, now, tokens, output.cached_tokens
-            )
-        )
+        attempt.joined_at = time.monotonic()
+        self._counts.count_prompt(attempt.tokens, output.cached_tokens, attempt.fetched)
+        self._attempts.prefilled(attempt, output)
 
-    def _finished(self, decode_id: bytes) -> None:
+    def _finished(self, attempt: DecodeAttempt) -> None:
         """Removes an attempt that got its last token. The engine has already freed its blocks."""
-        self._attempts.end(decode_id)
-        attempt = self._table.pop(decode_id)
+        del self._table[attempt.id]
         self._attempts.report(
-            messages.Decoded(decode_id, attempt.joined_at, time.monotonic(), attempt.tokens)
+            messages.Decoded(attempt.origin, attempt.joined_at, time.monotonic(), attempt.sampled)
         )

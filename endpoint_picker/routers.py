@@ -5,7 +5,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import aiohttp
 
@@ -35,13 +35,13 @@ class Routers:
     """The addresses that discovery finds, and the requests that each router has.
 
     A router that does not answer is chosen only if no router answers. Runs on the event loop.
-
-    Attributes:
-        found: set from the first time on that discovery yielded a router.
     """
 
-    def __init__(self, discovery: Discovery, metrics_port: int | None) -> None:
-        self.found = asyncio.Event()
+    def __init__(
+        self, discovery: Discovery, metrics_port: int | None, on_found: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_found` is called when discovery yields routers."""
+        self._on_found = on_found
         self._discovery = discovery
         self._metrics_port = metrics_port
         self._requests: dict[str, float] = {}  # address → requests, as reported and as chosen since then
@@ -97,7 +97,7 @@ class Routers:
         self._ring = Ring({name: row for row, name in enumerate(self._names)})
         log.info("%d routers: %s", len(self._names), ", ".join(self._names))
         if addresses:
-            self.found.set()
+            self._on_found()
 
     async def _poll(self) -> None:
         # New connections, because a router that drains still answers on old ones.

@@ -17,10 +17,14 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.endpoint_picker.exchange import Exchange
 from baton.endpoint_picker.routers import Routers
+from baton.machine import logs
+from baton.machine.system import cannot_listen, url_host
 from baton.router.workers.discovery import Discovery
-from baton.rpc import HealthServicer, TlsFiles, add_port, cannot_listen, create_public_server, logs, url_host
 from baton.rpc import ext_proc_pb2 as pb
+from baton.rpc.channel import create_public_server
 from baton.rpc.ext_proc_pb2_grpc import ExternalProcessorServicer, add_ExternalProcessorServicer_to_server
+from baton.rpc.health import HealthServicer
+from baton.rpc.tls import TlsFiles, add_port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +93,16 @@ async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
 
     Raises ValueError when the port cannot be had.
     """
-    routers = Routers(config.routers, config.metrics_port)
     health = HealthServicer()
     # The names that the protocol asks for. "" and "liveness": the process serves.
     health.set("liveness", HealthCheckResponse.SERVING)
-    for name in ("readiness", SERVICE):
-        health.set(name, HealthCheckResponse.NOT_SERVING)
 
-    async def follow_readiness() -> None:
-        await routers.found.wait()
+    def tell(found: bool) -> None:
         for name in ("readiness", SERVICE):
-            health.set(name, HealthCheckResponse.SERVING)
+            health.set(name, HealthCheckResponse.SERVING if found else HealthCheckResponse.NOT_SERVING)
 
+    tell(found=False)
+    routers = Routers(config.routers, config.metrics_port, on_found=lambda: tell(found=True))
     server = create_public_server(
         MAX_MESSAGE_BYTES, health, [SERVICE], message_timeout=_MESSAGE_SECONDS, share=False
     )
@@ -112,15 +114,13 @@ async def running(config: PickerConfig) -> AsyncIterator[RunningPicker]:
         raise ValueError(cannot_listen("--port", config.host, config.port, error)) from error
     await server.start()
     following = asyncio.create_task(routers.run(), name="routers")
-    readiness = asyncio.create_task(follow_readiness(), name="readiness")
     try:
         yield RunningPicker(f"{url_host(config.host)}:{port}", following)
     finally:
         health.stop()
         await server.stop(config.drain_timeout)
-        for task in (following, readiness):
-            task.cancel()
-        await asyncio.gather(following, readiness, return_exceptions=True)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 async def serve(config: PickerConfig) -> None:

@@ -8,16 +8,7 @@ The life of a request:
              loading ───┘
     reserve ──▶ reserved (KV arrives from outside) ──▶ join ──▶ running: decode … ──▶ finished
 
-The layers, from the outside in. Each imports only layers below it:
-
-    build        from a configuration to an engine that is ready
-    engine       requests from their start to their end
-    step_loop    the step: schedule → run → postprocess
-    core         scheduler, block pool, prefix cache, chunk limit: pure, without torch
-    grammar      the tokens that a structured output allows
-    execution    one rank: computes its part of steps of plain arrays (`step`), knows no request
-    loader, models, layers, kernels      from a checkpoint to a forward pass
-    step, api    the arrays of a step; requests, sampling parameters, outputs, statistics
+README.md has the layers.
 
 A request ends in exactly one way (finished, released, cancelled, handed back, failed), and its blocks go back
 to the pool at that moment: an idle engine has a whole pool. The package has no sockets, no processes, and
@@ -30,12 +21,10 @@ from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import (
     CachedBlock,
     CachedPrefix,
-    CacheObserver,
     EngineRequest,
-    KVSink,
+    Hooks,
     Logprobs,
     Output,
-    PrefillChunk,
     PromptLogprobs,
     Reservation,
     StepResult,
@@ -45,11 +34,9 @@ from baton.engine.api.sampling_params import Reasoning, SamplingParams, Structur
 from baton.engine.api.stats import EngineStats, ExpertStats, MixedStep, OffloadStats
 
 if TYPE_CHECKING:
-    from baton.engine.build import build_engine
-    from baton.engine.engine import Engine
+    from baton.engine.engine import Engine, build_engine
 
 __all__ = [
-    "CacheObserver",
     "CachedBlock",
     "CachedPrefix",
     "Engine",
@@ -57,12 +44,11 @@ __all__ = [
     "EngineRequest",
     "EngineStats",
     "ExpertStats",
-    "KVSink",
+    "Hooks",
     "Logprobs",
     "MixedStep",
     "OffloadStats",
     "Output",
-    "PrefillChunk",
     "PromptLogprobs",
     "Reasoning",
     "Reservation",
@@ -76,12 +62,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Torch costs a second and 250 MB: only a process that runs an engine imports it.
-    if name == "Engine":
-        from baton.engine.engine import Engine
+    if name in ("Engine", "build_engine"):
+        from baton.engine import engine
 
-        return Engine
-    if name == "build_engine":
-        from baton.engine.build import build_engine
-
-        return build_engine
+        return getattr(engine, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

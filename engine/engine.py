@@ -1,46 +1,56 @@
 """The engine: the requests of one model, from `add`, `reserve` or `start` to their end, and what it says of
 itself. `engine.step_loop` computes them."""
 
+import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.api.request import (
-    CacheObserver,
-    EngineRequest,
-    KVSink,
-    Logprobs,
-    Output,
-    Reservation,
-    StepResult,
-)
+from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, Reservation, StepResult
 from baton.engine.api.stats import EngineStats
-from baton.engine.core import making_room
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
-from baton.engine.core.offload_tier import OffloadTier
-from baton.engine.core.prefix_exchange import PrefixExchange
+from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.state_copies import StateCopies
-from baton.engine.core.state_pool import StatePool
 from baton.engine.execution.memory_plan import COPY_TOKENS
-from baton.engine.execution.runner import ModelRunner
+from baton.engine.execution.rank import commands, join
+from baton.engine.execution.rank_files import RankFiles
+from baton.engine.execution.start import Started, start_rank
 from baton.engine.grammar import Grammars
-from baton.engine.model_config import ModelConfig
+from baton.engine.loader import tokenizer_source
+from baton.engine.loader.tokenizer_json import tokenizer_json
 from baton.engine.models import cache_bytes_per_token
-from baton.engine.models.cache_spec import CacheSpec
 from baton.engine.step_loop import StepLoop
 
-if TYPE_CHECKING:
-    from baton.engine.kernels import KV, LayerState
+log = logging.getLogger(__name__)
+
+
+def build_engine(
+    config: EngineConfig, *, files: RankFiles | None = None, hooks: Hooks = NO_HOOKS
+) -> "Engine":
+    """Loads the model and makes it ready. Raises `ValueError` for mistakes that the user can mend.
+
+    With `tensor_parallel_size` above 1 this is rank 0. The caller starts a process for each
+    other rank. That process runs an `engine.execution.rank.Follower` with the same configuration and `files`.
+    If one of them ends, the caller ends this process."""
+
+    def progress(stage: str, fraction: float) -> None:
+        hooks.tick()
+        hooks.progress(stage, fraction)
+
+    device, ranks = join(config, 0, files)
+    started = start_rank(config, device, ranks, progress)
+    if files is not None:
+        started.runner.followers = commands(config, started, files)
+    return Engine(config, started, hooks)
 
 
 class Engine:
-    """One model and its KV cache; `engine.build.build_engine` makes one. One thread makes all calls, and
+    """One model and its KV cache; `build_engine` makes one. One thread makes all calls, and
     nothing happens between them.
 
     `kv_cache` has one cache per attention layer, [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim]
@@ -49,89 +59,90 @@ class Engine:
     block_table[p // block_size] * block_size + p % block_size.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: ModelRunner,
-        grammars: Grammars,
-        model_config: ModelConfig,
-        model_fingerprint: str,
-        content_root: bytes,
-        tokenizer: str,
-        cache_spec: Sequence[CacheSpec],
-        num_blocks: int,
-        num_slots: int,
-        num_copies: int,
-        largest: tuple[int, float],
-        *,
-        overlap: bool,
-        kv_sink: KVSink | None,
-        cache_observer: CacheObserver | None,
-        tick: Callable[[], None],
-        computing: Callable[[Collection[bytes]], None],
-    ) -> None:
-        """`num_slots`: requests with states; 0: no layer has states. `num_copies`: copies of states that the
-        prefix cache may have; their slots follow. With states and without copies there is no cache. `tick`
-        and `computing` as in `build_engine`. The runner's cache is open, with `num_blocks`.
-        `content_root`: as in `Started`. `tokenizer`: the file or directory that has it."""
-        self.model_config = model_config
-        self.model_fingerprint = model_fingerprint
-        self.content_root = content_root
-        self.tokenizer = tokenizer
-        self.cache_spec = cache_spec
+    def __init__(self, config: EngineConfig, started: Started, hooks: Hooks) -> None:
+        model, runner = started.model_config, started.runner
+        self.model_config = model
+        self.model_fingerprint = started.model_fingerprint
+        self.content_root = started.content_root
+        self.tokenizer = tokenizer_source(config, started.source)
+        """The file or directory that has the tokenizer."""
+        self.cache_spec = started.cache_spec
         self.block_size = runner.block_size
-        self.num_blocks = num_blocks
+        self.num_blocks = started.pool.num_blocks
         self.ranks = runner.ranks
-        self.block_bytes = self.block_size * cache_bytes_per_token(cache_spec) * self.ranks.size
+        self.block_bytes = self.block_size * cache_bytes_per_token(self.cache_spec) * self.ranks.size
         """Of the KV of one block, on all ranks."""
+        self.joins_at = math.inf
+        """Set by the caller: when the next reservation should have its KV (time.monotonic())."""
         self._runner = runner
-        self._grammars = grammars
-        graph_rows = runner.mixed_rows[-1] if runner.mixed_rows else math.inf
+        self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
+        limit = ChunkLimit(
+            config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps, started.largest
+        )
+        self._meters = Meters(limit, started.largest)
         # With more tokens, products bound a step, not reading the weights; without a graph, its launches do.
-        dense_step = FULL_STEP * model_config.num_parameters / model_config.parameters_read(1)
-        for tier, size in config.offload_sizes.items():
-            if size < self.block_bytes:
-                raise ValueError(
-                    f"--{tier.name.lower()}-cache-size {size}: a block takes {self.block_bytes} bytes"
-                )
-        has_cache = config.enable_prefix_caching and (num_copies > 0 or not num_slots)
-        copies = None
-        if num_copies:
-            copies = StateCopies(num_slots, num_copies, COPY_TOKENS, self.block_size, runner.chunk_tokens)
-        offload = {} if num_slots else config.offload_sizes
+        dense_step = FULL_STEP * model.num_parameters / model.parameters_read(1)
+        pool = BlockPool(self.num_blocks, self.block_size)
         self._scheduler = Scheduler(
-            BlockPool(num_blocks),
-            block_size=self.block_size,
+            pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
-            full_step=int(min(dense_step, graph_rows)),
-            content_root=content_root if has_cache else None,
-            cache_observer=cache_observer,
-            states=StatePool(num_slots) if num_slots else None,
-            copies=copies,
-            offload_places={tier: size // self.block_bytes for tier, size in offload.items()},
-            prompt_tokens_per_s=lambda: self.prompt_tokens_per_s,
+            full_step=int(min(dense_step, runner.graph_rows)),
+            cache=self._prefix_cache(config, started, hooks, pool),
+            states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
         )
-        self._meters = Meters(*largest)
-        self._expert_meter = runner.expert_meter()
-        self._chunk_limit = ChunkLimit(
-            config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps, largest
-        )
-        self.joins_at = math.inf
-        """Set by the caller: when the next reservation should have its KV (time.monotonic())."""
+        overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
         self._steps = StepLoop(
-            runner,
-            self._scheduler,
-            grammars,
-            model_config,
-            self._meters,
-            self._chunk_limit,
-            graph_rows=graph_rows,
-            overlap=overlap,
-            kv_sink=kv_sink,
-            tick=tick,
-            computing=computing,
+            runner, self._scheduler, self._grammars, model, self._meters, hooks, overlap=overlap
+        )
+        self.kv_cache = runner.kv_cache
+        self.states = runner.states
+        """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
+        self.prefix_exchange = self._scheduler.prefix_exchange
+        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache."""
+        self.offload = self._scheduler.offload
+        """The tiers below the device. They say which blocks to copy there and back."""
+        self.landings_fd = self._steps.landings_fd
+        """An eventfd, readable when a launched step is over. The caller reads it."""
+
+    def _prefix_cache(
+        self, config: EngineConfig, started: Started, hooks: Hooks, pool: BlockPool
+    ) -> PrefixCache | None:
+        """None: there is no prefix cache."""
+        architecture = self.model_config.architecture
+        for tier, size in config.offload_sizes.items():
+            flag = f"--{tier.name.lower()}-cache-size"
+            if size < self.block_bytes:
+                raise ValueError(f"{flag} {size}: a block takes {self.block_bytes} bytes")
+            if started.pool.num_slots:
+                reason = "has layers with states, which only the device keeps"
+                log.warning("%s is ignored: %s %s", flag, architecture, reason)
+        if not config.enable_prefix_caching:
+            return None
+        copies = None
+        if started.pool.num_slots:
+            if not started.pool.num_copies:
+                log.warning(
+                    "prefix caching is off: no memory is left for copies of states; lower --max-num-seqs"
+                )
+                return None
+            copies = StateCopies(
+                started.pool.num_slots,
+                started.pool.num_copies,
+                COPY_TOKENS,
+                self.block_size,
+                self._runner.chunk_tokens,
+            )
+        return PrefixCache(
+            pool,
+            self.content_root,
+            hooks=hooks,
+            offload_places={}
+            if copies
+            else {tier: size // self.block_bytes for tier, size in config.offload_sizes.items()},
+            prompt_tokens_per_s=lambda: self.prompt_tokens_per_s,
+            copies=copies,
         )
 
     def step(self) -> StepResult:
@@ -228,22 +239,9 @@ class Engine:
     def to_drop(
         self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
     ) -> list[bytes]:
-        """The `spare` requests, in their order, that must be dropped so that the first waiting request that
-        is `wanted` can start. The caller drops the `closing` requests in any case. All hold blocks.
-
-        Spare are held requests that no transfer reads, and, after them, reservations with a prefill that has
-        not started. The latter stay while a request is running here."""
-        return making_room.to_drop(self._scheduler, wanted, closing, spare)
-
-    @property
-    def prefix_exchange(self) -> PrefixExchange | None:
-        """Moves prefixes between this prefix cache and those of other workers. None: there is no cache."""
-        return self._scheduler.prefix_exchange
-
-    @property
-    def offload(self) -> Sequence[OffloadTier]:
-        """The tiers below the device. They say which blocks to copy there and back."""
-        return self._scheduler.offload
+        """As `RequestLives.to_drop`. Spare are held requests that no transfer reads, and, after them,
+        reservations with a prefill that has not started."""
+        return self._scheduler.to_drop(wanted, closing, spare)
 
     def _prepare(self, live: LiveRequest) -> None:
         live.longest = min(live.longest, self.model_config.max_model_len)
@@ -255,15 +253,6 @@ class Engine:
         self._runner.stop()
 
     # State
-
-    @property
-    def kv_cache(self) -> "list[KV]":
-        return self._runner.kv_cache
-
-    @property
-    def states(self) -> "list[LayerState]":
-        """Of each state layer, for all state slots. Owned and shared as `kv_cache`."""
-        return self._runner.states
 
     @property
     def blocks_free(self) -> int:
@@ -279,11 +268,6 @@ class Engine:
         """Seconds until `step` has something to do, if no request comes in and `landings_fd` stays silent.
         Infinite: nothing until then."""
         return self._steps.rest
-
-    @property
-    def landings_fd(self) -> int:
-        """An eventfd, readable when a launched step is over. The caller reads it."""
-        return self._steps.landings_fd
 
     @property
     def waits_for_device(self) -> bool:
@@ -305,14 +289,36 @@ class Engine:
     @property
     def prompt_tokens_per_s(self) -> float:
         """Speed at which a prompt is computed now, alone or beside decodes. 0: not known."""
-        return self._meters.prompt_tokens_per_s(self._scheduler, self._chunk_limit)
+        return self._meters.prompt_tokens_per_s(decoding=self._scheduler.decoding > 0)
 
     def prompt_seconds(self, tokens: int, rest: int) -> float:
         """Seconds by which a prompt is computed sooner if `tokens` of it have KV already and `rest` have not.
         0: not known."""
-        return self._meters.prompt_seconds(tokens, rest, self._scheduler, self._chunk_limit)
+        return self._meters.prompt_seconds(tokens, rest, decoding=self._scheduler.decoding > 0)
 
     def stats(self) -> EngineStats:
-        experts = None if self._expert_meter is None else self._expert_meter.read()
+        scheduler, meters = self._scheduler, self._meters
+        limit, cache = meters.chunk_limit, scheduler.cache
         under_way = sum(plan.prompt_tokens for plan, _ in self._steps.flights)
-        return self._meters.stats(self._scheduler, self._chunk_limit, experts, under_way)
+        return EngineStats(
+            running=len(scheduler.running),
+            decoding=scheduler.decoding,
+            waiting=len(scheduler.waiting) + len(scheduler.loading),
+            tokens_waiting=scheduler.tokens_waiting + under_way,
+            blocks_free=scheduler.pool.free,
+            blocks_total=scheduler.pool.num_blocks,
+            blocks_cached=scheduler.pool.cached,
+            held=len(scheduler.held),
+            reservations=len(scheduler.reserved),
+            preemptions=scheduler.preemptions,
+            prefix_cache_queries=cache.queries if cache else 0,
+            prefix_cache_hits=cache.hits if cache else 0,
+            prefill_tokens_per_s=meters.prefill_tokens_per_s,
+            step_seconds=meters.step_seconds,
+            decode_seconds=limit.step_seconds,
+            fastest_seconds=limit.fastest_seconds,
+            short=limit.mixed_step(limit.short_seconds),
+            long=limit.mixed_step(limit.long_seconds),
+            experts=None if (load := self._runner.expert_load) is None else load.read(),
+            offload=[tier.stats for tier in self.offload],
+        )

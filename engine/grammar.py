@@ -18,7 +18,7 @@ compile without that lock, and a request that waits for its grammar delays no ot
 import os
 import time
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -27,8 +27,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import Reasoning, StructuredOutput
-from baton.engine.core.live_request import Grammar
-from baton.engine.loader.tokenizer_json import tokenizer_json
 
 LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,
@@ -217,8 +215,11 @@ def answer_start(reasoning: Reasoning, token_ids: Sequence[int], prompt: int, re
 class Grammars:
     """Compiles grammars for one model, and returns the tokens that they allow. Owns threads."""
 
-    def __init__(self, source: str, vocab_size: int, eos_ids: Collection[int]) -> None:
-        """`source`: the directory or file with the tokenizer."""
+    def __init__(
+        self, read: Callable[[str], str], source: str, vocab_size: int, eos_ids: Collection[int]
+    ) -> None:
+        """`read` returns the text of tokenizer.json of `source`, the directory or file with the tokenizer."""
+        self._read = read
         self._source = source
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
@@ -256,7 +257,7 @@ class Grammars:
         wait(list(self._compiling), seconds, FIRST_COMPLETED)
 
     def allowed(
-        self, batch: Sequence[tuple[Grammar | None, "array[int]"]]
+        self, batch: Sequence[tuple[CompiledGrammar | None, "array[int]"]]
     ) -> tuple[tuple[list[int], np.ndarray] | None, dict[int, str]]:
         """Returns the rows of a batch that have a grammar, with their `engine.step.TokenMask.bits`. None: no
         row has one. Also returns, by row, the error of each grammar that failed. The bits of a failed row
@@ -327,7 +328,7 @@ class Grammars:
     def _load_tokenizer(self) -> LLTokenizer:
         if not self._eos_ids:
             raise ValueError("structured output needs a model with an end-of-sequence token")
-        text = tokenizer_json(self._source)
+        text = self._read(self._source)
         tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
         if tokenizer.vocab_size != self._vocab_size:
             counts = f"{tokenizer.vocab_size} tokens, the model {self._vocab_size}"

@@ -9,26 +9,15 @@ are free after that step.
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 
-from baton.engine.api.request import (
-    PROMPT_PIECE,
-    KVSink,
-    Logprobs,
-    Output,
-    PrefillChunk,
-    PromptLogprobs,
-    StepResult,
-)
-from baton.engine.core.chunk_limit import ChunkLimit
+from baton.engine.api.request import PROMPT_PIECE, Hooks, Logprobs, Output, PromptLogprobs, StepResult
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.meters import Meters
 from baton.engine.core.pace import Pace
-from baton.engine.core.schedule import Chunk, Schedule
 from baton.engine.core.scheduler import Scheduler
-from baton.engine.core.step_builder import build_adjustments, build_step, is_plain
+from baton.engine.core.step_builder import Schedule, build_adjustments, build_step, is_plain
 from baton.engine.execution.events import Landings
-from baton.engine.execution.prompt_logprobs import joined
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.execution.sampler import TopLogprobs
 from baton.engine.grammar import Grammars
@@ -54,16 +43,11 @@ class StepLoop:
         grammars: Grammars,
         model_config: ModelConfig,
         meters: Meters,
-        chunk_limit: ChunkLimit,
+        hooks: Hooks,
         *,
-        graph_rows: float,
         overlap: bool,
-        kv_sink: KVSink | None,
-        tick: Callable[[], None],
-        computing: Callable[[Collection[bytes]], None],
     ) -> None:
-        """`graph_rows`: most tokens of a step with prompts that a graph computes; infinite without graphs.
-        `tick` and `computing` as in `build_engine`."""
+        """`overlap`: as in `EngineConfig`."""
         self.flights: list[tuple[Schedule, Launched]] = []
         self.joined = False
         self._runner = runner
@@ -71,14 +55,12 @@ class StepLoop:
         self._grammars = grammars
         self._model_config = model_config
         self._meters = meters
-        self._chunk_limit = chunk_limit
-        self._graph_rows = graph_rows
+        self._hooks = hooks
+        self._graph_rows = runner.graph_rows
         self._overlap = overlap
-        self._kv_sink = kv_sink
-        self._tick = tick
-        self._computing = computing
         self._pace = Pace()
         self._landings = Landings()
+        self.landings_fd = self._landings.fd
 
     def step(self, joins_at: float) -> StepResult:
         """Implements `Engine.step`. `joins_at` as in `Engine`."""
@@ -110,20 +92,22 @@ class StepLoop:
         """False: there was nothing to compute."""
         started = time.monotonic()
         plan = self._scheduler.schedule(self._prompt_limit(started, joins_at))
+        result.preempted += [live.id for live in plan.preempted if live.hand_back]
         for live in plan.started:
             live.started = live.started or started
-        result.preempted += [live.id for live in plan.handed_back]
-        self._meters.count(plan)
-        self._announce(plan.started)
+            if live.handover:
+                self._hooks.prefill_started(
+                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
+                )
         if not plan.chunks:
             if not self.flights:
                 self._grammars.wait(GRAMMAR_WAIT)
             return False
-        plan.ids = frozenset([chunk.live.id for chunk in plan.chunks])
-        self._computing(plan.ids.union(*(earlier.ids for earlier, _ in self.flights)))
+        plan.ids = frozenset([live.id for live in plan.chunks])
+        self._hooks.computing(plan.ids.union(*(earlier.ids for earlier, _ in self.flights)))
         memory = self._scheduler.memory
-        step, plan.sampled, plan.scored = build_step(
-            plan.chunks,
+        step = build_step(
+            plan,
             self._model_config.vocab_size,
             block_size=self._runner.block_size,
             table_width=self._runner.table_width,
@@ -131,15 +115,15 @@ class StepLoop:
             restores=memory.take_restores(),
             saves=memory.saves(plan.chunks),
         )
-        moved = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if c.live.handover]
+        moved = {live.id: positions for live, positions in plan.prompts.items() if live.handover}
 
         def layer_done(layer: int) -> None:
-            self._tick()
-            if moved and self._kv_sink is not None:
-                self._kv_sink.layer_done(layer, moved)
+            self._hooks.tick()
+            if moved:
+                self._hooks.layer_done(layer, moved)
 
         launched = self._runner.run(step, layer_done)
-        self._scheduler.launched(plan.chunks)
+        self._scheduler.launched(plan)
         self.flights.append((plan, launched))
         if not plan.waits:
             self._sample(plan, launched)
@@ -150,14 +134,14 @@ class StepLoop:
             time.monotonic(),
             slow=size is None,
             expected=self._expected(plan),
-            may_join=plan.decodes or bool(self._scheduler.reserved),
+            may_join=bool(plan.decodes or self._scheduler.reserved),
         )
         return True
 
     def _expected(self, plan: Schedule) -> float:
         """Seconds that a step with prompts should take. 0: not known."""
         if plan.decodes:
-            return self._chunk_limit.mixed_seconds(plan.prompt_tokens)
+            return self._meters.chunk_limit.mixed_seconds(plan.prompt_tokens)
         speed = self._meters.prefill_tokens_per_s
         return plan.prompt_tokens / speed if speed else 0.0
 
@@ -165,7 +149,7 @@ class StepLoop:
         """Most prompt tokens of the next step, if it decodes."""
         joins_at, self.joined = now if self.joined else joins_at, False
         begins = max(now, self._pace.ends) if self.flights else now
-        return self._chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
+        return self._meters.chunk_limit.tokens(self._scheduler.prompts(), begins, joins_at)
 
     def _sample(self, plan: Schedule, launched: Launched) -> None:
         adjustments = None
@@ -178,29 +162,20 @@ class StepLoop:
         for row, live in enumerate(plan.sampled):
             live.promise(row)
 
-    def _announce(self, started: Sequence[LiveRequest]) -> None:
-        for live in started:
-            if live.handover and self._kv_sink is not None:
-                self._kv_sink.prefill_started(
-                    live.id, tuple(live.blocks), len(live.token_ids), live.num_cached, live.state_slot
-                )
-
     def _land(self, plan: Schedule, launched: Launched, result: StepResult) -> None:
         """Waits until the step is over, and takes each request on: to its next token, its handover, its
         end."""
         tokens = launched.wait()
-        self._tick()
+        self._hooks.tick()
         seconds = result.seconds = launched.seconds
-        result.prompts = [PrefillChunk(c.live.id, c.start, c.stop) for c in plan.chunks if not c.decodes]
-        result.decodes = len(plan.chunks) - len(result.prompts)
+        result.prompts = {live.id: positions for live, positions in plan.prompts.items()}
+        result.decodes = plan.decodes
         self._pace.landed(seconds, time.monotonic())
-        self._meters.record(plan.decodes, plan.prompt_tokens, seconds)
-        self._chunk_limit.record(plan.decodes, plan.prompt_tokens, seconds)
-        self._computing(frozenset().union(*(later.ids for later, _ in self.flights)))
+        self._meters.record(plan.decodes > 0, plan.prompt_tokens, seconds)
+        self._hooks.computing(frozenset().union(*(later.ids for later, _ in self.flights)))
         self._scheduler.landed(plan.chunks)
-        scored = joined(launched.scored)
-        if scored is not None:
-            result.prompt_logprobs = _of_prompts(plan.scored, scored)
+        if launched.scored is not None:
+            result.prompt_logprobs = _of_prompts(plan.scored, launched.scored)
         logprobs = _of_outputs(plan.sampled, launched.logprobs)
         for row, (live, token) in enumerate(zip(plan.sampled, tokens, strict=True)):
             if live.phase is Phase.GONE:
@@ -216,7 +191,7 @@ class StepLoop:
                 self._leave_batch(live)
             else:
                 position = live.learn(token)
-                self._scheduler.verified(live, position)
+                self._scheduler.memory.publish(live, position)
                 result.outputs.append(self.emit(live, position, logprobs.get(row)))
 
     def emit(self, live: LiveRequest, position: int, logprobs: Logprobs | None) -> Output:
@@ -250,34 +225,29 @@ class StepLoop:
             return math.inf
         return max(0.0, self._pace.due - time.monotonic())
 
-    @property
-    def landings_fd(self) -> int:
-        """As in `Engine`."""
-        return self._landings.fd
 
-
-def _of_prompts(scored: Sequence[Chunk], of_step: ScoredLogprobs) -> list[PromptLogprobs]:
+def _of_prompts(scored: Sequence[tuple[LiveRequest, range]], of_step: ScoredLogprobs) -> list[PromptLogprobs]:
     """Log probabilities of the prompts of the requests that have not ended meanwhile. Notes in each request
     how much of its prompt is scored."""
     result = []
     row = 0
-    for live, start, stop, _ in scored:
+    for live, positions in scored:
         wanted = live.request.sampling.prompt_logprobs or 0
-        for first in range(start, stop, PROMPT_PIECE) if live.phase is not Phase.GONE else ():
-            end = min(first + PROMPT_PIECE, stop)
-            logprobs, ranks, ids, values = (x[row + first - start : row + end - start] for x in of_step)
+        for first in range(0, len(positions), PROMPT_PIECE) if live.phase is not Phase.GONE else ():
+            piece = slice(row + first, row + min(first + PROMPT_PIECE, len(positions)))
+            logprobs, ranks, ids, values = (of_field[piece] for of_field in of_step)
             result.append(
                 PromptLogprobs(
                     live.id,
-                    first + 1,
+                    positions[first] + 1,
                     logprobs.tobytes(),
                     ranks.tobytes(),
                     ids[:, :wanted].tobytes(),
                     values[:, :wanted].tobytes(),
                 )
             )
-        live.num_scored = stop
-        row += stop - start
+        live.num_scored = positions.stop
+        row += len(positions)
     return result
 
 

@@ -93,16 +93,13 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"slot_bytes is {self.slot_bytes}: must be a multiple of {PAGE} up to {MAX_SLOT_BYTES}"
             )
-        if self.slot_bytes < self.layout.bytes_per_token_layer:
-            raise ValueError(
-                f"slot_bytes is {self.slot_bytes}, less than one position of one layer "
-                f"({self.layout.bytes_per_token_layer} bytes): use larger slots"
-            )
-        for state in self.layout.states:
-            if self.slot_bytes < state.head_bytes:
+        for part in self.layout.parts.values():
+            least, what = part.head_bytes, f"one head of the state {part.name}"
+            if part.per_token:
+                least, what = part.bytes, "one position of one layer"
+            if self.slot_bytes < least:
                 raise ValueError(
-                    f"slot_bytes is {self.slot_bytes}, less than one head of the state {state.name} "
-                    f"({state.head_bytes} bytes): use larger slots"
+                    f"slot_bytes is {self.slot_bytes}, less than {what} ({least} bytes): use larger slots"
                 )
         if self.num_slots < 4:
             raise ValueError(f"num_slots is {self.num_slots}: an arena needs at least 4 slots")

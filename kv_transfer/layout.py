@@ -1,56 +1,43 @@
 """The canonical layout: how KV is cut into slices, for any block size and number of ranks on either side.
 
-On the wire a slice is a dense array ``[2 (K, V), tokens, heads, head_dim]``. It has one layer, one range of
-positions and one range of KV heads. In FP8 the scales follow: ``[2, tokens, heads]`` float32. Both sides map
-positions to their own block tables; a block size never travels.
-
-A layer may keep states of fixed size for a request, in place of KV. Then a slice is a dense ``[rows, heads,
-head_dim]`` of one state of one layer, for one range of heads.
+On the wire a slice is a dense array of one part of a cache (`content.cache_kinds`) in one layer, for one
+range of heads. A part that each token has is cut into ranges of positions:
+``[rows, tokens, heads, head_dim]``. In FP8 the scales follow: ``[rows, tokens, heads]`` float32. Both sides
+map positions to their own block tables; a block size never travels. A part that each request has is
+``[rows, heads, head_dim]``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-WIRE_VERSION = 3  # of the frames; later versions add messages to it
-EXPORT_VERSION = 4  # adds exported memory
-SLICES_VERSION = 5  # adds messages about several slices there
-NEWEST_VERSION = SLICES_VERSION
-FP8 = "float8_e4m3fn"
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
-SCALE_BYTES = 4  # of each K and each V head of a position in FP8
+from baton.content.cache_kinds import FP8, ITEM_BYTES, KINDS, CachePart, Range
 
-
-class StateType(msgspec.Struct, frozen=True):
-    """A state that each state layer of a model keeps for a request: [rows, heads, head_dim]."""
-
-    name: str
-    rows: int
-    heads: int  # of the model, over all ranks
-    head_dim: int
-    dtype: str  # a key of ITEM_BYTES; the same on both sides
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head, over all rows."""
-        return self.rows * self.head_dim * ITEM_BYTES[self.dtype]
+WIRE_VERSION = 6
+"""In each header. Two sides of different versions refuse each other."""
+U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
+U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
-class KVLayout(msgspec.Struct, frozen=True):
+class KVLayout(msgspec.Struct, frozen=True, dict=True):
     """What both sides must agree on before a byte of KV travels: the shape of a model's whole KV cache.
 
     Block sizes and numbers of ranks are not in it: these may differ. So may two dtypes that are
     `convertible`: KV travels in the dtype of the sender.
     """
 
-    num_layers: int  # with KV or states
+    num_layers: int
     num_kv_heads: int  # of the model, over all ranks
     head_dim: int
     dtype: str  # of KV: a key of ITEM_BYTES
-    states: tuple[StateType, ...] = ()  # of each state layer
+    states: tuple[CachePart, ...] = ()  # of each state layer
     state_layers: tuple[int, ...] = ()  # all other layers have KV
+    kind: str = "attention"  # of the layers with KV: a key of KINDS
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
@@ -60,28 +47,33 @@ class KVLayout(msgspec.Struct, frozen=True):
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}: KV is moved as one of {', '.join(ITEM_BYTES)}")
 
+    @cached_property
+    def parts(self) -> dict[int | None, CachePart]:
+        """By `Slice.state`: what the layers keep of each token, then the states."""
+        rows = KINDS[self.kind].rows
+        assert rows is not None, "a kind with KV has one part"
+        kv = CachePart(self.kind, "kv", rows, self.num_kv_heads, self.head_dim, self.dtype)
+        return {None: kv, **dict(enumerate(self.states))}
+
+    def layers_of(self, state: int | None) -> Sequence[int]:
+        """The layers that keep this part."""
+        return self.kv_layers if state is None else self.state_layers
+
     @property
     def fingerprint(self) -> str:
         """Readable on purpose: a mismatch is refused with both sides' fingerprints in the message."""
-        shape = f"layers={self.num_layers} kv_heads={self.num_kv_heads} head_dim={self.head_dim}"
-        if self.states:
-            shape += f" kv_layers={','.join(map(str, self.kv_layers))}"
-            shape += "".join(f" {s.name}={s.rows}x{s.heads}x{s.head_dim}:{s.dtype}" for s in self.states)
-        return f"kv{WIRE_VERSION} {shape}"
+        kv, *states = (part.identity for part in self.parts.values())
+        if states:
+            kv += f" kv_layers={','.join(map(str, self.kv_layers))}"
+        return " ".join([f"kv{WIRE_VERSION} layers={self.num_layers}", kv, *states])
 
-    @property
+    @cached_property
     def kv_layers(self) -> list[int]:
         return [layer for layer in range(self.num_layers) if layer not in self.state_layers]
 
     @property
-    def head_bytes(self) -> int:
-        """Bytes of K and V of one position and one head in one layer, with their scales."""
-        scale = SCALE_BYTES if self.dtype == FP8 else 0
-        return 2 * (self.head_dim * ITEM_BYTES[self.dtype] + scale)
-
-    @property
     def bytes_per_token_layer(self) -> int:
-        return self.num_kv_heads * self.head_bytes
+        return self.parts[None].bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -90,7 +82,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def state_bytes(self) -> int:
         """Bytes of all states of a request."""
-        return len(self.state_layers) * sum(state.heads * state.head_bytes for state in self.states)
+        return len(self.state_layers) * sum(state.bytes for state in self.states)
 
 
 def scales_of(dtype: str) -> str:
@@ -104,18 +96,15 @@ def convertible(sent: str, kept: str) -> bool:
     return sent == kept or (sent == FP8) != (kept == FP8)
 
 
-class Slice(msgspec.Struct, frozen=True):
-    """One payload: `[2, token_count, head_count, head_dim]` of one layer, or heads of a state of it."""
+class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One payload: heads of one part of one layer, of each token in a range or of a request."""
 
-    layer: int
-    head_start: int
-    head_count: int
-    token_start: int  # of a state: how many positions it covers
-    token_count: int  # of a state: 0
-    state: int | None = None  # index into `KVLayout.states`; None: KV
-
-
-Range = tuple[int, int]  # [start, stop) of positions
+    layer: U16
+    head_start: U16
+    head_count: U16
+    token_start: U32  # of a state: how many positions it covers
+    token_count: U32  # of a state: 0
+    state: U16 | None = None  # index into `KVLayout.states`; None: KV
 
 
 def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]:
@@ -125,71 +114,63 @@ def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]
             yield max(a, start), min(b, stop)
 
 
-def cut(layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: int) -> Iterator[Slice]:
+def cut(
+    layout: KVLayout, layer: int, tokens: Range, heads: Range, slot_bytes: int, state: int | None = None
+) -> Iterator[Slice]:
     """Cut a token range × head range of one layer into as few slices of at most `slot_bytes` as it takes.
 
-    They are as equal as possible, so that no last slice is much smaller than the others.
-    """
-    start, stop = tokens
-    head_start, head_count = heads[0], heads[1] - heads[0]
-    most = slot_bytes // (head_count * layout.head_bytes)
-    if most < 1:
+    Heads of a state are cut in place of tokens. The state covers positions up to the end of `tokens`."""
+    part, (first, last) = layout.parts[state], heads
+    if not part.per_token:
+        for start, count in _equal_pieces(first, last, slot_bytes // part.head_bytes):
+            yield Slice(layer, start, count, tokens[1], 0, state)
+        return
+    position_bytes = (last - first) * part.head_bytes
+    if slot_bytes < position_bytes:
         raise ValueError(
-            f"slot_bytes is {slot_bytes}, less than one position of {head_count} heads "
-            f"({head_count * layout.head_bytes} bytes): use larger slots"
+            f"slot_bytes is {slot_bytes}, less than one position of {last - first} heads "
+            f"({position_bytes} bytes): use larger slots"
         )
-    pieces = -(-(stop - start) // most)
-    for i in range(pieces, 0, -1):
+    for start, count in _equal_pieces(*tokens, slot_bytes // position_bytes):
+        yield Slice(layer, first, last - first, start, count, state)
+
+
+def _equal_pieces(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    """(start, count) of as few pieces as it takes. They are as equal as possible, so that no last piece is
+    much smaller than the others."""
+    for i in range(-(-(stop - start) // most), 0, -1):
         count = -(-(stop - start) // i)
-        yield Slice(layer, head_start, head_count, start, count)
+        yield start, count
         start += count
-
-
-def cut_state(
-    layout: KVLayout, layer: int, state: int, positions: int, heads: Range, slot_bytes: int
-) -> Iterator[Slice]:
-    """Cut heads of a state of one layer, which covers so many positions, as `cut` does with positions."""
-    first, stop = heads
-    pieces = -(-(stop - first) // (slot_bytes // layout.states[state].head_bytes))
-    for i in range(pieces, 0, -1):
-        count = -(-(stop - first) // i)
-        yield Slice(layer, first, count, positions, 0, state)
-        first += count
-
-
-def heads_of(layout: KVLayout, rank: int, ranks: int, state: int | None = None) -> Range:
-    """The heads that a rank holds of KV, or of a state. With fewer heads than ranks each is held by several
-    ranks in a row."""
-    heads = layout.num_kv_heads if state is None else layout.states[state].heads
-    first = rank * heads // ranks
-    return first, first + max(1, heads // ranks)
 
 
 def rank_of(layout: KVLayout, head: int, ranks: int, state: int | None = None) -> int:
     """The first of the ranks that hold the head of KV, or of a state. Slices with it come from there. Raises
     StopIteration if no rank holds it: so many ranks do not share the heads."""
-    return next(rank for rank in range(ranks) if head in range(*heads_of(layout, rank, ranks, state)))
+    part = layout.parts[state]
+    return next(rank for rank in range(ranks) if head in range(*part.heads_of(rank, ranks)))
 
 
 def slice_bytes(layout: KVLayout, piece: Slice) -> int:
-    if piece.state is not None:
-        return piece.head_count * layout.states[piece.state].head_bytes
-    return piece.token_count * piece.head_count * layout.head_bytes
+    return layout.parts[piece.state].bytes_of(piece.head_count, piece.token_count)
 
 
 def runs(
-    block_table: Sequence[int], block_size: int, start: int, stop: int
+    block_table: Sequence[int], block_size: int, start: int, stop: int, *, joined: bool = True
 ) -> Iterator[tuple[int, int, int]]:
     """Where positions [start, stop) lie in a pool of `[blocks × block_size]` rows.
 
-    Yields (position, row, count) runs, as long as the table allows: neighbouring blocks are one run.
+    Yields (position, row, count) runs, as long as the table allows: neighbouring blocks are one run. If they
+    are not `joined` in memory, each block is.
     """
     position = start
     while position < stop:
         index, offset = divmod(position, block_size)
         row = block_table[index] * block_size + offset
         end = min(stop, (index + 1) * block_size)
-        while end < stop and block_table[end // block_size] == block_table[end // block_size - 1] + 1:
+        while joined and end < stop:
+            if block_table[end // block_size] != block_table[end // block_size - 1] + 1:
+                break
             end = min(stop, end + block_size)
         yield position, row, end - position
         position = end

@@ -19,7 +19,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -61,14 +61,17 @@ class PeerMemories(Generic[M]):
     Slots are numbered over all ranks of the worker: those of rank 0, then those of rank 1, and so on."""
 
     def __init__(
-        self, export: Export, layout: KVLayout, heads: Sequence[Range], open_one: Callable[[Export], M]
+        self,
+        export: Export,
+        layout: KVLayout,
+        heads: Mapping[int | None, Range],
+        open_one: Callable[[Export], M],
     ) -> None:
-        """Opens those with any of `heads`, which are those of KV, then those of each state. Raises
-        Unreachable."""
+        """Opens those with any of `heads`, by part of the layout. Raises Unreachable."""
         handles = _handles(export)
         needed: set[int] = set()
         try:
-            for state, held in zip((None, *range(len(layout.states))), heads, strict=True):
+            for state, held in heads.items():
                 needed |= {rank_of(layout, head, len(handles), state) for head in range(*held)}
         except StopIteration:
             raise Unreachable(f"{len(handles)} ranks do not share the heads of this model") from None

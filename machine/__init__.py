@@ -1,7 +1,9 @@
 """How much of its machine this process may use, and what its work has cost lately.
 
-A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use. The package
-imports no other package of Baton, and no torch.
+A container sees the CPUs and the memory of the whole machine. Its cgroup says what it may use.
+
+`system` has ports, directories and child processes, `logs` the lines that every process logs, `tracing` the
+spans of requests. The package imports no other package of Baton, and no torch.
 """
 
 import math
@@ -32,6 +34,11 @@ class Average:
         self._amount = kept * self._amount + amount
         self._per = kept * self._per + per
         self.value = self._amount / self._per if self._per else 0.0
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the value. Later samples count as much as without this call."""
+        self._amount *= factor
+        self.value *= factor
 
 
 def usable_cpus(root: Path = _ROOT) -> int:

@@ -1,18 +1,17 @@
 """The prefill role: handles messages, reports of the KV sender, and the outputs of engine steps."""
 
 import logging
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from baton.content import CHUNK_TOKENS
 from baton.engine import CachedPrefix, Engine, Output, StepResult
 from baton.engine.core.prefix_exchange import PrefixExchange
-from baton.kv_transfer import ContentWanted, FirstToken, Released
+from baton.kv_transfer import ContentWanted, FirstToken, Released, Sender, TraceWriter
 from baton.prefill_worker.offers import PrefixOffers
-from baton.prefill_worker.sink import SenderSink
 from baton.worker import messages
+from baton.worker.engine_process.attempts import Attempt, Attempts
 from baton.worker.engine_process.loop import Parts
 from baton.worker.engine_process.paged_kv import paged_kv
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
@@ -24,16 +23,58 @@ OFFER_POLL = 0.05
 """Seconds between two looks at the offers of a worker that leaves."""
 
 
-@dataclass(slots=True)
-class PrefillAttempt:
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefillAttempt(Attempt):
     """One prefill, from its submission to the release of its blocks."""
 
-    tokens: int  # number of tokens of the prompt and of the output so far
     handover: bool
-    fetched: int = 0  # tokens whose KV came from another worker's prefix cache
+    awaited: bool  # it has not started, and its router waits for that
+    opened: bool = False  # the sender may read its blocks, until it reports them released
     held: bool = False  # computed and its first token sent; the blocks stay for the decode worker
-    closed: bool = False  # ended; the blocks are released when no transfer reads them
-    taken: bool = False  # a decode on this worker will go on with it
+    taker: bytes | None = None  # the decode on this worker that will go on with it
+
+
+class SenderSink:
+    """The engine's hooks of prefills: passes reports to the KV sender and to their routers. Never waits.
+
+    `sender` is set after the engine is built, because it reads the engine's cache.
+    """
+
+    sender: Sender
+
+    def __init__(self, trace: TraceWriter, attempts: Attempts) -> None:
+        self._trace = trace
+        self._attempts = attempts
+        self._prefills = attempts.table(PrefillAttempt)
+        self.layers_ready = 0
+        """Layers of all steps that hand over KV. With several ranks, all ranks count the same."""
+        self._cached: list[tuple[bytes, int]] = []  # prefills of the next step: positions in the prefix cache
+
+    def prefill_started(
+        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
+    ) -> None:
+        prefill = self._prefills[request_id]
+        prefill.opened = True
+        self.sender.open(request_id, block_ids, num_tokens, state_slot)
+        if num_cached:
+            self._cached.append((request_id, num_cached))
+        if prefill.awaited:
+            prefill.awaited = False
+            self._attempts.prefill_started(prefill)
+
+    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
+        self.layers_ready += 1
+        # Not before: another rank may still be computing cached positions until it comes to this step.
+        for request_id, num_cached in self._cached:
+            self.sender.ready(request_id, None, 0, num_cached)
+        self._cached.clear()
+        for prefill_id, chunk in chunks.items():
+            self.sender.ready(prefill_id, layer, chunk.start, chunk.stop)
+        if self._trace.enabled:
+            for prefill_id, chunk in chunks.items():
+                self._trace.instant(
+                    "layer", prefill=prefill_id.hex(), layer=layer, start=chunk.start, stop=chunk.stop
+                )
 
 
 class PrefillRole:
@@ -61,7 +102,7 @@ class PrefillRole:
         kv = paged_kv(self.engine, lambda: sink.layers_ready)
         self._sender = self._sink.sender = parts.transport.sender(kv)
         self._prefix_fetches = prefix_fetches
-        self._prefills: dict[bytes, PrefillAttempt] = {}  # by prefill id, in order of arrival
+        self._prefills = parts.attempts.table(PrefillAttempt)
         self._pins: set[bytes] = set()  # what transfers read of the prefix cache
         self._offers = PrefixOffers(self._offer, engine.block_bytes // engine.block_size)
 
@@ -78,7 +119,7 @@ class PrefillRole:
 
     @property
     def empty(self) -> bool:
-        return not (self._prefills or self._pins or self._offers.open) and self._sender.idle
+        return not (self._pins or self._offers.open) and self._sender.idle
 
     # ------------------------------------------------------------ messages
 
@@ -100,18 +141,18 @@ class PrefillRole:
     def _submit(self, message: messages.Prefill) -> None:
         request = message.work.request
         prefill_id = request.id
-        if self.engine.has(prefill_id) or prefill_id in self._attempts:
-            self._attempts.refuse_reused(message.stream, prefill_id)
+        prefill = PrefillAttempt(
+            stream=message.stream,
+            origin=message.work.origin,
+            tokens=len(request.prompt_ids) + len(request.output_ids),
+            handover=message.handover,
+            awaited=message.handover and message.report_start,
+        )
+        if not self._attempts.open(prefill, used=self.engine.has(prefill_id)):
             return
-        self._attempts.open(message.stream, prefill_id)
         self._trace.instant("taken", attempt=prefill_id.hex())
         if message.handover:
             self._sender.expect(prefill_id)
-            if message.report_start:
-                self._sink.awaited.add(prefill_id)
-        prefill = self._prefills[prefill_id] = PrefillAttempt(
-            len(request.prompt_ids) + len(request.output_ids), message.handover
-        )
 
         def add(fetched: int) -> None:
             prefill.fetched = fetched
@@ -122,8 +163,7 @@ class PrefillRole:
             add(0)
 
     def cancel(self, prefill_id: bytes) -> None:
-        self._attempts.end(prefill_id)
-        self._close(prefill_id, "cancelled")
+        self._close(self._prefills[prefill_id], "cancelled")
 
     def _offer(self, number: int, prefix: CachedPrefix) -> None:
         self._link.send(messages.Offered(number, list(prefix.token_ids), prefix.cache_salt, prefix.tenant))
@@ -131,26 +171,25 @@ class PrefillRole:
     def shutdown(self) -> None:
         self._sender.shutdown()
 
-    def _close(self, prefill_id: bytes, reason: Literal["cancelled", "finished", "gone"]) -> None:
+    def _close(self, prefill: PrefillAttempt, reason: Literal["cancelled", "finished", "gone"]) -> None:
         """Ends a prefill on this worker. If the sender has opened it, its blocks stay until `_released`."""
-        prefill = self._prefills[prefill_id]
         if prefill.closed:
             return
         prefill.closed = True
         if prefill.handover:
             # This includes a prefill that is not opened yet, because a FETCH may wait for it.
-            self._sender.close(prefill_id, reason)
-        if prefill_id not in self._sink.opened:
-            self._forget(prefill_id)
+            self._sender.close(prefill.id, reason)
+        if not prefill.opened:
+            self._forget(prefill)
 
-    def _forget(self, prefill_id: bytes) -> None:
+    def _forget(self, prefill: PrefillAttempt) -> None:
         """Removes a prefill when no transfer reads its blocks."""
-        self._sink.awaited.discard(prefill_id)
-        self._prefix_fetches.cancel(prefill_id)
-        if self._prefills.pop(prefill_id).held:
-            self.engine.release(prefill_id)
+        self._prefix_fetches.cancel(prefill.id)
+        del self._prefills[prefill.id]
+        if prefill.held:
+            self.engine.release(prefill.id)
         else:
-            self.engine.cancel(prefill_id)
+            self.engine.cancel(prefill.id)
 
     # ------------------------------------------------------------ KV
 
@@ -192,13 +231,11 @@ class PrefillRole:
     def wanted(self, prefill_id: bytes) -> bool:
         return self._sender.has_fetch(prefill_id)
 
-    def closing(self) -> Iterator[bytes]:
-        return (prefill_id for prefill_id, prefill in self._prefills.items() if prefill.closed)
-
     def spare(self) -> Iterator[bytes]:
         """Held prefills that no decode worker fetches, in order of arrival."""
         for prefill_id, prefill in self._prefills.items():
-            if prefill.held and not prefill.closed and not prefill.taken and not self.wanted(prefill_id):
+            free = prefill.held and not prefill.closed and prefill.taker is None
+            if free and not self.wanted(prefill_id):
                 yield prefill_id
 
     def drop(self, prefill_id: bytes) -> None:
@@ -206,102 +243,89 @@ class PrefillRole:
             "prefill %s is dropped: no decode worker has fetched it, and its blocks are needed",
             prefill_id.hex()[:8],
         )
-        self._attempts.fail(prefill_id, Code.DROPPED, "not fetched, and its blocks were needed")
-        self._close(prefill_id, "gone")
+        prefill = self._prefills[prefill_id]
+        self._attempts.fail(prefill, Code.DROPPED, "not fetched, and its blocks were needed")
+        self._close(prefill, "gone")
 
     # ------------------------------------------------------------ decoding here
 
-    def take(self, prefill_id: bytes) -> bool | None:
+    def take(self, prefill_id: bytes, decode_id: bytes) -> bool | None:
         """Keeps a prefill for a decode on this worker, instead of other workers.
 
         Returns True when the prefill is held and no transfer reads its blocks: the engine can resume it then.
-        Returns False before that, and None if there is no such prefill, or it has ended.
+        Returns False before that. None: there is no such prefill, it has ended, or another decode took it.
         """
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.closed or not prefill.handover:
             return None
-        if not prefill.taken:
-            prefill.taken = True
+        if prefill.taker is None:
+            prefill.taker = decode_id
             if prefill.held:
                 self._sender.close(prefill_id, "gone")
-        return prefill.held and prefill_id not in self._sink.opened
+        if prefill.taker != decode_id:
+            return None
+        return prefill.held and not prefill.opened
 
-    def taken(self, prefill_id: bytes) -> None:
-        """The engine has resumed the prefill under another id."""
-        self._attempts.end(prefill_id)
-        del self._prefills[prefill_id]
-
-    def give_up(self, prefill_id: bytes) -> None:
-        """The decode that took the prefill has ended before the engine could resume it."""
+    def let_go(self, prefill_id: bytes, decode_id: bytes, *, resumed: bool) -> None:
+        """The engine has resumed the prefill under the id of its decode, or the decode has ended before."""
         prefill = self._prefills.get(prefill_id)
-        if prefill is not None and prefill.taken:
-            prefill.taken = False
-            self._attempts.end(prefill_id)
-            self._close(prefill_id, "gone")
+        if prefill is None or prefill.taker != decode_id:
+            return
+        prefill.stream = None
+        if resumed:
+            del self._prefills[prefill_id]
+        else:
+            prefill.taker = None
+            self._close(prefill, "gone")
 
     def _released(self, released: Released) -> None:
-        self._sink.opened.discard(released.prefill_id)
         prefill = self._prefills[released.prefill_id]
-        if prefill.taken and not prefill.closed:
+        prefill.opened = False
+        if prefill.taker is not None and not prefill.closed:
             return  # the blocks stay for the decode on this worker
         if released.reason == "deadline":
-            self._attempts.fail(released.prefill_id, Code.DROPPED, "not fetched before the hold deadline")
+            self._attempts.fail(prefill, Code.DROPPED, "not fetched before the hold deadline")
         elif released.reason == "reused":
-            self._attempts.fail(released.prefill_id, Code.INVALID, "this id was used before: draw a new one")
-        self._attempts.end(released.prefill_id)
-        self._forget(released.prefill_id)
+            self._attempts.fail(prefill, Code.INVALID, "this id was used before: draw a new one")
+        self._forget(prefill)
 
     # ------------------------------------------------------------ steps
 
     def after_step(self, result: StepResult) -> None:
         for output in result.outputs:
-            if output.id in self._prefills:
-                self._first_token(output)
+            if (prefill := self._prefills.get(output.id)) is not None:
+                self._first_token(prefill, output)
         for code, ended in ((Code.ENGINE, result.failed), (Code.INVALID, result.refused)):
             for prefill_id, message in ended:
-                if prefill_id in self._prefills:
-                    self._attempts.fail(prefill_id, code, message)
-                    self._close(prefill_id, "gone")
+                if (prefill := self._prefills.get(prefill_id)) is not None:
+                    self._attempts.fail(prefill, code, message)
+                    self._close(prefill, "gone")
 
     def after_tokens(self, result: StepResult) -> None:
         # After the tokens: `commit` wakes the pump, whose thread competes for the GIL.
         for output in result.outputs:
-            if output.id in self._prefills:
-                self._hand_over(output)
+            if (prefill := self._prefills.get(output.id)) is not None:
+                self._hand_over(prefill, output)
 
-    def _first_token(self, output: Output) -> None:
-        prefill = self._prefills[output.id]
+    def _first_token(self, prefill: PrefillAttempt, output: Output) -> None:
         self._trace.instant("first token", prefill=output.id.hex(), computing=output.prefill_seconds)
         self._counts.count_prompt(prefill.tokens, output.cached_tokens, prefill.fetched)
         self._counts.count(output)
-        now = time.monotonic()
-        began = now - output.prefill_seconds
-        self._attempts.report(
-            messages.Prefilled(
-                output.id,
-                accepted_at=began - output.queue_seconds,
-                began_at=began,
-                token_at=now,
-                prompt_tokens=prefill.tokens,
-                cached_tokens=output.cached_tokens,
-            )
-        )
-        self._attempts.token(output)
+        self._attempts.prefilled(prefill, output)
+        self._attempts.token(prefill, output)
 
-    def _hand_over(self, output: Output) -> None:
-        prefill = self._prefills[output.id]
+    def _hand_over(self, prefill: PrefillAttempt, output: Output) -> None:
         if not prefill.handover:
             del self._prefills[output.id]
-            self._attempts.end(output.id)
             return
         prefill.held = True
         if prefill.closed:
             return
         if output.finish_reason:
-            self._attempts.end(output.id)
-            self._close(output.id, "finished")
+            prefill.stream = None
+            self._close(prefill, "finished")
             return
-        if prefill.taken:
+        if prefill.taker is not None:
             self._sender.close(output.id, "gone")
             return
         logprobs = output.logprobs

@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from baton.machine.logs import of_request
+from baton.machine.tracing import Attributes, Span, Tracer
 from baton.router.admission.queue import Admission, Entry
-from baton.router.api.jobs import SamplingDefaults
+from baton.router.api.jobs import Job, SamplingDefaults
+from baton.router.config import RouterConfig
 from baton.router.errors import ApiError, TooSlow
 from baton.router.generation.generation import Generation
 from baton.router.generation.output import Choice, Delta, TokenQueue
-from baton.router.job import Job
 from baton.router.metrics import Metrics
 from baton.router.preparation.prepare import Prepared
 from baton.router.text.detokenizer import StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers.pool import WorkerPool
-from baton.rpc.logs import of_request
-from baton.rpc.tracing import Attributes, Span, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +42,9 @@ class Services:
     admission: Admission
     metrics: Metrics
     tracer: Tracer
-    model_name: str
+    config: RouterConfig
     defaults: SamplingDefaults
     """Fields that a request gets if it leaves them out."""
-    request_timeout: float
-    worker_wait: float
     active: "ActiveRequests" = field(default_factory=lambda: ActiveRequests())
 
 
@@ -186,13 +184,13 @@ class ActiveRequest:
                         index=index,
                         name=self.name,
                         span=span,
-                        timeout=max(0.0, self._deadline - began),
-                        worker_wait=services.worker_wait,
+                        deadline=self._deadline,
+                        worker_wait=services.config.worker_wait,
                     )
                     for index, (job, turn) in enumerate(zip(self._jobs, turns, strict=True))
                 ]
                 for generation in self._generations:
-                    generation.start()
+                    generation.advance()
                 yield
             finally:
                 services.active.discard(self)
@@ -237,7 +235,7 @@ class ActiveRequest:
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
-            "gen_ai.response.model": self._services.model_name,
+            "gen_ai.response.model": self._services.config.model_name,
         }
         began = time.monotonic()
         span = self._services.tracer.begin("request", self._traceparent, attributes, "server")

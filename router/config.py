@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.machine import logs
 from baton.router.admission.keys import ApiKey
-from baton.router.tools import FORMATS, REASONING
 from baton.router.workers.discovery import Discovery, FileDiscovery, StaticDiscovery, is_address
-from baton.rpc import TlsFiles, logs
+from baton.rpc.tls import TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,10 @@ class RouterConfig:
     chat_template: str | None = None
     """Path of a Jinja file. None: the model's own chat template."""
     tool_call_parser: str | None = None
-    """The format of tool calls, one of `router.tools.FORMATS`. None: found in the chat template."""
+    """The format of tool calls, one of `router.tools.formats.FORMATS`. None: found in the chat template."""
     reasoning_parser: str | None = None
-    """How the model writes its reasoning, one of `router.tools.REASONING`, or "none". None: found in the chat
-    template."""
+    """How the model writes its reasoning, one of `router.tools.reasoning.REASONING`, or "none". None: found
+    in the chat template."""
     generation_config: str = "auto"
     """The sampling defaults. "auto": those of the model; "vllm": none; or the path of a directory with a
     generation_config.json."""
@@ -107,54 +107,18 @@ class RouterConfig:
     """Random id of this start of the router, for workers and logs."""
 
     def __post_init__(self) -> None:
-        def require(flag: str, holds: bool, bound: str, value: object) -> None:
-            if not holds:
-                raise ValueError(f"--{flag} must be {bound}, not {value!r}")
-
-        require("port", 0 <= self.port <= 65_535, "0 to 65535", self.port)
-        require("grpc-port", 0 <= (self.grpc_port or 0) <= 65_535, "0 to 65535", self.grpc_port)
-        require("request-timeout", self.request_timeout > 0, "above 0", self.request_timeout)
-        require("client-timeout", self.client_timeout > 0, "above 0", self.client_timeout)
-        require("timeout-keep-alive", self.keep_alive > 0, "above 0", self.keep_alive)
-        require("worker-wait", self.worker_wait >= 0, "at least 0", self.worker_wait)
-        require("drain-timeout", self.drain_timeout >= 0, "at least 0", self.drain_timeout)
-        require("max-body-bytes", self.max_body_bytes > 0, "above 0", self.max_body_bytes)
-        require("max-waiting-tokens", self.max_waiting_tokens > 0, "above 0", self.max_waiting_tokens)
-        require("admin-port", 0 <= (self.admin_port or 0) <= 65_535, "0 to 65535", self.admin_port)
-        require("router-processes", self.processes >= 1, "at least 1", self.processes)
+        """Checks what the options of the command line do not check: they know the range of each number."""
+        if self.drain_timeout < 0:
+            raise ValueError(f"--drain-timeout must be at least 0, not {self.drain_timeout}")
         if self.decode_only and not self.overflow:
             raise ValueError(
                 "--no-overflow: without prefill workers (--decode-only, or `baton serve --prefill 0`) decode "
                 "workers must compute the prompts; leave it out"
             )
-        if self.processes > 1 and self.admin_port is None:
-            raise ValueError(
-                f"--router-processes {self.processes}: needs --admin-port, which serves all of them"
-            )
-        require("index", self.index >= 0, "at least 0", self.index)
-        parsers = ", ".join(FORMATS)
-        require(
-            "tool-call-parser",
-            self.tool_call_parser in (None, *FORMATS),
-            f"one of {parsers}",
-            self.tool_call_parser,
-        )
-        parsers = ", ".join(REASONING)
-        require(
-            "reasoning-parser",
-            self.reasoning_parser in (None, "none", *REASONING),
-            f"one of {parsers}, none",
-            self.reasoning_parser,
-        )
-        from baton.router.policy import PREFILL_POLICIES  # numpy: the children that prepare bodies load none
-
-        names = ", ".join(PREFILL_POLICIES)
-        require(
-            "routing-policy", self.routing_policy in PREFILL_POLICIES, f"one of {names}", self.routing_policy
-        )
         for origin in self.allowed_origins:
-            valid = origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None
-            require("allowed-origins", valid, "* or an origin such as https://chat.example", origin)
+            if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is None:
+                text = "must be * or an origin such as https://chat.example"
+                raise ValueError(f"--allowed-origins {text}, not {origin!r}")
         for address in self.workers:
             if not is_address(address):
                 raise ValueError(f"--worker must be HOST:PORT, not {address!r}")

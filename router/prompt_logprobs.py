@@ -35,10 +35,7 @@ def read(message: pb.PromptLogprobs) -> Iterator[PromptLogprob]:
 
 
 def defect(message: pb.PromptLogprobs, vocab_size: int) -> str:
-    """Returns why this message cannot go to a client; empty if it can.
-
-    `vocab_size` is 0 for a worker of the wire version before, which does not report it.
-    """
+    """Returns why this message cannot go to a client; empty if it can."""
     sizes = [len(field) for field in (message.logprobs, message.ranks, message.top_ids, message.top_logprobs)]
     of_tokens, of_ranks, of_ids, of_top = sizes
     if not of_tokens or of_tokens % _WORD or of_ranks != of_tokens or of_ids != of_top or of_ids % of_tokens:
@@ -47,7 +44,7 @@ def defect(message: pb.PromptLogprobs, vocab_size: int) -> str:
     if not all(sum(_array("f", field)) < math.inf for field in (message.logprobs, message.top_logprobs)):
         return "a log probability of a prompt is not a number, or is infinite"
     ids = _array("I", message.top_ids)
-    if vocab_size and ids and max(ids) >= vocab_size:
+    if ids and max(ids) >= vocab_size:
         return f"token {max(ids)} is beyond the vocabulary of {vocab_size}"
     return ""
 

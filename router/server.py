@@ -22,6 +22,8 @@ from functools import partial
 import setproctitle
 from aiohttp import web
 
+from baton.machine.system import url_host
+from baton.machine.tracing import Tracer
 from baton.router.active_request import Services
 from baton.router.admission.keys import ApiKey
 from baton.router.admission.queue import Admission
@@ -34,14 +36,12 @@ from baton.router.endpoints.http_server import HttpEndpoints
 from baton.router.errors import ShuttingDown
 from baton.router.metrics import Metrics
 from baton.router.policy import PREFILL_POLICIES
-from baton.router.processes.sockets import BACKLOG, Commands, listen, serve_commands
+from baton.router.processes.sockets import BACKLOG, listen, report, serve_commands
 from baton.router.status import router_state, router_status
 from baton.router.text.model_files import locate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.router.workers.checks import RouterModel
 from baton.router.workers.pool import WorkerPool
-from baton.rpc.ports import url_host
-from baton.rpc.tracing import open_tracer
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def main(config: RouterConfig, runner: asyncio.Runner) -> int:
     setproctitle.setproctitle(f"{config.title}: router {config.index}{number}")
     logging.config.dictConfig(config.logging())
     _return_large_buffers()
-    _report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
+    report(config.ready_fd, {"stage": "loading tokenizer", "fraction": 0.0})
     assert config.model is not None, "`ask_workers` gave the model"
     tokenizer = load_tokenizer(
         config.model,
@@ -70,11 +70,9 @@ def main(config: RouterConfig, runner: asyncio.Runner) -> int:
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
     )
-    for flag, parser in (
-        ("tool-call-parser", tokenizer.tool_format),
-        ("reasoning-parser", tokenizer.reasoning_parser),
-    ):
-        log.info("--%s: %s", flag, "none" if parser is None else parser.name)
+    tool_format = tokenizer.tool_format
+    log.info("--tool-call-parser: %s", "none" if tool_format is None else tool_format.name)
+    log.info("--reasoning-parser: %s", tokenizer.reasoning_parser or "none")
     defaults = sampling_defaults(config.generation_config, locate(config.model, config.revision))
     log.info("--generation-config %s: %s", config.generation_config, shown(defaults) or "no defaults")
     gc.collect()
@@ -139,15 +137,13 @@ async def running(
             shared=len(config.api_keys) > 1,
         ),
         metrics=Metrics(config.model_name),
-        tracer=open_tracer(
+        tracer=Tracer(
             config.otlp_endpoint,
             "baton-router",
             {"baton.index": config.index, "service.instance.id": config.incarnation},
         ),
-        model_name=config.model_name,
+        config=config,
         defaults=defaults,
-        request_timeout=config.request_timeout,
-        worker_wait=config.worker_wait,
     )
     services.metrics.follow(pool, services.admission)
     pool.on_capacity = services.admission.dispatch
@@ -212,15 +208,15 @@ async def serve(config: RouterConfig, tokenizer: ModelTokenizer, defaults: Sampl
     async with running(config, tokenizer, defaults) as router:
         log.info("listening on %s, gRPC: %s", router.url, router.grpc_address or "off")
         ready = {"url": router.url, "grpc_address": router.grpc_address, "pid": os.getpid()}
-        _report(config.ready_fd, {"ready": ready}, last=True)
+        report(config.ready_fd, {"ready": ready}, last=True)
         router.frontend.start()
         stopped = asyncio.create_task(signals.get())
         others = {router.following}
         if config.read_api_keys is not None:
             others.add(asyncio.create_task(_reload_keys(config.read_api_keys, reloading, router.frontend)))
         if config.control_fd is not None:
-            commands = _commands(config, router, signals, reloading)
-            others.add(asyncio.create_task(serve_commands(config.control_fd, commands)))
+            answer = partial(_answer, router=router, signals=signals, reloading=reloading)
+            others.add(asyncio.create_task(serve_commands(config.control_fd, answer)))
         await asyncio.wait({stopped, *others}, return_when=asyncio.FIRST_COMPLETED)
         for other in others:
             if other.done():
@@ -249,35 +245,26 @@ async def _reload_keys(
             log.info("SIGHUP: %d API keys", len(keys))
 
 
-def _commands(
-    config: RouterConfig, router: RunningRouter, signals: asyncio.Queue[int], reloading: asyncio.Event
-) -> Commands:
-    """Returns the handlers of the supervisor's commands."""
-
-    async def metrics() -> bytes:
-        return router.services.metrics.exposition()
-
-    async def status() -> bytes:
-        return json.dumps(await router_status(config, router.services, router.draining)).encode()
-
-    async def ping() -> bytes:
-        return json.dumps(router_state(config, router.services, router.draining)).encode()
-
-    async def drain() -> bytes:
-        signals.put_nowait(signal.SIGTERM)
-        return b""
-
-    async def stop() -> bytes:
-        signals.put_nowait(signal.SIGINT)
-        return b""
-
-    async def reload() -> bytes:
-        reloading.set()
-        return b""
-
-    return {
-        "metrics": metrics, "status": status, "ping": ping, "drain": drain, "stop": stop, "reload": reload,
-    }  # fmt: skip
+async def _answer(
+    command: str, router: RunningRouter, signals: asyncio.Queue[int], reloading: asyncio.Event
+) -> bytes:
+    """Follows a command of the supervisor, and returns the reply."""
+    match command:
+        case "metrics":
+            return router.services.metrics.exposition()
+        case "status":
+            return json.dumps(await router_status(router.services, router.draining)).encode()
+        case "ping":
+            return json.dumps(router_state(router.services, router.draining)).encode()
+        case "drain":
+            signals.put_nowait(signal.SIGTERM)
+        case "stop":
+            signals.put_nowait(signal.SIGINT)
+        case "reload":
+            reloading.set()
+        case _:
+            raise AssertionError(command)
+    return b""
 
 
 async def _drain(services: Services, signals: asyncio.Queue[int], timeout: float) -> None:
@@ -303,10 +290,3 @@ async def _cut(services: Services) -> None:
     services.active.abort(ShuttingDown("the router is shutting down", retry_after=1))
     with contextlib.suppress(TimeoutError):  # a client that does not read gets no error
         await asyncio.wait_for(services.active.wait_for_none(), ERROR_SECONDS)
-
-
-def _report(ready_fd: int | None, line: dict[str, object], *, last: bool = False) -> None:
-    if ready_fd is not None:
-        os.write(ready_fd, json.dumps(line).encode() + b"\n")
-        if last:
-            os.close(ready_fd)

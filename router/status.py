@@ -10,22 +10,21 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.router.active_request import Services
-from baton.router.config import RouterConfig
-from baton.router.workers.connection import POOL_NAMES, WorkerConnection
+from baton.router.workers.worker import POOL_NAMES, Worker
 
 
-async def router_status(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
+async def router_status(services: Services, draining: bool) -> dict[str, Any]:
     """Asks all workers at once. For a worker that does not answer it shows the last report."""
     return {
-        "router": router_state(config, services, draining),
+        "router": router_state(services, draining),
         "workers": list(await asyncio.gather(*map(_worker, services.pool.connections))),
-        "cluster": _cluster(config.cluster_file),
+        "cluster": _cluster(services.config.cluster_file),
     }
 
 
-def router_state(config: RouterConfig, services: Services, draining: bool) -> dict[str, Any]:
+def router_state(services: Services, draining: bool) -> dict[str, Any]:
     """The status of the router itself, without a question to a worker."""
-    pool, admission = services.pool, services.admission
+    config, pool, admission = services.config, services.pool, services.admission
     return {
         "index": config.index,
         "pid": os.getpid(),
@@ -63,18 +62,18 @@ def scrape_targets(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def _worker(connection: WorkerConnection) -> dict[str, Any]:
-    status = await connection.current_status()
-    described = connection.description
+async def _worker(worker: Worker) -> dict[str, Any]:
+    status = await worker.current_status()
+    described = worker.description
     return {
-        "address": connection.address,
+        "address": worker.address,
         "role": POOL_NAMES.get(described.first_pool, "unknown"),
         "index": described.index,
         "incarnation": f"{described.incarnation:016x}",
-        "state": str(connection.state),
-        "reason": connection.reason,
-        "remedy": connection.remedy,
-        "attempts": len(connection.attempts),
+        "state": str(worker.state),
+        "reason": worker.reason,
+        "remedy": worker.remedy,
+        "attempts": len(worker.attempts),
         "description": _plain(described),
         "status": _plain(status),
     }
@@ -86,9 +85,7 @@ def _plain(message: Message) -> dict[str, Any]:
     for described in message.DESCRIPTOR.fields:
         value = getattr(message, described.name)
         if described.enum_type is not None:
-            known = described.enum_type.values_by_number.get(
-                value
-            )  # None: an unknown value of a newer worker
+            known = described.enum_type.values_by_number.get(value)
             value = str(value) if known is None else known.name.lower()
         elif described.name == "incarnation":
             value = f"{value:016x}"  # too large for a number in JavaScript

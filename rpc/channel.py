@@ -1,6 +1,8 @@
-"""Channels and servers, with the keepalive and the size limits that both sides rely on."""
+"""Channels and servers, with the keepalive and the limits of size and time that both sides rely on."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -9,7 +11,6 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.rpc.auth import TokenCheck, certificate, token
 from baton.rpc.health import HealthServicer
-from baton.rpc.patience import MessageDeadline
 from baton.rpc.tls import WORKER_NAME, Pems, TlsFiles
 
 MAX_MESSAGE_BYTES = 8 << 20  # a prompt of a million tokens is 3 MiB
@@ -72,6 +73,47 @@ async def check_health(channel: grpc.aio.Channel, timeout: float) -> None:
 def cluster_pems(secret: bytes, tls: TlsFiles | None) -> Pems:
     """Returns what a process shows to the others of its cluster. Raises OSError if `tls` cannot be read."""
     return certificate(secret) if tls is None else tls.pems()
+
+
+async def message_of(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext, seconds: float) -> Any:
+    """Returns the message of a unary request. Ends the call if it does not arrive within `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        text = f"the call's message did not come within {seconds:g} s"
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+
+
+class MessageDeadline(grpc.aio.ServerInterceptor):
+    """Ends a unary request whose message does not arrive within `seconds`.
+
+    gRPC itself waits without bound. A client could open many calls and send nothing. A handler that streams
+    its answer must write it to the context, not yield it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        answer: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+        # gRPC calls a stream handler before the first message arrives.
+        async def serve(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
+            response = await answer(await message_of(requests, context, self._seconds), context)
+            if not handler.response_streaming:
+                await context.write(response)
+
+        return grpc.stream_stream_rpc_method_handler(
+            serve, handler.request_deserializer, handler.response_serializer
+        )
 
 
 def create_public_server(

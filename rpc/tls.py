@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from baton.rpc.ports import try_port, url_host
+from baton.machine.system import try_port, url_host
 
 WORKER_NAME = "baton-worker"
 

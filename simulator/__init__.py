@@ -6,7 +6,7 @@ Life of a simulation:
    routers and rates.
 2. `prefill.Simulation` plays the trace. Sessions begin at random times, and each turn goes to a
    random router. The router chooses a worker with a policy of `router.policy`.
-3. A `SimWorker` computes one prompt after another and keeps an LRU cache of chunks (`worker`). It reports to
+3. A `SimWorker` computes one prompt after another and keeps an LRU cache of chunks. It reports to
    the routers once a second.
 4. An `Outcome` holds what was measured: cache hits, times to first token, how evenly the workers computed.
 

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable
 
 from baton.router.policy import report_seconds
-from baton.rpc.reports import LONGEST_REPORT
+from baton.rpc import LONGEST_REPORT
 
 
 def report_interval(workers: int, routers: int) -> float:

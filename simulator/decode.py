@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.router.policy import DecodeLoad
-from baton.rpc.reports import LONGEST_REPORT
+from baton.rpc import LONGEST_REPORT
 from baton.simulator.clock import Clock
 
 BLOCK = 128

@@ -246,36 +246,28 @@ class _Cluster:
 
     def __init__(
         self,
-        load: Callable[[float], Load] | Sequence[Arrival],
+        arrivals: Sequence[Arrival],
         kind: Kind,
-        *,
-        requests: int,
-        workers: int,
-        routers: int,
-        seed: int,
-        seats: int,
-        target_steps: float,
+        workers: list[Worker],
+        routers: list[Router],
+        clock: Clock,
+        rng: random.Random,
+        outcome: PlacementOutcome,
     ) -> None:
-        self.outcome = PlacementOutcome()
+        self._outcome = outcome
         self._kind: Kind = kind
-        self._clock = clock = Clock()
-        self._rng = random.Random(seed)
-        self._arrivals = list(arrivals(load, requests, workers, self._rng) if callable(load) else load)
+        self._clock = clock
+        self._rng = rng
+        self._arrivals = arrivals
         self._followers: dict[int, list[int]] = {}
-        for number, arrival in enumerate(self._arrivals):
+        for number, arrival in enumerate(arrivals):
             if arrival.before is not None:
                 self._followers.setdefault(arrival.before, []).append(number)
         self._arrived = 0
-        self._workers = [
-            Worker(str(row), clock, self.outcome, colocated=kind == "colocated", target_steps=target_steps)
-            for row in range(workers)
-        ]
-        self._turns = [itertools.count(router * workers // routers) for router in range(routers)]
-        self._routers = [
-            Router(self._workers, seats, kind, clock, random.Random(seed), self.outcome)
-            for _ in range(routers)
-        ]
-        self._pools: dict[int, Pool] = dict.fromkeys(range(workers), "decode")
+        self._workers = workers
+        self._routers = routers
+        self._turns = [itertools.count(i * len(workers) // len(routers)) for i in range(len(routers))]
+        self._pools: dict[int, Pool] = dict.fromkeys(range(len(workers)), "decode")
 
     def run(self, prefills: int, flips: FlipPolicy | None) -> None:
         for row in range(prefills):
@@ -292,7 +284,7 @@ class _Cluster:
         assert all(router.idle for router in self._routers), "requests left in the view of a router"
 
     def _arrive(self, number: int) -> None:
-        now, outcome = self._clock.now, self.outcome
+        now, outcome = self._clock.now, self._outcome
         self._arrived += 1
         outcome.measures = self._arrived > WARM_UP * len(self._arrivals)
         arrival = self._arrivals[number]
@@ -342,7 +334,7 @@ class _Cluster:
             source, target = POOLS if more < 0 else POOLS[::-1]
             row = min(rows[source], key=lambda r: (statuses[r].tokens_waiting, statuses[r].requests_running))
             self._move(row, target)
-            self.outcome.flips += 1
+            self._outcome.flips += 1
         if self._arrived < len(self._arrivals):
             self._clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
 
@@ -369,15 +361,13 @@ def simulate(
 
     Ends when every request is answered. Asserts that nothing is left at workers and in the views of routers.
     """
-    cluster = _Cluster(
-        (lambda now: load) if isinstance(load, Load) else load,
-        kind,
-        requests=requests,
-        workers=workers,
-        routers=routers,
-        seed=seed,
-        seats=seats,
-        target_steps=target_steps,
-    )
-    cluster.run(prefills or workers // 2, flips)
-    return cluster.outcome
+    clock, rng, outcome = Clock(), random.Random(seed), PlacementOutcome()
+    at_a_time = (lambda now: load) if isinstance(load, Load) else load
+    asked = list(arrivals(at_a_time, requests, workers, rng)) if callable(at_a_time) else at_a_time
+    engines = [
+        Worker(str(row), clock, outcome, colocated=kind == "colocated", target_steps=target_steps)
+        for row in range(workers)
+    ]
+    seen_by = [Router(engines, seats, kind, clock, random.Random(seed), outcome) for _ in range(routers)]
+    _Cluster(asked, kind, engines, seen_by, clock, rng, outcome).run(prefills or workers // 2, flips)
+    return outcome

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.content import CHUNK_TOKENS
-from baton.engine.core.chunk_limit import FULL_STEP, MIXED_STEPS, ChunkLimit, without_padding
+from baton.engine.core.chunk_limit import MIXED_STEPS, ChunkLimit, may_join, prompt_limit
 from baton.engine.core.meters import Meters
 from baton.engine.core.pace import EARLY
 from baton.rpc import worker_pb2 as pb
@@ -178,7 +178,7 @@ class Worker:
         largest = BUDGET, step_seconds(0, 0, [(BUDGET, 0)])
         self._limit = ChunkLimit(None, BUDGET, target_steps, largest)
         self._limit.record(True, 0, step_seconds(1, FIRST_CONTEXT, []))
-        self._meters = Meters(*largest)
+        self._meters = Meters(self._limit, largest)
         self._prompts: deque[Request] = deque()
         self._decodes: list[tuple[int, int, Request]] = []  # a heap by number of the last step
         self._joining: list[Request] = []  # for the next step
@@ -309,13 +309,11 @@ class Worker:
             return COLOCATED_BUDGET - decodes
         if not decodes and not self.reserved:
             return BUDGET
-        if decodes and self._mixed_steps >= MIXED_STEPS:
-            return 0
         joins_at = self._clock.now if self._joined else min(self.arriving.values(), default=math.inf)
         prompts = ((request.left, request.due) for request in self._prompts if request.left)
         tokens = self._limit.tokens(prompts, begins, joins_at)
         self._joined = False
-        return min(BUDGET - decodes, without_padding(tokens, decodes, GRAPH_ROWS))
+        return min(BUDGET - decodes, prompt_limit(tokens, decodes, self._mixed_steps, GRAPH_ROWS))
 
     def _chunks(self, budget: int, decodes: int) -> Iterator[tuple[Request, int]]:
         taken = 0
@@ -324,7 +322,7 @@ class Worker:
                 continue
             if (count := min(budget, request.left)) <= 0:
                 return
-            if taken and not decodes and taken + request.left > FULL_STEP:
+            if not decodes and not may_join(request.left, taken):
                 return
             if request.left == request.uncached:
                 request.started()
@@ -336,7 +334,6 @@ class Worker:
     def _end_step(self, seconds: float, tokens: int, computed: list[Request], joined: list[Request]) -> None:
         now, decodes, outcome = self._clock.now, len(self._decodes), self._outcome
         self._under_way = 0
-        self._limit.record(decodes > 0, tokens, seconds)
         self._meters.record(decodes > 0, tokens, seconds)
         self._computed += tokens
         self._steps += 1

@@ -22,9 +22,9 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton import rpc
 from baton.content import prompt_hints
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.device import DEVICE, environment
 from tests.forked import FreshPopen
@@ -252,9 +252,27 @@ class WorkerStream:
         await self.send(prefill=submit)
         return prefill_id
 
-    async def submit_decode(self, req: pb.Request, source: pb.PrefillSource) -> bytes:
+    async def submit_decode(
+        self,
+        req: pb.Request,
+        source: pb.PrefillSource | None = None,
+        content: pb.ContentSource | None = None,
+    ) -> bytes:
+        """Without a source the worker computes the prompt."""
         decode_id = os.urandom(16)
-        await self.send(decode=pb.SubmitDecode(decode_id=decode_id, request=req, source=source))
+        submit = pb.SubmitDecode(decode_id=decode_id, request=req, source=source, content=content)
+        await self.send(decode=submit)
+        return decode_id
+
+    async def reserve(
+        self,
+        req: pb.Request,
+        source: pb.PrefillSource | None = None,
+        content: pb.ContentSource | None = None,
+    ) -> bytes:
+        """Submits a decode, and waits until it has its blocks."""
+        decode_id = await self.submit_decode(req, source, content)
+        await self.reserved(decode_id)
         return decode_id
 
     async def cancel(self, attempt_id: bytes) -> None:
@@ -329,7 +347,7 @@ class WorkerStream:
 @asynccontextmanager
 async def attached(worker: WorkerProcess, secret: bytes = SECRET) -> AsyncIterator[WorkerStream]:
     """A router's stream to a worker; leaving it ends the stream."""
-    async with rpc.connect(worker.address, secret) as channel:
+    async with connect(worker.address, secret) as channel:
         stub = WorkerStub(channel)
         call = stub.Attach()  # pyrefly: ignore[missing-argument]  (it is written to)
         stream = WorkerStream(call, stub)
@@ -372,12 +390,17 @@ class Pair:
         prefill_id = await self.prefill.submit_prefill(req, handover=True)
         return prefill_id, await self.decode.submit_decode(req, self.source(prefill_id))
 
+    async def reserve(self, req: pb.Request) -> tuple[bytes, bytes]:
+        """As `submit`, and waits until the decode has its blocks."""
+        prefill_id, decode_id = await self.submit(req)
+        await self.decode.reserved(decode_id)
+        return prefill_id, decode_id
+
     async def generate(
         self, prompt_ids: Sequence[int], params: pb.SamplingParams, output_ids: Sequence[int] = ()
     ) -> Answer:
         started = time.monotonic()
-        prefill_id, decode_id = await self.submit(request(prompt_ids, params, output_ids))
-        await self.decode.reserved(decode_id)
+        prefill_id, decode_id = await self.reserve(request(prompt_ids, params, output_ids))
         first, first_at = await self.prefill.token(prefill_id)
         if first.finish_reason:
             await self.decode.cancel(decode_id)
@@ -431,7 +454,7 @@ def not_whole(status: pb.WorkerStatus) -> list[str]:
 async def assert_whole(*workers: WorkerProcess, within: float = 10.0) -> None:
     """All pools of these idle workers become whole, and soon."""
     for worker in workers:
-        async with rpc.connect(worker.address, SECRET) as channel:
+        async with connect(worker.address, SECRET) as channel:
             end = time.monotonic() + within
             while wrong := not_whole(await WorkerStub(channel).GetStatus(pb.StatusRequest())):
                 assert time.monotonic() < end, f"{worker.address}: {wrong}"

@@ -4,14 +4,16 @@ import json
 import sys
 
 from baton.engine import EngineConfig
-from baton.worker import Deadlines, WorkerConfig
+from baton.kv_transfer import TransferDeadlines
+from baton.worker import WorkerConfig
 from baton.worker.service_process.service import run
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
     config = WorkerConfig(
+        engine_module="baton.cluster.engine_process",
         engine=EngineConfig(**given.pop("engine")),
-        deadlines=Deadlines(**given.pop("deadlines")),
+        deadlines=TransferDeadlines(**given.pop("deadlines")),
         secret=given.pop("secret").encode(),
         **given,
     )

@@ -25,6 +25,6 @@ roles. A role (`prefill_worker`, `decode_worker`) handles its messages, its KV a
 time.
 """
 
-from baton.worker.config import Deadlines, WorkerConfig
+from baton.worker.config import WorkerConfig
 
-__all__ = ["Deadlines", "WorkerConfig"]
+__all__ = ["WorkerConfig"]

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from baton.rpc import logs
+from baton.kv_transfer.config import TransferDeadlines, nics_read_gpus, nixl_installed
+from baton.kv_transfer.heartbeat import MAX_STEP_IDS
+from baton.machine import logs
 
 if TYPE_CHECKING:
     from baton.engine import EngineConfig
-    from baton.rpc import TlsFiles
+    from baton.rpc.tls import TlsFiles
 
 Role = Literal["prefill", "decode"]
 
@@ -29,36 +31,12 @@ _MAX_RUN_DIR = 107 - len("/baton-XXXXXXXX/engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """The longest time of each wait of a worker, in seconds. Clocks are monotonic."""
-
-    hold: float = 30.0
-    """A finished prefill waits this long for FETCH or ACK. A FETCH waits this long for its prefill id."""
-    transfer: float = 10.0
-    """A transfer may go this long without progress."""
-    tombstone: float = 60.0
-    """The id of an ended transfer is remembered this long."""
-    peer: float = 5.0
-    """A silent peer of the KV lanes counts as dead after this time."""
-    engine: float = 10.0
-    """An engine or transfer process that shows no sign of life for this long counts as hung."""
-    drain: float = 60.0
-    """A drain after SIGTERM lasts at most this long."""
-
-    def __post_init__(self) -> None:
-        for name in ("hold", "transfer", "tombstone", "peer", "engine", "drain"):
-            value = getattr(self, name)
-            if not 0 < value <= 86_400:
-                raise ValueError(
-                    f"--{name}-timeout: {value} is not a time in seconds (above 0, at most a day)"
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """One worker: its role and index, its engine, its ports and its deadlines."""
 
     role: Role
+    engine_module: str
+    """Run with `-m`, it is the engine process. It puts the engine and the roles together."""
     engine: EngineConfig
     secret: bytes = field(repr=False)
     """The cluster secret, at least 16 bytes. It authenticates routers (gRPC) and peers (KV lanes)."""
@@ -99,7 +77,11 @@ class WorkerConfig:
     """Bytes of one arena slot, which carries one KV frame."""
     kv_slots: int = 64
     """Slots of each of the two staging arenas. Each takes kv_slots × kv_slot_bytes of host memory."""
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    deadlines: TransferDeadlines = field(default_factory=TransferDeadlines)
+    """Of KV transfer. An engine or transfer process without a sign of life for `engine_dead` counts as
+    hung."""
+    drain_timeout: float = 60.0
+    """Seconds. A drain after SIGTERM lasts at most this long."""
     run_dir: str | None = None
     """The parent of the directory of the local socket (mode 0700), which is removed when the worker is up.
 
@@ -128,8 +110,6 @@ class WorkerConfig:
         ):
             if not 0 <= port <= 65_535:
                 raise ValueError(f"{flag}: {port} is not a port (1 to 65535, or 0 to have one chosen)")
-        from baton.kv_transfer.heartbeat import MAX_STEP_IDS  # late: `baton --help` imports this module
-
         most = MAX_STEP_IDS // 2  # two steps may be under way
         if self.engine.max_num_seqs > most:
             raise ValueError(f"--max-num-seqs: {self.engine.max_num_seqs} is above {most}")
@@ -137,6 +117,18 @@ class WorkerConfig:
             raise ValueError(
                 f"--run-dir: {self.run_dir} is too long for a local socket ({_MAX_RUN_DIR} bytes at most)"
             )
+        for flag, seconds in (
+            ("hold", self.deadlines.hold),
+            ("transfer", self.deadlines.progress),
+            ("tombstone", self.deadlines.tombstone),
+            ("peer", self.deadlines.peer_dead),
+            ("engine", self.deadlines.engine_dead),
+            ("drain", self.drain_timeout),
+        ):
+            if not 0 < seconds <= 86_400:
+                raise ValueError(
+                    f"--{flag}-timeout: {seconds} is not a time in seconds (above 0, at most a day)"
+                )
         self._check_transfer()
 
     def _check_transfer(self) -> None:
@@ -164,15 +156,11 @@ class WorkerConfig:
 
     def nixl_device(self) -> str | None:
         """As in `TransferConfig`."""
-        from baton.kv_transfer.config import nics_read_gpus
-
         kind, _, number = self.engine.device.partition(":")
         is_gpu = self.kv_connector == "nixl" and kind == "cuda" and nics_read_gpus()
         return f"cuda:{number or 0}" if is_gpu else None
 
     def _check_nixl(self) -> None:
-        from baton.kv_transfer.config import nixl_installed
-
         if self.kv_encrypt:
             raise ValueError("--kv-encrypt: NIXL does not encrypt; use another --kv-connector")
         if not nixl_installed():

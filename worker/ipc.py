@@ -13,7 +13,6 @@ import zmq
 import zmq.asyncio
 
 from baton.worker import messages
-from baton.worker.failure import StartError
 from baton.worker.messages import Exit, FromEngine, ToEngine
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -30,14 +29,14 @@ def _bound(socket: zmq.Socket | zmq.asyncio.Socket) -> None:
 class EngineLink:
     """The service's end. Owns the listening socket and its directory, which it makes in `run_dir`.
 
-    Raises StartError if the directory cannot be made.
+    Raises ValueError if the directory cannot be made.
     """
 
     def __init__(self, run_dir: str | None) -> None:
         try:
             self._directory: str | None = tempfile.mkdtemp(prefix="baton-", dir=run_dir)
         except OSError as error:
-            raise StartError(f"--run-dir {run_dir}: {error.strerror}") from error
+            raise ValueError(f"--run-dir {run_dir}: {error.strerror}") from error
         self.address = f"ipc://{self._directory}/engine"
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)

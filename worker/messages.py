@@ -33,13 +33,21 @@ class _Message(Struct, tag=True, array_like=True):
     pass
 
 
+class Origin(_Message, tag=False):
+    """How logs and traces name an attempt. The service process makes it, and gets it back in reports."""
+
+    attempt_id: bytes
+    name: str  # of the request
+    traceparent: str  # of the attempt; empty if the attempt is not traced
+    accepted_at: float  # time.monotonic(), which all processes of a host share
+
+
 class Work(_Message, tag=False):
     """A request as a router sent it. The service process has checked it."""
 
     request: EngineRequest  # its id is the attempt id
     timeout: float  # seconds until the request's deadline
-    name: str  # the name of the request in logs
-    traceparent: str  # of the attempt; empty if the attempt is not traced
+    origin: Origin
 
 
 class PrefillSource(_Message, tag=False):
@@ -206,10 +214,10 @@ class PromptScored(_Message):
 
 class AttemptFailed(_Message):
     stream: int
-    attempt_id: bytes
+    origin: Origin
     code: Code
     message: str
-    prefill_id: bytes = b""  # with KV_FAILED: the prefill that should have sent the KV
+    prefill_id: bytes  # with KV_FAILED: the prefill that should have sent the KV
 
 
 @dataclass(slots=True)
@@ -281,15 +289,15 @@ class Stopped(_Message):
 class KVInjected(_Message):
     """The KV of a request is complete in the decode engine's blocks."""
 
-    decode_id: bytes
+    origin: Origin
     stats: InjectStats
 
 
 class Prefilled(_Message):
-    """A prefill has sampled its token. Times are time.monotonic(), which all processes of a host share."""
+    """A prefill has sampled its token. Times are time.monotonic()."""
 
-    attempt_id: bytes
-    accepted_at: float
+    origin: Origin
+    queued_at: float  # when the engine got it
     began_at: float  # start of the first step that computed a part of the prompt
     token_at: float
     prompt_tokens: int
@@ -297,12 +305,18 @@ class Prefilled(_Message):
 
 
 class Decoded(_Message):
-    """A request ended with its last token. Times are as in Prefilled."""
+    """A request ended with its last token. Times are time.monotonic()."""
 
-    decode_id: bytes
+    origin: Origin
     joined_at: float  # when the request joined the batch
     ended_at: float
     output_tokens: int  # tokens that this worker sampled
+
+
+class Cancelled(_Message):
+    """The router of an attempt cancelled it, or ended its stream."""
+
+    origin: Origin
 
 
 class SecondToken(_Message):
@@ -311,6 +325,8 @@ class SecondToken(_Message):
     handover: float
 
 
+Report = KVInjected | Prefilled | Decoded | Cancelled | SecondToken
+"""What metrics, logs and traces say of an attempt."""
 FromEngine = (
     Progress
     | StartFailed
@@ -321,10 +337,7 @@ FromEngine = (
     | PromptScored
     | AttemptFailed
     | EngineStatus
-    | KVInjected
-    | Prefilled
-    | Decoded
-    | SecondToken
+    | Report
     | CacheChanged
     | Offered
     | Stopped

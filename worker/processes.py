@@ -1,13 +1,35 @@
-"""Child processes of the service process: each is a fresh interpreter, watched through a pidfd."""
+"""Child processes of the service process: their start, exit and signs of life, and the errors that end it.
+
+Each is a fresh interpreter, watched through a pidfd.
+"""
 
 import asyncio
 import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from baton.kv_transfer.spawn import SECRET_VARIABLE
+
+START_SILENCE = 600.0
+"""Seconds allowed between two ticks during start-up, which may download, compile or capture graphs."""
+
+
+class StartError(Exception):
+    """The worker cannot start because of a mistake that the user can correct. The message names it."""
+
+
+class TreeError(Exception):
+    """A process of the worker died, hung or sent a wrong message.
+
+    The whole tree ends, and the supervisor starts the next incarnation.
+    """
+
+
+class EngineError(TreeError):
+    """The engine process died or hung. An attempt of its last step may be the cause."""
 
 
 def spawn(module: str, config: bytes, *, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -15,7 +37,7 @@ def spawn(module: str, config: bytes, *, pass_fds: Sequence[int]) -> subprocess.
 
     A fork would be unsafe, because this process has threads. The child's environment does not have the
     cluster secret. Must be called in the main thread: the child dies with the thread that spawned it
-    (`worker.engine_process.child`).
+    (`worker.engine_process.start`).
     """
     environment = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
     popen = subprocess.Popen(
@@ -71,3 +93,38 @@ class ChildProcess:
         os.close(self._pidfd)
         self._popen.wait()
         self._ended.set()
+
+
+class Watchdog:
+    """Raises `error` from `watch` when the value of `ticks` stays the same for longer than `limit` seconds.
+
+    Counts only time in which this process itself ran. After a pause of the whole machine, the watched process
+    can tick before the limit is reached.
+    """
+
+    def __init__(
+        self, name: str, ticks: Callable[[], int], limit: float, error: type[TreeError] = TreeError
+    ) -> None:
+        self._name = name
+        self._ticks = ticks
+        self._limit = limit
+        self._error = error
+        self._silent = 0.0
+        self._checked = 0.0  # time.monotonic()
+
+    def restart(self, limit: float) -> None:
+        """A new limit. What was allowed before does not count against it."""
+        self._limit, self._silent, self._checked = limit, 0.0, time.monotonic()
+
+    async def watch(self) -> None:
+        last, self._checked = self._ticks(), time.monotonic()
+        while True:
+            interval = min(1.0, self._limit / 4)
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            elapsed, self._checked = min(now - self._checked, 2 * interval), now
+            ticks = self._ticks()
+            self._silent = self._silent + elapsed if ticks == last else 0.0
+            last = ticks
+            if self._silent > self._limit:
+                raise self._error(f"{self._name} gave no sign of life for {self._silent:.1f} s")

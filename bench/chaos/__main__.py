@@ -18,8 +18,7 @@ from pathlib import Path
 
 from baton.bench.chaos.cluster import LocalCluster, leaks_when_idle
 from baton.bench.chaos.faults import Happened, plan, torment
-from baton.bench.chaos.load import Load, judge, pauses
-from baton.bench.chaos.streams import Stream, cases, expected
+from baton.bench.chaos.streams import Load, Stream, cases, expected, judge, pauses
 from baton.bench.contract import Report, Row, parser, percentile
 
 WORKERS = ("prefill", "decode")
@@ -28,26 +27,26 @@ WORKER_FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "600",
     "--max-num-batched-tokens", "64", "--engine-timeout", "2", "--peer-timeout", "3",
 )  # fmt: skip
+COUNTS = {
+    "kills": (12, 3, "kills of each role"),
+    "stalls": (2, 0, "stopped engines of each role"),
+    "routers": (3, 0, "kills of the router"),
+    "breaks": (6, 2, "times that lanes are cut"),
+    "flips": (6, 2, "flips of workers of each role"),
+}
+"""How often each fault happens: usually, and with --short."""
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = parser("Kill, stall and cut off the processes of a real cluster under load.", devices=("cpu",))
-    p.add_argument("--kills", type=int, metavar="N", help="kills of each role (default: 12; 3 with --short)")
-    p.add_argument("--stalls", type=int, metavar="N", help="stopped engines of each role (default: 2; 0)")
-    p.add_argument("--routers", type=int, metavar="N", help="kills of the router (default: 3; 0)")
-    p.add_argument("--breaks", type=int, metavar="N", help="times that lanes are cut (default: 6; 2)")
-    p.add_argument("--flips", type=int, metavar="N", help="flips of workers of each role (default: 6; 2)")
+    for name, (usual, short, what) in COUNTS.items():
+        told = f"{what} (default: {usual}; {short} with --short)"
+        p.add_argument(f"--{name}", type=int, metavar="N", help=told)
     p.add_argument("--clients", type=int, default=8, metavar="N", help="streams at a time (default: 8)")
     p.add_argument("--seed", type=int, default=0, metavar="N", help="of cases, moments and victims")
     p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
     args = p.parse_args(argv)
-    for name, usual, short in (
-        ("kills", 12, 3),
-        ("stalls", 2, 0),
-        ("breaks", 6, 2),
-        ("flips", 6, 2),
-        ("routers", 3, 0),
-    ):
+    for name, (usual, short, _) in COUNTS.items():
         if getattr(args, name) is None:
             setattr(args, name, short if args.short else usual)
     return args
@@ -62,10 +61,8 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     quiet = (0.2, 1.5) if args.short else (0.2, 4.0)
     plans = {role: plan(role, args.kills, args.stalls, args.breaks, args.flips, rng) for role in WORKERS}
     plans["router"] = plan("router", args.routers, 0, 0, 0, rng)
-    longer = (
-        quiet[0],
-        quiet[1] * args.kills / max(1, args.routers),
-    )  # so that all tracks end at about the same time
+    # So that all tracks end at about the same time.
+    longer = quiet[0], quiet[1] * args.kills / max(1, args.routers)
     tracks = (
         torment(cluster, role, faults, longer if role == "router" else quiet, rng)
         for role, faults in plans.items()
@@ -77,14 +74,14 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     verdict = judge(load.streams, right, [one for one in happened if one.role == "router"])
     for line in (*verdict.errors[:10], *(f"{name}: {count}" for name, count in leaks.items())):
         print(line, file=sys.stderr)
-    report = Report("chaos", {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, args.json)
+    report = Report.of("chaos", args)
     for name, value, unit in (
         ("failed", verdict.failed, "requests"),
         ("lost_or_repeated_tokens", verdict.lost_or_repeated, "tokens"),
         ("different_tokens", verdict.different, "tokens"),
         ("leaked_blocks", sum(leaks.values()), "blocks, slots, attempts"),
     ):
-        report.add(Row(f"chaos.{name}", value, unit, goal=0, better="lower"))
+        report.add(Row(f"chaos.{name}", value, unit, goal=0))
     report.add(Row("chaos.requests", verdict.requests, "requests"))
     report.add(Row("chaos.reconnected", verdict.reconnected, "connections"))
     report.add(Row("chaos.tokens", verdict.tokens, "tokens"))

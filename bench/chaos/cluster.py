@@ -25,12 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from baton import rpc
 from baton.bench import roles
 from baton.bench.chaos import processes
 from baton.cluster.model import EMBEDDED_NAME
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
+from baton.rpc.channel import connect
 
 START_S = 180.0
 STOP_S = 30.0
@@ -77,7 +77,7 @@ class Worker:
 
     def hang(self, kind: str) -> None:
         """SIGSTOP."""
-        processes.stop(self.processes()[kind])
+        processes.kill(self.processes()[kind], signal.SIGSTOP)
 
     def terminate(self) -> None:
         """SIGTERM: the worker drains."""
@@ -89,7 +89,7 @@ class Worker:
 
         async def call() -> None:
             address, secret = self.lives[-1]["address"], self._cluster.secret.encode()
-            async with rpc.connect(address, secret) as channel:
+            async with connect(address, secret) as channel:
                 await set_pool(channel, pool, SET_POOL_S)
 
         asyncio.run(call())
@@ -168,30 +168,35 @@ class LocalCluster:
         *,
         prefill: int = 2,
         decode: int = 2,
+        router: bool = True,
         worker_flags: Sequence[str] = (),
+        prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
         devices: Sequence[str] = (),
         key: str = "",
+        secret: str = "",
     ) -> None:
         """Makes no process yet.
 
         Args:
+            router: False: the workers alone.
             devices: of the prefill workers, then of the decode workers; empty: what `--device` says.
             key: the API key, if the router asks for one.
+            secret: of the cluster; empty: a new one.
         """
         self.directory = directory
         self._key = key
         self.url = ""
         self.workers: list[Worker] = []
         self._counts = {"prefill": prefill, "decode": decode}
-        self._flags = {"prefill": [*worker_flags], "decode": [*worker_flags, *decode_flags]}
-        self._router_flags = tuple(router_flags)
+        self._flags = {"prefill": [*worker_flags, *prefill_flags], "decode": [*worker_flags, *decode_flags]}
+        self._has_router, self._router_flags = router, tuple(router_flags)
         self._devices = devices
         self._router: Worker | None = None
         self._file = directory / "workers"
         self._news = threading.Condition()
-        self.secret = secrets.token_hex(16)
+        self.secret = secret or secrets.token_hex(16)
         self._environment = {**os.environ, "BATON_CLUSTER_SECRET": self.secret}
         self._write()
 
@@ -201,6 +206,10 @@ class LocalCluster:
             return [self._router]
         return [worker for worker in self.workers if worker.role == role]
 
+    def report(self, role: str) -> dict[str, Any]:
+        """What the first worker of a role, or the router, said when it was ready last: address, pid, …"""
+        return self.of(role)[0].lives[-1]
+
     def __enter__(self) -> LocalCluster:
         with contextlib.ExitStack() as unless_it_is_up:
             unless_it_is_up.callback(self.close)
@@ -208,16 +217,18 @@ class LocalCluster:
             own = [("--device", device) for device in self._devices] or [()] * len(named)
             for (role, i), device in zip(named, own, strict=True):
                 self.workers.append(Worker(self, role, i, (*self._flags[role], *device)))
-            port = str(free_port())  # the same for all of its lives
-            # With a model name the router can start while all workers are down.
-            flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
-            self._router_flags = (*flags, *self._router_flags)
-            self._router = Worker(self, "router", 0, self._router_flags)
-            self._router.wait_first_life()
-            self.url = self._router.lives[0]["url"]
+            if self._has_router:
+                port = str(free_port())  # the same for all of its lives
+                # With a model name the router can start while all workers are down.
+                flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
+                self._router_flags = (*flags, *self._router_flags)
+                self._router = Worker(self, "router", 0, self._router_flags)
+                self._router.wait_first_life()
+                self.url = self._router.lives[0]["url"]
             for worker in self.workers:
                 worker.wait_first_life()
-            self.wait_serving(len(self.workers))
+            if self._has_router:
+                self.wait_serving(len(self.workers))
             unless_it_is_up.pop_all()
         return self
 

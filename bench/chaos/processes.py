@@ -9,6 +9,8 @@ import signal
 import socket
 from pathlib import Path
 
+import psutil
+
 KINDS = ("service", "engine", "transfer")
 _PIDFD_GETFD = 438  # the same number on every architecture
 
@@ -17,24 +19,21 @@ def tree(service: int) -> dict[str, int]:
     """The running processes of a worker by kind, such as "engine" or "rank 1". `service` is the pid of its
     service process."""
     found = {}
-    for pid in (service, *_children(service)):
-        title = _title(pid)
-        if title.startswith("baton: "):
-            # "baton: prefill 0 engine"
-            found[" ".join(title.split()[3:]) if pid != service else "service"] = pid
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(service)
+        for each in (process, *process.children()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                title = " ".join(each.cmdline())
+                if title.startswith("baton: "):
+                    # "baton: prefill 0 engine"
+                    found["service" if each is process else " ".join(title.split()[3:])] = each.pid
     return found
 
 
-def kill(pid: int) -> None:
-    """Sends SIGKILL. Does nothing if the process is gone."""
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Sends a signal. Does nothing if the process is gone."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def stop(pid: int) -> None:
-    """Sends SIGSTOP: the process hangs."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(pid, number)
 
 
 def resident_bytes(pid: int) -> int:
@@ -80,18 +79,3 @@ def _borrowed(pidfd: int, fd: int) -> socket.socket:
         borrowed.close()
         raise OSError("not a TCP socket")
     return borrowed
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
-
-
-def _title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0].decode().strip()
-    except OSError:
-        return ""

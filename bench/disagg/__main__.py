@@ -26,8 +26,7 @@ from typing import Any
 import baton.bench.contract as contract
 from baton.bench.contract import Report
 from baton.bench.disagg.loads import LOADS, MIN_SECONDS, SHORT, Load, Pace, command, warm_up
-from baton.bench.disagg.page import page
-from baton.bench.disagg.results import Point, line, point, rows, run
+from baton.bench.disagg.results import Point, line, page, point, rows, run
 from baton.bench.disagg.sides import COLOCATED, LAYOUTS, SPLIT, Side, against, baton, pools
 from baton.bench.shapes import DENSE, SHAPES
 
@@ -43,7 +42,6 @@ def measure(
     html: Path | None,
 ) -> None:
     """Measures all sides. Writes the page after each run."""
-    assert report.detail is not None
     measured: dict[str, dict[str, Any]] = report.detail["sides"]
     layout = report.parameters["layout"]
     for side in sides:
@@ -126,40 +124,25 @@ def _rates(text: str) -> list[float]:
 
 def arguments() -> argparse.ArgumentParser:
     p = contract.parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
-    p.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="of Baton (default: 1p1d)")
-    p.add_argument(
-        "--against", action="append", default=[], metavar="'NAME=URL[,URL] FLAGS'",
-        help="an OpenAI endpoint that runs, and how it was started; may be repeated",
-    )  # fmt: skip
-    p.add_argument("--with", dest="earlier", type=Path, metavar="FILE", help="an earlier report (--json)")
-    p.add_argument("--only", type=_names, default=[], metavar="NAME,…", help="measure these sides")
-    p.add_argument("--loads", type=_names, metavar="LOAD,…", help=", ".join(load.name for load in LOADS))
-    p.add_argument(
-        "--rates", type=_rates, metavar="R,…", help="requests/s, or users, instead of those of each load"
-    )
-    p.add_argument(
-        "--requests",
-        type=int,
-        metavar="N",
-        help=f"of each rate, at least (default: {REQUESTS['cuda'][0]} on GPUs)",
-    )
-    p.add_argument("--seconds", type=float, metavar="S", help="of each rate, at most (default: no limit)")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals")
-    p.add_argument(
-        "--worker-flags",
-        default="",
-        metavar="FLAGS",
-        help="for all workers of Baton, such as '--ttit-target 20'",
-    )
-    p.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of each worker of Baton"
-    )
-    p.add_argument(
-        "--model-shape", choices=SHAPES, default=DENSE, metavar="NAME", help=f"on GPUs (default: {DENSE})"
-    )
-    p.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
-    p.add_argument("--html", type=Path, metavar="PATH", help="draw the results as a page")
+    add = p.add_argument
+    add("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="of Baton (default: 1p1d)")
+    endpoint = "an OpenAI endpoint that runs, and how it was started; may be repeated"
+    add("--against", action="append", default=[], metavar="'NAME=URL[,URL] FLAGS'", help=endpoint)
+    add("--with", dest="earlier", type=Path, metavar="FILE", help="an earlier report (--json)")
+    add("--only", type=_names, default=[], metavar="NAME,…", help="measure these sides")
+    add("--loads", type=_names, metavar="LOAD,…", help=", ".join(load.name for load in LOADS))
+    levels = "requests/s, or users, instead of those of each load"
+    add("--rates", type=_rates, metavar="R,…", help=levels)
+    least = f"of each rate, at least (default: {REQUESTS['cuda'][0]} on GPUs)"
+    add("--requests", type=int, metavar="N", help=least)
+    add("--seconds", type=float, metavar="S", help="of each rate, at most (default: no limit)")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals")
+    flags = "for all workers of Baton, such as '--ttit-target 20'"
+    add("--worker-flags", default="", metavar="FLAGS", help=flags)
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="GPUs of each worker of Baton")
+    add("--model-shape", choices=SHAPES, default=DENSE, metavar="NAME", help=f"on GPUs (default: {DENSE})")
+    add("--logs", type=Path, metavar="DIR", help="keep the logs of all processes there")
+    add("--html", type=Path, metavar="PATH", help="draw the results as a page")
     return p
 
 
@@ -180,11 +163,10 @@ def main() -> int:
         except ValueError as error:
             p.error(str(error))
         args.requests = requests
-        parameters = {k: v for k, v in vars(args).items() if k not in ("json", "html", "logs", "earlier")}
-        report = Report("disagg", parameters, args.json, detail={"sides": earlier})
+        report = Report.of("disagg", args)
+        report.detail = {"sides": earlier}
         measure(sides, loads, pace, report, directory, args.html)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

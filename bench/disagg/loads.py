@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from baton.bench.load.traffic.arrivals import Arrivals
+from baton.bench.load.traffic.workload import Arrivals
 
 Lengths = tuple[int, int]  # tokens of a prompt and of its answer
 

@@ -12,7 +12,6 @@ these processes. The requests of all seeds are pooled. Intervals (95 %) are boot
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -134,7 +133,6 @@ def measure(
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--side", action="append", required=True, metavar="'NAME COUNT COMMAND'", help="twice")
     p.add_argument("--seeds", type=int, default=3, metavar="N", help="turns of each side")
     p.add_argument(
@@ -150,7 +148,7 @@ def main() -> int:
     loads = [load.small() if args.device == "cpu" else load for load in chosen]
     loads = [load.at(rates or load.levels) for load in loads]
     first, second = (side.split()[0] for side in args.side)
-    report = Report("disagg.pairs", {k: v for k, v in vars(args).items() if k != "json"}, args.json)
+    report = Report.of("disagg.pairs", args)
     paces = [Pace(args.requests, 0.0, None, seed) for seed in range(args.seeds)]
     for load, (ours, theirs) in measure(args.side, loads, paces).items():
         print(f"{load}: {len(ours)} requests of {first}, {len(theirs)} of {second}")
@@ -159,8 +157,7 @@ def main() -> int:
             told = f"{first} {figure(ours, name):.4g} ms, {second} {figure(theirs, name):.4g} ms"
             print(f"  {name}: {told}, ratio {value:.3f} [{low:.3f} to {high:.3f}]", flush=True)
             report.add(Row(f"{load}.{name}", value, "ratio", low=low, high=high))
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

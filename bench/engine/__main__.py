@@ -22,8 +22,7 @@ def main() -> int:
     args = p.parse_args()
     if case_of(args) is None:
         p.error(f"--model-shape {args.model_shape}: not measured in this format of weights and KV")
-    parameters = {k: v for k, v in vars(args).items() if k != "json" and v is not None}
-    report = Report("engine", parameters, args.json)
+    report = Report.of("engine", args)
     if args.tensor_parallel_size > 1:
         from baton.bench.engine.on_ranks import measure
     elif args.device == "cuda":
@@ -31,8 +30,7 @@ def main() -> int:
     else:
         from baton.bench.engine.on_cpu import measure
     measure(args, report)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -7,44 +7,15 @@ CUDA graph, as in an engine. Those of a prefill run one after another.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from baton.engine.kernels import Quantized
-from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.kernels import Kernels, Quantized
+from baton.engine.model_config import ModelConfig
 
 KV_READ_BYTES_PER_S = 4.3e12
 """What a good decode attention reads on an H200, whose datasheet says 4.8 TB/s."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a Llama that decide its GEMMs and its KV."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    feed_forward: int
-    vocab: int
-    kv_bytes_per_vector: int  # of K or V of a head
-
-    @property
-    def linears(self) -> list[tuple[int, int]]:
-        """(in, out) of the four GEMMs of a layer. QKV and gate-up are one GEMM each."""
-        return [
-            (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim),
-            (self.heads * self.head_dim, self.hidden),
-            (self.hidden, 2 * self.feed_forward),
-            (self.feed_forward, self.hidden),
-        ]
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes of K and V in all layers."""
-        return 2 * tokens * self.layers * self.kv_heads * self.kv_bytes_per_vector
 
 
 class Inputs(NamedTuple):
@@ -55,30 +26,36 @@ class Inputs(NamedTuple):
 class Floor:
     """Owns random weights, as the engine has, since power and clocks depend on the values."""
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-        self._layers = [[self._operand(o, i) for i, o in shape.linears] for _ in range(shape.layers)]
-        self._head = _random(shape.vocab, shape.hidden)
+    def __init__(self, config: ModelConfig, kv_bytes_per_token: int) -> None:
+        """`config`: of a dense Llama."""
+        self._config, self._kv_bytes_per_token = config, kv_bytes_per_token
+        c, heads = config, config.num_heads + 2 * config.num_kv_heads
+        # (in, out) of the four GEMMs of a layer. QKV and gate-up are one GEMM each.
+        self._linears = [
+            (c.hidden_size, heads * c.head_dim),
+            (c.num_heads * c.head_dim, c.hidden_size),
+            (c.hidden_size, 2 * c.intermediate_size),
+            (c.intermediate_size, c.hidden_size),
+        ]
+        self._layers = [[self._operand(o, i) for i, o in self._linears] for _ in range(c.num_layers)]
+        self._head = _random(c.vocab_size, c.hidden_size)
 
     def decode_ms(self, batch: int, context: int) -> float:
         inputs = self._inputs(batch, batch)
         gemms = self._graphed(lambda: self._gemms(inputs))
-        return gemms + self._kv_read_ms(batch, context)
+        return gemms + batch * context * self._kv_bytes_per_token / KV_READ_BYTES_PER_S * 1e3
 
     def prefill_ms(self, sequences: int, tokens: int) -> float:
         """The GEMMs of all tokens, and causal attention of each sequence by torch's fastest kernel."""
         inputs = self._inputs(sequences * tokens, sequences)
         return _median_ms(lambda: self._gemms(inputs), 5) + self._attention_ms(sequences, tokens)
 
-    def _kv_read_ms(self, batch: int, context: int) -> float:
-        return batch * self._shape.kv_bytes(context) / KV_READ_BYTES_PER_S * 1e3
-
     def _attention_ms(self, sequences: int, tokens: int) -> float:
         """Causal attention of all layers."""
-        s = self._shape
-        q = torch.randn(sequences, s.heads, tokens, s.head_dim, device="cuda", dtype=torch.bfloat16)
+        c = self._config
+        q = torch.randn(sequences, c.num_heads, tokens, c.head_dim, device="cuda", dtype=torch.bfloat16)
         k, v = (
-            torch.randn(sequences, s.kv_heads, tokens, s.head_dim, device="cuda", dtype=torch.bfloat16)
+            torch.randn(sequences, c.num_kv_heads, tokens, c.head_dim, device="cuda", dtype=torch.bfloat16)
             for _ in range(2)
         )
 
@@ -90,15 +67,15 @@ class Floor:
         for backend in (backends.CUDNN_ATTENTION, backends.FLASH_ATTENTION):
             with torch.nn.attention.sdpa_kernel(backend):
                 timed.append(_median_ms(attention, 5))
-        return s.layers * min(timed)
+        return c.num_layers * min(timed)
 
     def _inputs(self, rows: int, sampled: int) -> Inputs:
-        widths = {i for i, _ in self._shape.linears}
-        return Inputs({i: self._operand(rows, i) for i in widths}, _random(sampled, self._shape.hidden))
+        widths = {i for i, _ in self._linears}
+        return Inputs({i: self._operand(rows, i) for i in widths}, _random(sampled, self._config.hidden_size))
 
     def _gemms(self, inputs: Inputs) -> None:
         for layer in self._layers:
-            for (width, _), weight in zip(self._shape.linears, layer, strict=True):
+            for (width, _), weight in zip(self._linears, layer, strict=True):
                 self._multiply(inputs.by_width[width], weight)
         torch.nn.functional.linear(inputs.of_head, self._head)
 
@@ -124,7 +101,7 @@ class Fp8Floor(Floor):
     """The same in FP8 with scales of rows, except the output projection. The inputs are quantized already."""
 
     def _operand(self, rows: int, columns: int) -> Any:
-        return TorchKernels().quantize(_random(rows, columns), grouped=False)
+        return Kernels().quantize(_random(rows, columns), grouped=False)
 
     def _multiply(self, x: Quantized, weight: Quantized) -> None:
         torch._scaled_mm(

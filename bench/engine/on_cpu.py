@@ -56,13 +56,9 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     for name, a, b, goal, what in kinds:
         a(), b()  # warm up each shape
         a_series, b_series = contract.interleaved(a, b, pairs)
-        ratio, spread = contract.paired_ratio(a_series, b_series)
-        report.add(
-            Row(
-                f"engine.cpu.vs_transformers.{name}", contract.percentile(a_series, 0.5), "tokens/s",
-                ratio=ratio, ratio_to=f"transformers {what}", spread=spread,
-                goal=goal, better="higher" if goal else None,
-            )
+        report.add_ratio(
+            f"engine.cpu.vs_transformers.{name}", a_series, "tokens/s", b_series, f"transformers {what}",
+            goal=goal, better="higher",
         )  # fmt: skip
 
 
@@ -81,12 +77,11 @@ def _formats(path: Path, report: Report, *, rounds: int, steps: int) -> None:
                 found.setdefault((name, "ttft"), []).append(1e3 * prefill)
                 found.setdefault((name, "decode"), []).append(decode)
     for (name, what), series in found.items():
-        row, value = f"engine.cpu.{name}.{what}", contract.percentile(series, 0.5)
+        row = f"engine.cpu.{name}.{what}"
         if name == DEFAULT:
-            report.add(Row(row, value, "ms", goal=GOALS[what], better="lower"))
-            continue
-        ratio, spread = contract.paired_ratio(series, found[DEFAULT, what])
-        report.add(Row(row, value, "ms", ratio=ratio, ratio_to=DEFAULT, spread=spread))
+            report.add(Row(row, contract.percentile(series, 0.5), "ms", goal=GOALS[what]))
+        else:
+            report.add_ratio(row, series, "ms", found[DEFAULT, what], DEFAULT)
 
 
 def _ours(engine: Engine, prompts: list[list[int]], *, tokens: int) -> float:

@@ -23,18 +23,12 @@ import torch
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
-from baton.bench.engine.drive import (
-    decode_step_seconds,
-    drain,
-    fill,
-    median_ms,
-    prefill_seconds,
-    prompt,
-)
-from baton.bench.engine.floor import Floor, Fp8Floor, Shape
+from baton.bench.engine.drive import decode_step_seconds, drain, fill, median_ms, prefill_seconds, prompt
+from baton.bench.engine.floor import Floor, Fp8Floor
 from baton.bench.kernels.cases import BYTES_PER_S, FLOPS_PER_S
 from baton.bench.shapes import DENSE, HYBRIDS, MOE, SHAPES, write_shape
 from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.models import cache_bytes_per_token, state_bytes_per_request
 
 CONTEXT = 1064
@@ -154,7 +148,7 @@ def _prefills(
     for (requests, tokens), must in case.prefill.items():
         took, longest = _prefill_ms(engine, requests, tokens, rounds=rounds if tokens <= 8000 else 2)
         name = f"{case.name}.prefill.{requests}x{tokens}"
-        _add(report, name, took, longest, must)
+        report.add(Row(name, took, "ms", p99=longest, goal=must))
         if (floor := floors.get((requests, tokens))) is not None:
             _add_floor(report, name, took, floor)
         if (other := dense.get((requests, tokens))) is not None:
@@ -173,7 +167,8 @@ def _decodes(
         moved = bytes_moved(engine, case, batch, CONTEXT, experts)
         floor = floors.get((batch,), moved / BYTES_PER_S * 1e3)
         p99 = contract.percentile(times, 0.99) * 1e3
-        _add(report, name, took, p99, OVER_FLOOR * floor if case is HYBRID_CASE else must)
+        goal = OVER_FLOOR * floor if case is HYBRID_CASE else must
+        report.add(Row(name, took, "ms", p99=p99, goal=goal))
         _add_floor(report, name, took, floor)
         _add_rate(report, f"{name}.bytes", moved / (took / 1e3), BYTES_PER_S, "GB/s", 1e9)
         if experts is not None:
@@ -185,7 +180,10 @@ def _floors(case: Case) -> dict[tuple[int, ...], float]:
     tokens of each). Empty if the case has another floor."""
     if case.floor is None:
         return {}
-    floor = case.floor(dense_shape(fp8_kv=case.name.endswith("fp8_kv")))
+    config = model_config_from_hf(SHAPES[DENSE], {}, DENSE)
+    # Of K or V of a head: two bytes a number, or one and the scale.
+    vector = config.head_dim + 4 if case.name.endswith("fp8_kv") else 2 * config.head_dim
+    floor = case.floor(config, 2 * config.num_layers * config.num_kv_heads * vector)
     found: dict[tuple[int, ...], float] = {(batch,): floor.decode_ms(batch, CONTEXT) for batch in case.decode}
     return found | {work: floor.prefill_ms(*work) for work in case.prefill}
 
@@ -209,10 +207,6 @@ def _engine(shape: str, directory: Path, running: int, args: argparse.Namespace)
             ttit_target=60.0,  # no limit on the chunks of prompts beside decodes
         )
     )
-
-
-def _add(report: Report, name: str, took: float, p99: float, must: Bound) -> None:
-    report.add(Row(name, took, "ms", p99=p99, goal=must, better=None if must is None else "lower"))
 
 
 def _add_floor(report: Report, name: str, took: float, floor: float) -> None:
@@ -262,15 +256,3 @@ def bytes_moved(engine: Any, case: Case, batch: int, context: int, experts: floa
         matrices += (experts - config.experts.read_by(batch)) * one
     of_request = context * cache_bytes_per_token(cache) + 2 * state_bytes_per_request(cache)
     return case.output_bytes * head + case.bytes * matrices + batch * of_request
-
-
-def dense_shape(*, fp8_kv: bool = False) -> Shape:
-    c = SHAPES[DENSE]
-    heads = c["num_attention_heads"]
-    head_dim = c["hidden_size"] // heads
-    return Shape(
-        layers=c["num_hidden_layers"], hidden=c["hidden_size"], heads=heads,
-        kv_heads=c["num_key_value_heads"], head_dim=head_dim,
-        feed_forward=c["intermediate_size"], vocab=c["vocab_size"],
-        kv_bytes_per_vector=head_dim + 4 if fp8_kv else 2 * head_dim,
-    )  # fmt: skip

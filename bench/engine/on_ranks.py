@@ -21,6 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.engine.drive import (
@@ -34,8 +36,9 @@ from baton.bench.shapes import MOE, write_shape
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution.rank_files import RankFiles
-from baton.rpc import logs
-from baton.worker.engine_process.rank_process import RankProcessConfig, spawn_rank
+from baton.machine import logs
+from baton.worker.engine_process.start import RANK_MODULE, RankProcessConfig
+from baton.worker.processes import spawn
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}
 """What the 8B shape must reach over one rank, by ranks."""
@@ -86,9 +89,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         goals = LARGE_MS.get(size, {})
         for name, took in _times(_child(large, size)).items():
             goal = goals.get(name)
-            report.add(
-                Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goal, better="lower" if goal else None)
-            )
+            report.add(Row(f"engine.tp{size}.70b.{name}", took, "ms", goal=goal))
 
 
 def _shape(name: str, directory: str, dtype: str = "bfloat16", max_num_seqs: int = 64) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _compare(
             Row(
                 f"engine.tp{size}.{name}", took, "ms",
                 ratio=before[name] / took, ratio_to="one rank, same run",
-                goal=goal, better="higher" if goal else None,
+                goal=goal, better="higher",
             )
         )  # fmt: skip
     if work.compared:
@@ -154,8 +155,11 @@ def running(config: EngineConfig) -> Iterator[Engine]:
         for rank in range(1, size):
             assert files is not None
             log = logs.log_config("text", "warning", {"process": f"rank {rank}"})
-            start = RankProcessConfig(f"rank {rank}", "baton", os.getpid(), rank, files, log, config, None)
-            children.append(spawn_rank(start))
+            start = RankProcessConfig(
+                name=f"rank {rank}", title="baton", parent_pid=os.getpid(), rank=rank, files=files,
+                logging=log, engine=config, arenas=None,
+            )  # fmt: skip
+            children.append(spawn(RANK_MODULE, msgspec.json.encode(start), pass_fds=start.fds))
         engine = build_engine(config, files=files)
         yield engine
         engine.close()

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from baton.content import Tier
-from baton.rpc import TlsFiles, add_port, cluster_pems, create_server
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import cluster_pems, create_server
+from baton.rpc.tls import TlsFiles, add_port
 from baton.rpc.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 
 SECRET = b"a secret of the cluster"
@@ -52,8 +53,7 @@ class FakeWorker(WorkerServicer):
     Attributes (a test may change them at any time):
         steps: None, or a semaphore of the tokens that the worker may still send.
         starts: None, or a semaphore of the prefills that may start.
-        reports_starts: False: as a worker of an older version.
-        scores_prompts: False: as a worker of an older version.
+        scores_prompts: False: it sends no log probabilities of prompts.
         no_room: how many reservations to refuse.
         fail: how many attempts to fail, and the code.
         fail_after: fail each decode after that many tokens.
@@ -85,7 +85,6 @@ class FakeWorker(WorkerServicer):
         self.tls = tls
         self.steps: asyncio.Semaphore | None = None
         self.starts: asyncio.Semaphore | None = None
-        self.reports_starts = True
         self.scores_prompts = True
         self.no_room = 0
         self.fail: tuple[int, pb.FailureCode] = (0, pb.FAILURE_CODE_ENGINE)
@@ -113,7 +112,7 @@ class FakeWorker(WorkerServicer):
         self.model, self.served_model_name = "fake", ""
         self.model_fingerprint = "model=m1"
         self.max_model_len = 8192
-        self.vocab_size, self.vocabulary_fingerprint = 0, ""  # as in a version that does not report them
+        self.vocab_size, self.vocabulary_fingerprint = 1 << 20, ""
         self.incarnation = int.from_bytes(os.urandom(8))
         self.address = ""
         self.metrics_address = "127.0.0.1:2"  # no process listens there
@@ -366,7 +365,7 @@ class FakeWorker(WorkerServicer):
             return
         if self.starts is not None:
             await self.starts.acquire()
-        if submit.report_start and self.reports_starts:
+        if submit.report_start:
             started = pb.PrefillStarted(prefill_id=submit.prefill_id)
             outputs.put_nowait(pb.WorkerMessage(prefill_started=started))
         finished = await self._emit(

@@ -1,16 +1,24 @@
-"""The cases: each kernel, the same by torch, and the least bytes and operations that it needs."""
+"""The cases of a dense layer: each kernel, the same by torch, and the least bytes and operations.
+
+`measure` times a case against torch and the limit of the card.
+"""
 
 from __future__ import annotations
 
 import itertools
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from baton.bench.contract import Row, interleaved, paired_ratio
 from baton.engine.kernels import KV, AttentionMetadata, Kernels
 from baton.engine.kernels.attention.tiles import SHORT, tile_work
 from baton.engine.layers.linear import MAX_SKINNY_ROWS, PlainLinear
@@ -39,6 +47,16 @@ class Shape:
     def hidden(self) -> int:
         return self.heads * self.head_dim
 
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """(columns, rows) of the fused weights."""
+        return {
+            "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim),
+            "out": (self.hidden, self.hidden),
+            "gate_up": (self.hidden, 2 * self.inner),
+            "down": (self.inner, self.hidden),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -59,31 +77,41 @@ Make = Callable[[], Case]
 """Makes a case with new inputs."""
 
 
-class Cases:
-    """All cases of a shape on a device."""
+S = TypeVar("S", bound=Any)
 
-    def __init__(self, shape: Shape, kernels: Kernels, device: torch.device) -> None:
+
+class Cases(Generic[S]):
+    """All cases of the shape of a layer on a device. Subclasses have the cases."""
+
+    def __init__(self, shape: S, kernels: Kernels, device: torch.device) -> None:
         self.shape, self.kernels, self.device = shape, kernels, device
+
+    def __iter__(self) -> Iterator[Make]:
+        raise NotImplementedError
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device).to(self.shape.dtype)
+
+
+class DenseCases(Cases[Shape]):
+    """The kernels of a dense layer."""
 
     def __iter__(self) -> Iterator[Make]:
         shape = self.shape
         for rows in (shape.batches[0], shape.batches[len(shape.batches) // 2], shape.prompts[0]):
-            yield lambda rows=rows: self.add_rms_norm(rows)
-            yield lambda rows=rows: self.silu_mul(rows)
-            yield lambda rows=rows: self.rope_and_write(rows)
+            yield partial(self.add_rms_norm, rows)
+            yield partial(self.silu_mul, rows)
+            yield partial(self.rope_and_write, rows)
         for batch in shape.batches:
-            yield lambda batch=batch: self.decode(f"b{batch}", [shape.context] * batch)
+            yield partial(self.decode, f"b{batch}", [shape.context] * batch)
         longest, batch = 16 * shape.context, shape.batches[len(shape.batches) // 2]
-        yield lambda: self.decode(f"b{batch}.ragged", [longest] + [shape.context // 2] * (batch - 1))
+        yield partial(self.decode, f"b{batch}.ragged", [longest] + [shape.context // 2] * (batch - 1))
         for tokens in shape.prompts:
-            yield lambda tokens=tokens: self.prefill(0, tokens)
-        yield lambda: self.prefill(3 * shape.prompts[0], shape.prompts[0])
+            yield partial(self.prefill, 0, tokens)
+        yield partial(self.prefill, 3 * shape.prompts[0], shape.prompts[0])
         for tokens in (40, 300):  # the next turn of a chat, and one that computes the answer before it, too
-            yield lambda tokens=tokens: self.prefill(shape.prompts[-1], tokens, in_graph=True)
+            yield partial(self.prefill, shape.prompts[-1], tokens, in_graph=True)
         yield from self._products()
-
-    def normal(self, *size: int) -> Tensor:
-        return torch.randn(size, device=self.device).to(self.shape.dtype)
 
     def add_rms_norm(self, rows: int) -> Case:
         size = self.shape.hidden
@@ -157,7 +185,7 @@ class Cases:
             shape.block_size, slots, tables, contexts, decodes, spans[decodes:], tiles
         )
         plan = self.kernels.plan(metadata, shape.heads, shape.kv_heads, shape.dtype)
-        return lambda: self.kernels.attention(q, k, v, kv, plan), q, k, v
+        return lambda: self.kernels.attention(q, kv, plan, None, q.shape[-1] ** -0.5), q, k, v
 
     def decode(self, name: str, contexts: Sequence[int]) -> Case:
         ours, q, k, _ = self.attention([(context - 1, context) for context in contexts])
@@ -198,17 +226,10 @@ class Cases:
 
     def _products(self) -> Iterator[Make]:
         """Products with the fused weights: Baton's kernel and cuBLAS up to 64 rows, cuBLAS alone above."""
-        shape = self.shape
-        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        sizes = {"qkv": (shape.hidden, qkv), "out": (shape.hidden, shape.hidden)}
-        sizes |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
-        sizes |= {"head": (shape.hidden, shape.vocabulary)}
-        for rows, (name, (columns, out)) in itertools.product(
-            (*shape.batches, shape.prompts[0]), sizes.items()
-        ):
-            yield lambda rows=rows, name=name, columns=columns, out=out: self.product(
-                name, rows, columns, out
-            )
+        sizes = self.shape.products | {"head": (self.shape.hidden, self.shape.vocabulary)}
+        rows = (*self.shape.batches, self.shape.prompts[0])
+        for count, (name, size) in itertools.product(rows, sizes.items()):
+            yield partial(self.product, name, count, *size)
 
     def product(self, name: str, rows: int, columns: int, out: int) -> Case:
         x, weight = self.normal(rows, columns), self.normal(out, columns)
@@ -224,3 +245,87 @@ class Cases:
 
 def nbytes(x: Tensor) -> int:
     return x.numel() * x.itemsize
+
+
+BEYOND_CACHE = 256 << 20  # least bytes of all input sets of a case together
+MAX_SETS = 32
+LEAST_CALLS = 4  # of a graph, since its launch and the events take microseconds of their own
+PAIRS = 7
+WARM_SECONDS = 0.05  # a GPU that rested begins with lower clocks
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What plain work reaches on this device."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+Seconds = Callable[[Sequence[Callable[[], object]]], Callable[[], float]]
+"""Prepares calls. Returns a function that runs all of them once and returns their seconds."""
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # it may still fill the inputs
+    with torch.cuda.stream(side):  # compile, choose algorithms and allocate before the capture
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def once() -> float:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_SECONDS:
+        once()
+    return once
+
+
+def limits(device: torch.device, seconds: Seconds) -> Limits:
+    """Measures an elementwise kernel on 1 GiB, and a product of bfloat16 matrices by cuBLAS."""
+    one, other = torch.randn(2, 8192, 8192, device=device).bfloat16()
+    into = torch.empty(8, 8192, 8192, dtype=torch.bfloat16, device=device)
+    source = torch.randn(into.shape, device=device).bfloat16()
+
+    def rate(work: float, call: Callable[[], object]) -> float:
+        once = seconds([call])
+        return work / statistics.median(once() for _ in range(PAIRS))
+
+    return Limits(
+        rate(2 * nbytes(source), lambda: torch.neg(source, out=into)), rate(2 * 8192**3, lambda: one @ other)
+    )
+
+
+def measure(make: Make, seconds: Seconds, plain: Limits) -> list[Row]:
+    case = make()
+    sets = [case, *(make() for _ in range(min(MAX_SETS, BEYOND_CACHE // max(1, case.bytes))))]
+    rounds = -(-LEAST_CALLS // len(sets))
+    ours, theirs = seconds([case.ours for case in sets] * rounds), None
+    if all(case.torch for case in sets):
+        theirs = seconds([case.torch for case in sets if case.torch] * rounds)
+    times, their_times = interleaved(ours, theirs or ours, PAIRS)
+    each = statistics.median(times) / (len(sets) * rounds)
+    work, limit, reached, unit, scale = case.bytes, BYTES_PER_S, plain.bytes_per_s, "GB/s", 1e9
+    if case.arithmetic:
+        work, limit, reached, unit, scale = case.flops, FLOPS_PER_S, plain.flops_per_s, "TFLOP/s", 1e12
+    row = Row(f"kernels.{case.name}", work / each / scale, unit)
+    if theirs:
+        ratio, spread = paired_ratio(their_times, times)
+        row = replace(row, ratio=ratio, ratio_to=f"speed of {case.torch_is}", spread=spread)
+    return [
+        row,
+        Row(f"kernels.{case.name}.time", each / case.repeats * 1e6, "µs"),
+        Row(f"kernels.{case.name}.of_limit", work / each / limit, f"of {limit / scale:g} {unit}"),
+        Row(f"kernels.{case.name}.of_plain", work / each / reached, f"of {reached / scale:.4g} {unit}"),
+    ]

@@ -1,6 +1,4 @@
-"""The cases of Mamba-2: the scan of prompts in one kernel against the chain of five (`ssd_chain`), and the
-step of decodes against the bytes of the states.
-"""
+"""The cases of Mamba-2: the scan of prompts, and the step of decodes against the bytes of the states."""
 
 from __future__ import annotations
 
@@ -11,15 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.bench.kernels import ssd_chain
-from baton.bench.kernels.cases import Case, Make, nbytes
-from baton.engine.kernels import AttentionMetadata, Kernels, LayerState, Mamba2
+from baton.bench.kernels.cases import Case, Cases, Make, nbytes
+from baton.engine.kernels import AttentionMetadata, LayerState, Mamba2
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.state import ssd
 from baton.engine.kernels.state.mamba2 import scan_work
-
-CHAIN_TOKENS = 128
-"""Of a chunk of the chain."""
+from baton.engine.kernels.state.plan import TOKENS, TritonStatePlan, chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +43,7 @@ class Mamba2Shape:
         return self.heads * self.head_dim + 2 * self.groups * self.state_size
 
 
-class Mamba2Cases:
-    """All cases of a shape on a device."""
-
-    def __init__(self, shape: Mamba2Shape, kernels: Kernels, device: torch.device) -> None:
-        self.shape, self.kernels, self.device = shape, kernels, device
-
+class Mamba2Cases(Cases[Mamba2Shape]):
     def __iter__(self) -> Iterator[Make]:
         for requests, tokens in self.shape.prompts:
             yield partial(self.scan, requests, tokens)
@@ -61,14 +51,11 @@ class Mamba2Cases:
         for batch in self.shape.batches:
             yield partial(self.decode, batch)
 
-    def normal(self, *size: int) -> Tensor:
-        return torch.randn(size, device=self.device, dtype=self.shape.dtype)
-
     def layer(self) -> Mamba2:
         shape, device = self.shape, self.device
         ones = torch.ones(shape.heads, device=device)
         weight = self.normal(shape.width, shape.channels) / 2
-        return Mamba2(weight, weight[0], ones, -ones, ones, shape.groups, (0.0, float("inf")))
+        return Mamba2(weight, weight[0], ones, -ones, shape.groups, ones, (0.0, float("inf")))
 
     def state(self, slots: int) -> LayerState:
         shape, device = self.shape, self.device
@@ -94,26 +81,18 @@ class Mamba2Cases:
         rows = self.normal(requests * tokens, shape.channels)
         dt, y = self.normal(len(rows), shape.heads), self.normal(len(rows), shape.heads * shape.head_dim)
         slots = torch.arange(requests, dtype=torch.int32, device=self.device)
-
-        def chunks(length: int) -> Tensor:
-            return torch.from_numpy(scan_work([(0, tokens)] * requests, 0, length)).to(self.device)
-
+        length = chunk_tokens(shape.dtype)
         units, copies = multiprocessors(self.device), self.no_copies(len(rows))
-        scans, of_chain = chunks(ssd.chunk_tokens(shape.dtype)), chunks(CHAIN_TOKENS)
-
-        def chain() -> None:
-            ssd_chain.scan(rows, dt, layer, state, slots, of_chain, y, CHAIN_TOKENS)
-
+        scans = torch.from_numpy(scan_work([(0, tokens)] * requests, 0, length)).to(self.device)
+        plan = TritonStatePlan(slots, slots[:0], scans, copies, requests, length, units)
         # The products with the state, and those within chunks of the length that needs fewest.
         inner = shape.state_size * shape.head_dim
-        each = 4 * inner + ssd.TOKENS * (shape.state_size + shape.head_dim)
+        each = 4 * inner + TOKENS * (shape.state_size + shape.head_dim)
         return Case(
             f"ssd.{requests}x{tokens}",
             nbytes(rows) + nbytes(dt) + nbytes(y) + 2 * nbytes(state),
             len(rows) * shape.heads * each,
-            lambda: ssd.scan(rows, dt, layer, state, slots, scans, copies, requests, units, y),
-            chain,
-            "chain of five kernels",
+            lambda: ssd.scan(rows, dt, layer, state, plan, y),
         )
 
     def prompts(self, requests: int, tokens: int) -> Case:
@@ -136,5 +115,5 @@ class Mamba2Cases:
             name,
             nbytes(projected) + y + 2 * sum(map(nbytes, state)),
             0,
-            lambda: self.kernels.mamba2(projected, layer, state, plan),
+            lambda: self.kernels.mix_states(projected, layer, state, plan),
         )

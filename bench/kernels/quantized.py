@@ -12,37 +12,27 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from baton.bench.kernels.cases import Case, Make, Shape
+from baton.bench.kernels.cases import Case, Cases, Make, Shape
 from baton.engine.kernels import Kernels, Quantized
 from baton.engine.kernels.launch import multiprocessors
 from baton.engine.kernels.quantized.fp8_linear import MAX_FEW_ROWS, Fp8Linear, runs_at_once
 from baton.engine.kernels.quantized.int4_linear import Int4Linear
-from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.layers.grouped_linear import PackedOnGpu
-from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.weights import LinearMethod
+from baton.engine.layers.linear import LinearMethod, PlainLinear
 
 EPS = 1e-5
 GROUP = 128
 
 
-class LayerCases:
-    """All cases of a shape on a device. Subclasses have the format."""
-
-    def __init__(self, shape: Shape, kernels: Kernels, device: torch.device) -> None:
-        self.shape, self.kernels, self.device = shape, kernels, device
-        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        self.sizes = {"qkv": (shape.hidden, qkv), "out": (shape.hidden, shape.hidden)}
-        self.sizes |= {"gate_up": (shape.hidden, 2 * shape.inner), "down": (shape.inner, shape.hidden)}
-        """(columns, rows) of the weights."""
+class LayerCases(Cases[Shape]):
+    """The products and the whole layer. Subclasses have the format."""
 
     def __iter__(self) -> Iterator[Make]:
         rows = (*self.shape.batches, self.shape.prompts[0])
         for count in rows:
             yield partial(self.layer, count)
-        for count, name in itertools.product(rows, self.sizes):
+        for count, name in itertools.product(rows, self.shape.products):
             yield partial(self.product, name, count)
 
     def layer(self, rows: int) -> Case:
@@ -53,10 +43,7 @@ class LayerCases:
 
     @property
     def parameters(self) -> int:
-        return sum(columns * out for columns, out in self.sizes.values())
-
-    def normal(self, *size: int) -> Tensor:
-        return torch.randn(size, device=self.device).to(self.shape.dtype)
+        return sum(columns * out for columns, out in self.shape.products.values())
 
     def plain(self, columns: int, out: int) -> PlainLinear:
         return PlainLinear(self.normal(out, columns))
@@ -64,7 +51,7 @@ class LayerCases:
     def chain(self, rows: int, make: Callable[[int, int], LinearMethod]) -> Callable[[], object]:
         """A layer whose products are made by `make`."""
         hidden, kernels = self.shape.hidden, self.kernels
-        qkv, out, gate_up, down = (make(*size) for size in self.sizes.values())
+        qkv, out, gate_up, down = (make(*size) for size in self.shape.products.values())
         residual, delta, attended = (self.normal(rows, hidden) for _ in range(3))
         weight = self.normal(hidden)
 
@@ -80,13 +67,13 @@ class Fp8Cases(LayerCases):
     """Half of the operations count, since a GPU multiplies twice as much in FP8."""
 
     def linear(self, columns: int, out: int) -> Fp8Linear:
-        weight = TorchKernels().quantize(self.normal(out, columns), grouped=False)
+        weight = Kernels().quantize(self.normal(out, columns), grouped=False)
         linear = self.kernels.fp8_linear(weight.values, weight.scales.T.contiguous(), None, self.shape.dtype)
         assert isinstance(linear, Fp8Linear)
         return linear
 
     def product(self, name: str, rows: int) -> Case:
-        columns, out = self.sizes[name]
+        columns, out = self.shape.products[name]
         x = self.kernels.quantize(self.normal(rows, columns), grouped=False)
         linear = self.linear(columns, out)
         moved = rows * columns + columns * out + rows * out * self.shape.dtype.itemsize
@@ -100,7 +87,7 @@ class Fp8Cases(LayerCases):
     def layer(self, rows: int) -> Case:
         """Norms, activation and the output of attention are quantized in their kernels."""
         kernels, hidden = self.kernels, self.shape.hidden
-        qkv, out, gate_up, down = (self.linear(*size) for size in self.sizes.values())
+        qkv, out, gate_up, down = (self.linear(*size) for size in self.shape.products.values())
         residual, delta, attended = (self.normal(rows, hidden) for _ in range(3))
         weight = self.normal(hidden)
 
@@ -124,7 +111,7 @@ class Int4Cases(LayerCases):
         return Int4Linear(codes, scales, torch.zeros_like(scales), None, self.shape.dtype, programs)
 
     def product(self, name: str, rows: int) -> Case:
-        columns, out = self.sizes[name]
+        columns, out = self.shape.products[name]
         x, ours, theirs = self.normal(rows, columns), self.linear(columns, out), self.plain(columns, out)
         moved = 2 * rows * (columns + out) + columns * out // 2 + 2 * columns * out // GROUP
         flops = 2 * rows * columns * out

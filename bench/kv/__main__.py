@@ -35,16 +35,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
 import torch
 
-from baton.bench.contract import Report, Row, interleaved, paired_ratio, parser
+from baton.bench.contract import Report, Row, interleaved, parser
 from baton.bench.kv import exported
-from baton.bench.kv.pair import BLOCK, Pair, Settings, children, cpu_seconds
-from baton.bench.kv.raw_sockets import MIB, RawPair
+from baton.bench.kv.pair import BLOCK, Pair, Settings
+from baton.bench.kv.raw_sockets import MIB, RawPair, cpu_seconds
 from baton.kv_transfer.config import nixl_installed
 from baton.kv_transfer.staging import exported_slot_bytes
 
@@ -61,54 +62,6 @@ NIXL_OVER: dict[str, dict[str, str]] = {"": {}, ".tcp": NIXL_TCP}
 NIXL_SIZES = (4, 64, 256)  # MiB
 
 
-@dataclass
-class Way:
-    """A way to move bytes, and its CPU seconds for each GB."""
-
-    seconds: Callable[[int], float]
-    cpu_seconds: Callable[[], float]
-    cpu: list[float] = field(default_factory=list)
-
-    def speed(self, size: int) -> float:
-        before = self.cpu_seconds()
-        seconds = self.seconds(size)
-        self.cpu.append((self.cpu_seconds() - before) / size * 1e9)
-        return size / 1e9 / seconds
-
-
-def ours(pair: Pair | exported.PlainCopy) -> Way:
-    return Way(pair.seconds, pair.cpu_seconds)
-
-
-def sockets(raw: RawPair) -> Way:
-    return Way(raw.seconds, lambda: cpu_seconds(os.getpid()) + cpu_seconds(raw.pid))
-
-
-def compare(
-    report: Report, name: str, way: Way, to: Way, size: int, pairs: int, goal: float | None = None,
-    shown: str = "", other: str = "raw sockets",
-) -> None:  # fmt: skip
-    """Adds row `name` with its ratio to `to`, which the report names `other`, and its CPU seconds.
-
-    `shown` is a row for `to`.
-    """
-    for each in (way, to):
-        each.speed(size)  # warm up
-        each.cpu.clear()
-    speeds, raw_speeds = interleaved(lambda: way.speed(size), lambda: to.speed(size), pairs)
-    ratio, spread = paired_ratio(speeds, raw_speeds)
-    report.add(
-        Row(
-            name, statistics.median(speeds), "GB/s", ratio=ratio, ratio_to=other, spread=spread,
-            goal=goal, better=None if goal is None else "higher",
-        )
-    )  # fmt: skip
-    report.add(Row(f"{name}.cpu", statistics.mean(way.cpu), "s/GB"))
-    if shown:
-        report.add(Row(shown, statistics.median(raw_speeds), "GB/s"))
-        report.add(Row(f"{shown}.cpu", statistics.mean(to.cpu), "s/GB"))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     p = parser("KV between workers of one host: GB/s next to raw sockets, and next to plain copies.")
     p.add_argument("--lanes", type=int, default=4)
@@ -120,45 +73,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.nixl is not None and not shutil.which(args.nixl):
         p.error(f"--nixl {args.nixl}: no such program. Give a Python that has NIXL installed.")
     torch.set_num_threads(1)
-    settings = Settings(args.lanes, args.slots, args.slot_bytes, max(SIZES) * MIB)
     pairs = 7 if args.short else 15
     shown = {"lanes": args.lanes, "slots": args.slots, "slot_bytes": args.slot_bytes}
     shown |= {"pairs": pairs, "block_size": BLOCK, "pools": args.device}
-    report = Report("kv", shown, args.json)
+    bench = Bench(Report("kv", shown, args.json), pairs, args.device)
+    settings = Settings(args.lanes, args.slots, args.slot_bytes, max(SIZES) * MIB)
     parts = PARTS if args.only is None else (args.only,)
     if "tcp" in parts:
-        with closing(RawPair(args.lanes)) as raw:
-            rows(report, settings, args.device, sockets(raw), pairs)
+        bench.lanes(settings)
         if args.nixl is not None:
-            beside_nixl(report, settings, args.nixl, pairs)
+            bench.beside_nixl(settings, args.nixl)
     if "encrypted" in parts:
-        encrypted(report, settings, pairs)
+        bench.encrypted(settings)
     if "nixl" in parts and args.nixl is not None and nixl_installed():
-        nixl_connector(report, settings, args.nixl, pairs)
+        bench.nixl_connector(settings, args.nixl)
         if args.device == "cuda":
-            nixl_on_gpus(report, args.nixl, pairs)
+            bench.nixl_on_gpus(args.nixl)
     if "exported" in parts:
-        without_sockets(report, args.device, pairs)
-    report.finish()
-    return 0
+        bench.without_sockets()
+    return bench.report.finish()
 
 
 class Nixl:
-    """NIXL in child processes. They poll, so they run only during their turn. Close it."""
+    """NIXL in child processes. They poll, so they run only during their turn. Close it.
 
-    def __init__(self, memory: str, python: str, most_bytes: int, environment: dict[str, str]) -> None:
+    `pieces`: of a transfer of so many bytes.
+    """
+
+    def __init__(
+        self, memory: str, python: str, most_bytes: int, environment: dict[str, str],
+        pieces: Callable[[int], int],
+    ) -> None:  # fmt: skip
         driver = Path(__file__).with_name("nixl_driver.py")
+        self._pieces = pieces
         self._process = subprocess.Popen(
             [python, str(driver), memory, str(most_bytes)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=os.environ | environment, start_new_session=True,
         )  # fmt: skip
 
-    def seconds(self, size: int, pieces: int) -> float:
+    def seconds(self, size: int) -> float:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         os.killpg(self._process.pid, signal.SIGCONT)
-        self._process.stdin.write(f"{size} {pieces}\n")
+        self._process.stdin.write(f"{size} {self._pieces(size)}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("{"):  # other lines are its log
@@ -167,95 +125,124 @@ class Nixl:
         raise RuntimeError(f"{self._process.args} ended")
 
     def cpu_seconds(self) -> float:
-        return sum(map(cpu_seconds, (self._process.pid, *children(self._process.pid))))
+        children = psutil.Process(self._process.pid).children()
+        return sum(map(cpu_seconds, (self._process.pid, *(child.pid for child in children))))
 
     def close(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
         self._process.communicate("")
 
 
-def encrypted(report: Report, settings: Settings, pairs: int) -> None:
-    with closing(Pair(settings)) as plain, closing(Pair(replace(settings, encrypt=True))) as pair:
-        for mib in SIZES:
-            name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB.encrypted"
-            shown = f"{name}.plain"
-            compare(report, name, ours(pair), ours(plain), mib * MIB, pairs, 0.5, shown, "plain lanes")
+Way = Pair | RawPair | Nixl | exported.PlainCopy
+"""A way to move bytes: the seconds for so many bytes, and its CPU seconds so far."""
 
 
-def without_sockets(report: Report, device: str, pairs: int) -> None:
-    for variant, settings in exported.variants(device).items():
+@dataclass(frozen=True)
+class Bench:
+    report: Report
+    pairs: int
+    device: str
+
+    def compare(
+        self, name: str, way: Way, to: Way, mib: int, goal: float | None = None, *, shown: str = "",
+        other: str = "raw sockets",
+    ) -> None:  # fmt: skip
+        """Adds row `name` with its ratio to `to`, which the report names `other`, and its CPU seconds for
+        each GB.
+
+        `shown` is a row for `to`.
+        """
+        size = mib * MIB
+        cpu: list[float] = []
+        other_cpu: list[float] = []
+
+        def speed(each: Way, into: list[float]) -> float:
+            before = each.cpu_seconds()
+            seconds = each.seconds(size)
+            into.append((each.cpu_seconds() - before) / size * 1e9)
+            return size / 1e9 / seconds
+
+        for each in (way, to):
+            speed(each, [])  # warm up
+        speeds, others = interleaved(lambda: speed(way, cpu), lambda: speed(to, other_cpu), self.pairs)
+        self.report.add_ratio(name, speeds, "GB/s", others, other, goal=goal, better="higher")
+        self.report.add(Row(f"{name}.cpu", statistics.mean(cpu), "s/GB"))
+        if shown:
+            self.report.add(Row(shown, statistics.median(others), "GB/s"))
+            self.report.add(Row(f"{shown}.cpu", statistics.mean(other_cpu), "s/GB"))
+
+    def lanes(self, settings: Settings) -> None:
         with (
-            exported.opened(settings, exported.KINDS[device]) as pair,
-            closing(exported.PlainCopy(settings)) as plain,
+            closing(RawPair(settings.lanes)) as raw,
+            closing(Pair(settings)) as pair,
+            closing(Pair(replace(settings, device=self.device))) as pools,
         ):
-            for mib in exported.SIZES[device]:
-                name = f"kv.{exported.KINDS[device]}.{mib}MiB"
-                goal = None
-                if mib >= 1024 and torch.cuda.device_count() > 1 and variant != ".default_slots":
-                    goal = 0.75
-                compare(
-                    report, name + variant, ours(pair), ours(plain), mib * MIB, pairs, goal,
-                    "" if variant else f"{name}.plain", "plain copies",
-                )  # fmt: skip
+            for mib in SIZES:  # the largest at last: pools must hold the same KV when they close
+                name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB"
+                self.compare(name, pair, raw, mib, 0.85, shown=f"{name}.raw")
+                self.compare(f"{name}.pool", pools, raw, mib)
+
+    def encrypted(self, settings: Settings) -> None:
+        with closing(Pair(settings)) as plain, closing(Pair(replace(settings, encrypt=True))) as pair:
+            for mib in SIZES:
+                name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB.encrypted"
+                self.compare(name, pair, plain, mib, 0.5, shown=f"{name}.plain", other="plain lanes")
+
+    def without_sockets(self) -> None:
+        kind = exported.KINDS[self.device]
+        for variant, settings in exported.variants(self.device).items():
+            with exported.opened(settings, kind) as pair, closing(exported.PlainCopy(settings)) as plain:
+                for mib in exported.SIZES[self.device]:
+                    name = f"kv.{kind}.{mib}MiB"
+                    judged = mib >= 1024 and torch.cuda.device_count() > 1 and not variant
+                    shown = "" if variant else f"{name}.plain"
+                    self.compare(
+                        name + variant, pair, plain, mib, 0.75 if judged else None, shown=shown,
+                        other="plain copies",
+                    )  # fmt: skip
+
+    def beside_nixl(self, settings: Settings, python: str) -> None:
+        """Lanes in turns with NIXL over TCP."""
+        nixl = Nixl("host", python, settings.most_bytes, NIXL_TCP, lambda size: NIXL_PIECES)
+        with closing(Pair(settings)) as pair, closing(nixl):
+            for mib in SIZES:
+                name, shown = f"kv.vs.nixl_read.{mib}MiB", f"kv.nixl_read.{mib}MiB"
+                self.compare(name, pair, nixl, mib, 2.0, shown=shown, other="NIXL over TCP")
+
+    def nixl_connector(self, settings: Settings, python: str) -> None:
+        """Beside NIXL alone, which reads the same bytes in pieces of a slot, all at once, without
+        checksums."""
+        settings = replace(settings, nixl=True)
+        most, piece = settings.most_bytes, settings.slot_bytes
+        for over, environment in NIXL_OVER.items():
+            with (
+                patch.dict(os.environ, environment),
+                exported.opened(settings, "nixl") as pair,
+                closing(_alone("host", python, most, environment, piece)) as alone,
+            ):
+                for mib in NIXL_SIZES:
+                    name = f"kv.nixl{over}.{mib}MiB"
+                    self.compare(name, pair, alone, mib, 0.9, shown=f"{name}.alone", other="NIXL alone")
+
+    def nixl_on_gpus(self, python: str) -> None:
+        """Beside NIXL alone between the same GPUs, in pieces of a slot there. NIXL alone neither gathers nor
+        scatters."""
+        variants = exported.variants("cuda")
+        for variant in ("", ".default_slots"):
+            settings = replace(variants[variant], exports=False, nixl=True, nixl_on_gpus=True)
+            piece = exported_slot_bytes(settings.slot_bytes)
+            with (
+                exported.opened(settings, "nixl_cuda") as pair,
+                closing(_alone("cuda", python, settings.most_bytes, {}, piece)) as alone,
+            ):
+                for mib in exported.SIZES["cuda"][1:]:
+                    name, goal = f"kv.nixl_cuda.{mib}MiB", None if variant or mib < 1024 else 0.9
+                    shown = "" if variant else f"{name}.alone"
+                    self.compare(name + variant, pair, alone, mib, goal, shown=shown, other="NIXL alone")
 
 
-def beside_nixl(report: Report, settings: Settings, python: str, pairs: int) -> None:
-    """Lanes in turns with NIXL over TCP."""
-    with (
-        closing(Pair(settings)) as pair,
-        closing(Nixl("host", python, settings.most_bytes, NIXL_TCP)) as nixl,
-    ):
-        for mib in SIZES:
-            alone = Way(lambda size: nixl.seconds(size, NIXL_PIECES), nixl.cpu_seconds)
-            name, shown = f"kv.vs.nixl_read.{mib}MiB", f"kv.nixl_read.{mib}MiB"
-            compare(report, name, ours(pair), alone, mib * MIB, pairs, 2.0, shown, "NIXL over TCP")
-
-
-def nixl_connector(report: Report, settings: Settings, python: str, pairs: int) -> None:
-    """Beside NIXL alone, which reads the same bytes in pieces of a slot, all at once, without checksums."""
-    settings = replace(settings, nixl=True)
-    for over, environment in NIXL_OVER.items():
-        with (
-            patch.dict(os.environ, environment),
-            exported.opened(settings, "nixl") as pair,
-            closing(Nixl("host", python, settings.most_bytes, environment)) as peer,
-        ):
-            alone = in_pieces(peer, settings.slot_bytes)
-            for mib in NIXL_SIZES:
-                name = f"kv.nixl{over}.{mib}MiB"
-                compare(report, name, ours(pair), alone, mib * MIB, pairs, 0.9, f"{name}.alone", "NIXL alone")
-
-
-def nixl_on_gpus(report: Report, python: str, pairs: int) -> None:
-    """Beside NIXL alone between the same GPUs, in pieces of a slot there. NIXL alone neither gathers nor
-    scatters."""
-    variants = exported.variants("cuda")
-    for variant in ("", ".default_slots"):
-        settings = replace(variants[variant], exports=False, nixl=True, nixl_on_gpus=True)
-        with (
-            exported.opened(settings, "nixl_cuda") as pair,
-            closing(Nixl("cuda", python, settings.most_bytes, {})) as peer,
-        ):
-            alone = in_pieces(peer, exported_slot_bytes(settings.slot_bytes))
-            for mib in exported.SIZES["cuda"][1:]:
-                name, goal = f"kv.nixl_cuda.{mib}MiB", None if variant or mib < 1024 else 0.9
-                shown = "" if variant else f"{name}.alone"
-                compare(
-                    report, name + variant, ours(pair), alone, mib * MIB, pairs, goal, shown, "NIXL alone"
-                )
-
-
-def in_pieces(peer: Nixl, piece: int) -> Way:
-    return Way(lambda size: peer.seconds(size, -(-size // piece)), peer.cpu_seconds)
-
-
-def rows(report: Report, settings: Settings, device: str, raw: Way, pairs: int) -> None:
-    for mib in SIZES:
-        name = f"kv.tcp.lanes{settings.lanes}.{mib}MiB"
-        with closing(Pair(settings)) as pair:
-            compare(report, name, ours(pair), raw, mib * MIB, pairs, 0.85, f"{name}.raw")
-        with closing(Pair(replace(settings, device=device))) as pair:
-            compare(report, f"{name}.pool", ours(pair), raw, mib * MIB, pairs)
+def _alone(memory: str, python: str, most_bytes: int, environment: dict[str, str], piece: int) -> Nixl:
+    return Nixl(memory, python, most_bytes, environment, lambda size: -(-size // piece))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import baton.kv_transfer as kv
-from baton.bench.kv.pair import Pair, Settings, cpu_seconds
-from baton.bench.kv.raw_sockets import MIB
+from baton.bench.kv.pair import Pair, Settings
+from baton.bench.kv.raw_sockets import MIB, cpu_seconds
 from baton.kv_transfer.arena import TOKEN
 from baton.kv_transfer.peer_memory import PeerArena, export_arena
 

@@ -11,19 +11,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
+import psutil
 import torch
 
 import baton.kv_transfer as kv
-from baton.bench.kv.raw_sockets import MIB
+from baton.bench.kv.raw_sockets import MIB, cpu_seconds
 from baton.kv_transfer.wait import end_waits_on_time, wait
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 BLOCK = 16
 NO_TRACE = kv.TraceWriter(None, "")
 _INCARNATIONS = {"prefill": 1, "decode": 2}
-_CPUCLOCK_SCHED = 2  # part of the clock id of a process, see clock_getcpuclockid(3)
 _SECRET = b"bench.kv: not a secret"
 
 
@@ -91,7 +90,7 @@ class Side:
             torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(LAYOUT.num_layers)
         ]
 
-        self.transport = kv.ArenaTransport(
+        self.transport = kv.Transport(
             self.sending, self.receiving, NO_TRACE, settings.exports or settings.nixl_on_gpus,
             settings.nixl_on_gpus,
         )  # fmt: skip
@@ -159,7 +158,8 @@ class Pair:
         self._address = f"127.0.0.1:{port}"
         assert self._child.pid is not None
         transfers = (self._side.process.pid, pid)
-        self._pids = (os.getpid(), self._child.pid, *transfers, *(c for p in transfers for c in children(p)))
+        movers = [child.pid for each in transfers for child in psutil.Process(each).children()]
+        self._pids = (os.getpid(), self._child.pid, *transfers, *movers)
 
     def seconds(self, size: int) -> float:
         """Seconds of one transfer of `size` bytes, from fetch() to Injected.
@@ -193,17 +193,9 @@ class Pair:
 
     def close(self) -> None:
         """Ends both sides. Asserts that both pools hold the same KV."""
-        assert self._side.digest() == self._digest, "KV at decode differs from KV at prefill"
+        same = self._side.digest() == self._digest
         self._control.send(None)
         self._child.join()
         self._side.stop()
         self._receiver.shutdown()
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time so far of a process with all threads. The ticks of /proc are longer than a transfer."""
-    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        assert same, "KV at decode differs from KV at prefill"

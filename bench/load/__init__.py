@@ -6,10 +6,10 @@ Life of a run:
    finds words of one token each, so that prompt lengths are exact.
 2. `traffic.fleet` starts client processes. Each `traffic.client` sends what `workload` says when `arrivals`
    says, and reads the streams through `target.answer`. One `Record` comes back for each request.
-3. `measurement` excludes the warm-up (`steady_state`), checks whether the client kept up (`self_check`), and
-   reduces the records to percentiles with confidence intervals (`summary`).
-4. `report` shows progress and a table, and writes JSON in the shape of `bench.contract`, JSONL and an HTML
-   page.
+3. `measurement` excludes the warm-up, checks whether the client kept up (`self_check`), and reduces the
+   records to the rows and the detail of a `bench.contract.Report`: percentiles with confidence intervals
+   (`summary`).
+4. `report` shows progress, and what the JSON of a report says as a table, an HTML page or a comparison.
 
 `options` has the flags, `experiment` makes a run of them, `commands` is what `baton bench COMMAND` does.
 

@@ -8,24 +8,18 @@ Ctrl-C.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
-from baton.bench.load.flags import takes_options
-from baton.bench.load.options import (
-    Options,
-    OutputOptions,
-    PaceOptions,
-    ShapeOptions,
-    SloOptions,
-    SweepOptions,
-    TargetOptions,
-    TraceOptions,
-    WorkloadOptions,
-)
+from baton.bench.load import options as groups
+from baton.bench.load.options import Options
 from baton.bench.load.traffic.datasets import SAMPLE_TRACE
 
 app = typer.Typer(
@@ -41,106 +35,101 @@ app = typer.Typer(
 )
 
 
-def _epilog(*examples: str) -> str:
-    return "[dim]Examples[/dim]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
+def command(
+    *examples: str, takes: tuple[type, ...] = ()
+) -> Callable[[Callable[..., int]], Callable[..., Any]]:
+    """Registers a function that returns the exit code.
+
+    `takes`: groups of flags. The function gets them as one `Options`, in which the other groups have their
+    defaults. Without groups it has ordinary typer parameters. A ValueError is a mistake of the user: the
+    command prints it and exits with 2.
+    """
+
+    def register(function: Callable[..., int]) -> Callable[..., Any]:
+        def run(**values: Any) -> None:
+            try:
+                code = function(Options(**values)) if takes else function(**values)
+            except ValueError as error:
+                typer.secho(f"Error: {error}", fg="red", err=True)
+                raise typer.Exit(2) from error
+            raise typer.Exit(code)
+
+        signature = inspect.signature(function, eval_str=True)
+        if takes:
+            signature = inspect.Signature([flag for group in takes for flag in _flags(group)])
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        lines = "\n\n".join(f"[cyan]{line}[/cyan]" for line in examples)
+        return app.command(epilog=f"[dim]Examples[/dim]\n\n{lines}")(run)
+
+    return register
 
 
-@app.command(
-    epilog=_epilog(
-        "baton bench run --url http://127.0.0.1:8000",
-        "baton bench run --rate 8 --duration 60 --preset 2000/150 --slo ttft=500,ttit=50 --html report.html",
-        "baton bench run --concurrency 32 --turns uniform:2,6 --think-time exponential:3 --api chat",
-    )
+def _flags(group: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        type_, declared = get_args(hints[field.name])
+        info = copy.copy(declared)
+        made = field.default_factory
+        default = field.default if made is dataclasses.MISSING else made()
+        if isinstance(info, OptionInfo):
+            # typer takes the first name of an Annotated option from `default`.
+            info.default = "--" + field.name.replace("_", "-")
+            info.rich_help_panel = group.panel
+        if info.show_default is True and default in (None, "", False, []):
+            info.show_default = "off" if default is False else "none"
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, info]
+        )
+
+
+@command(
+    "baton bench run --url http://127.0.0.1:8000",
+    "baton bench run --rate 8 --duration 60 --preset 2000/150 --slo ttft=500,ttit=50 --html report.html",
+    "baton bench run --concurrency 32 --turns uniform:2,6 --think-time exponential:3 --api chat",
+    takes=(groups.Target, groups.Workload, groups.Rate, groups.Load, groups.Output),
 )
-@takes_options
-def run(
-    target: TargetOptions,
-    workload: WorkloadOptions,
-    shape: ShapeOptions,
-    pace: PaceOptions,
-    slo: SloOptions,
-    output: OutputOptions,
-) -> int:
+def run(options: Options) -> int:
     """Measure a server under one load: closed loop by default, open loop with --rate."""
     from baton.bench.load.commands import measure
 
-    return asyncio.run(measure(_options(target, workload, shape, pace, slo, output), output))
+    return asyncio.run(measure(options))
 
 
-@app.command(
-    epilog=_epilog(
-        "baton bench sweep --rates 1,2,4,8 --html sweep.html",
-        "baton bench sweep --concurrencies 1,4,16,64 --preset 2000/150",
-        "baton bench sweep --find-rate 4 --slo ttft.p99=300,ttit.p99=8.5",
-    )
+@command(
+    "baton bench sweep --rates 1,2,4,8 --html sweep.html",
+    "baton bench sweep --concurrencies 1,4,16,64 --preset 2000/150",
+    "baton bench sweep --find-rate 4 --slo ttft.p99=300,ttit.p99=8.5",
+    takes=(groups.Target, groups.Workload, groups.Rate, groups.Load, groups.Output, groups.Sweep),
 )
-@takes_options
-def sweep(
-    target: TargetOptions,
-    workload: WorkloadOptions,
-    shape: ShapeOptions,
-    pace: PaceOptions,
-    slo: SloOptions,
-    output: OutputOptions,
-    loads: SweepOptions,
-) -> int:
+def sweep(options: Options) -> int:
     """Measure several loads one after another, or search the highest rate that meets --slo."""
     from baton.bench.load.commands import search, sweep_over
 
-    if shape.rate is not None:
-        raise ValueError(f"--rate {shape.rate:g}: a sweep sets the rate itself. Leave it out.")
-    if loads.find_rate is not None and not slo.slo:
+    if options.rate is not None:
+        raise ValueError(f"--rate {options.rate:g}: a sweep sets the rate itself. Leave it out.")
+    if options.find_rate is not None and not options.slo:
         raise ValueError("--find-rate needs an objective: give --slo, like ttft.p99=300,ttit.p99=50.")
-    shapes = [dataclasses.replace(shape, **load) for load in loads.loads]
-    points = [_options(target, workload, each, pace, slo, output) for each in shapes]
-    if loads.find_rate is not None:
-        return asyncio.run(search(points[0], output, loads.find_rate))
-    # The prompts of all points follow from one seed.
-    points = [dataclasses.replace(point, seed=points[0].seed) for point in points]
-    return asyncio.run(sweep_over(points, output))
+    points = [dataclasses.replace(options, **load) for load in options.loads]
+    if options.find_rate is not None:
+        return asyncio.run(search(points[0], options.find_rate))
+    return asyncio.run(sweep_over(points))
 
 
-@app.command(
-    epilog=_epilog(
-        "baton bench replay mooncake_trace.jsonl --speed 0.5",
-        "baton bench replay --length-scale 0.02 --duration 60",
-    )
+@command(
+    "baton bench replay mooncake_trace.jsonl --speed 0.5",
+    "baton bench replay --length-scale 0.02 --duration 60",
+    takes=(groups.Target, groups.Trace, groups.Load, groups.Output),
 )
-@takes_options
-def replay(
-    target: TargetOptions,
-    trace_options: TraceOptions,
-    pace: PaceOptions,
-    slo: SloOptions,
-    output: OutputOptions,
-    trace: Annotated[
-        Path | None,
-        typer.Argument(metavar="TRACE", help="JSONL in Mooncake's format.", show_default="a small sample"),
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            "--concurrency", "--max-concurrency", metavar="N", help="Most in flight.", show_default="no limit"
-        ),
-    ] = None,
-) -> int:
+def replay(options: Options) -> int:
     """Replay a trace: its times, lengths and shared prefixes."""
     from baton.bench.load.commands import measure
 
-    options = dataclasses.replace(
-        _options(target, WorkloadOptions(), ShapeOptions(concurrency=concurrency), pace, slo, output),
-        trace=trace or SAMPLE_TRACE,
-        replay=trace_options,
-    )
-    return asyncio.run(measure(options, output))
+    return asyncio.run(measure(dataclasses.replace(options, trace=options.trace or SAMPLE_TRACE)))
 
 
-@app.command(
-    epilog=_epilog(
-        "baton bench compare before.json after.json --fail-if 'ttit.p99>+5%' --fail-if 'requests.failed>0'"
-    )
-)
-@takes_options
+@command("baton bench compare before.json after.json --fail-if 'ttit.p99>+5%' --fail-if 'requests.failed>0'")
 def compare(
     reports: Annotated[list[Path], typer.Argument(metavar="OLD NEW [NEW…]", help="Files that --json wrote.")],
     fail_if: Annotated[
@@ -160,17 +149,12 @@ def compare(
         raise ValueError(f"compare {reports[0]}: with what? Give two reports or more.")
     conditions = [comparing.Condition.parse(text) for text in fail_if]
     loaded = [comparing.load(path) for path in reports]
-    verdicts = [comparing.judge(loaded[0], new, conditions) for new in loaded[1:]]
-    whole = comparing.Verdict(
-        tuple(f for v in verdicts for f in v.failed),
-        tuple(dict.fromkeys(w for v in verdicts for w in v.warnings)),
-    )
-    console().print(comparing.render(loaded, [path.stem for path in reports], whole))
-    return 1 if whole.failed else 0
+    verdict = comparing.judge(loaded, conditions)
+    console().print(comparing.render(loaded, [path.stem for path in reports], verdict))
+    return 1 if verdict.failed else 0
 
 
-@app.command(epilog=_epilog("baton bench report before.json after.json --html report.html"))
-@takes_options
+@command("baton bench report before.json after.json --html report.html")
 def report(
     reports: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Files that --json wrote.")],
     html: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
@@ -182,15 +166,3 @@ def report(
     html.write_text(page([comparing.load(path) for path in reports], [path.stem for path in reports]))
     typer.echo(f"{html} written.")
     return 0
-
-
-def _options(
-    target: TargetOptions,
-    workload: WorkloadOptions,
-    shape: ShapeOptions,
-    pace: PaceOptions,
-    slo: SloOptions,
-    output: OutputOptions,
-) -> Options:
-    options = Options(target=target, workload=workload, shape=shape, pace=pace, slo=slo)
-    return options if pace.seed is None else dataclasses.replace(options, seed=pace.seed)

@@ -7,20 +7,21 @@ import dataclasses
 import math
 import signal
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import typer
 
 from baton.bench.contract import Report, Row
 from baton.bench.load import experiment
-from baton.bench.load.experiment import Outcome
-from baton.bench.load.options import Options, OutputOptions
-from baton.bench.load.report import results, table
+from baton.bench.load.options import Options
+from baton.bench.load.report import table
 from baton.bench.load.report.live import Progression
 from baton.bench.load.report.page import page
+from baton.bench.load.target.answer import Record
 from baton.bench.load.target.endpoint import EndpointError
-from baton.bench.load.traffic.fleet import REFUSALS, Fleet
+from baton.bench.load.traffic.fleet import REFUSALS, Fleet, Harvest
 
 T = TypeVar("T")
 
@@ -31,68 +32,67 @@ LEAST_RATE, MOST_RATE = 1e-2, 1e5
 """Of a search, in sessions per second."""
 
 
-async def measure(options: Options, output: OutputOptions) -> int:
+Run = tuple[Report, Harvest]
+"""What was measured, and what the clients reported."""
+
+
+async def measure(options: Options) -> int:
     """Measures one run. Returns the exit code."""
-    started = _now()
     with _Interrupt() as interrupt:
-        outcome = await _one(options, output, "run", interrupt)
-    if not isinstance(outcome, Outcome):
-        return outcome
-    report = results.report_of(outcome, started, output.json)
+        done = await _one(options, "run", interrupt)
+    if isinstance(done, int):
+        return done
+    report, harvest = done
     table.console().print(table.render(report.as_dict()))
-    _write(report, output)
-    if output.jsonl is not None:
-        results.write_requests(outcome, output.jsonl)
-    return _code(outcome)
+    if options.jsonl is not None:
+        write_requests(harvest.records, options.jsonl)
+    _write(report, options)
+    return _code(done)
 
 
-async def sweep_over(points: Sequence[Options], output: OutputOptions) -> int:
+async def sweep_over(points: Sequence[Options]) -> int:
     """Measures one run after another, each with other prompts. Returns the exit code."""
-    started = _now()
     done: list[tuple[str, Report]] = []
     codes: list[int] = []
     with _Interrupt() as interrupt:
         for number, options in enumerate(points):
-            title = f"{number + 1}/{len(points)} {_prefix(options)}"
-            outcome = await _point(options, number, output, title, interrupt)
-            if not isinstance(outcome, Outcome):
-                codes.append(outcome)
+            run = await _point(options, number, f"{number + 1}/{len(points)} {_prefix(options)}", interrupt)
+            codes.append(run if isinstance(run, int) else _code(run))
+            if isinstance(run, int):
                 break
-            done.append((_prefix(options), results.report_of(outcome, started)))
-            codes.append(_code(outcome))
-            if outcome.incomplete:
+            done.append((_prefix(options), run[0]))
+            if run[1].interrupted:
                 break
-    return _finish_sweep(done, None, started, output, max(codes))
+    _show_sweep(done, None, points[0])
+    return max(codes)
 
 
-async def search(options: Options, output: OutputOptions, first: float) -> int:
+async def search(options: Options, first: float) -> int:
     """Measures until the highest rate within the objectives is known. Returns the exit code."""
-    started = _now()
     done: list[tuple[str, Report]] = []
     asked = highest_rate(first)
     rate, best, code = next(asked), None, None
     with _Interrupt() as interrupt:
         while code is None:
-            point = dataclasses.replace(options, shape=dataclasses.replace(options.shape, rate=rate))
-            outcome = await _point(point, len(done), output, f"{rate:.4g}/s", interrupt)
-            if not isinstance(outcome, Outcome):
-                code = outcome
+            point = dataclasses.replace(options, rate=rate)
+            run = await _point(point, len(done), f"{rate:.4g}/s", interrupt)
+            if isinstance(run, int):
+                code = run
                 break
-            done.append((_prefix(point), results.report_of(outcome, started)))
-            if outcome.incomplete or not outcome.valid:
-                code = _code(outcome)  # the run says nothing about the server
+            report, harvest = run
+            done.append((_prefix(point), report))
+            if harvest.interrupted or not report.detail["valid"]:
+                code = _code(run)  # the run says nothing about the server
                 break
             try:
-                rate = asked.send(
-                    bool(outcome.summary.slo_met) and outcome.summary.steadiness.steady is not False
-                )
+                rate = asked.send(bool(report.detail["slo_met"]) and report.detail["steady"] is not False)
             except StopIteration as found:
                 best = found.value
                 code = NOTHING if best is None else OK
-    row = None if best is None else Row("max_rate", best, "sessions/s")
     if code == NOTHING and done:
-        typer.secho(f"No rate meets {options.slo.objectives}.", fg="yellow", err=True)
-    return _finish_sweep(done, row, started, output, code)
+        typer.secho(f"No rate meets {options.objectives}.", fg="yellow", err=True)
+    _show_sweep(done, None if best is None else Row("max_rate", best, "sessions/s"), options)
+    return code
 
 
 def highest_rate(first: float) -> Generator[float, bool, float | None]:
@@ -119,78 +119,94 @@ def highest_rate(first: float) -> Generator[float, bool, float | None]:
     return good
 
 
-async def _point(
-    options: Options, number: int, output: OutputOptions, title: str, interrupt: _Interrupt
-) -> Outcome | int:
+async def _point(options: Options, number: int, title: str, interrupt: _Interrupt) -> Run | int:
     """Each run has other prompts, so that no run warms the prefix cache for the next one."""
-    return await _one(dataclasses.replace(options, seed=options.seed + number), output, title, interrupt)
+    return await _one(dataclasses.replace(options, seed=options.seed + number), title, interrupt)
 
 
-async def _one(options: Options, output: OutputOptions, title: str, interrupt: _Interrupt) -> Outcome | int:
-    """Returns the outcome, or an exit code if there is none."""
+async def _one(options: Options, title: str, interrupt: _Interrupt) -> Run | int:
+    """Returns the run, or an exit code if there is none."""
     try:
         plan = await interrupt.guard(experiment.prepare(options))
         if plan is None:
             return INTERRUPTED
         async with Progression(
-            title, plan.client.duration, plan.client.sessions, quiet=output.quiet
+            title, plan.client.duration, plan.client.sessions, quiet=options.quiet
         ) as progression:
 
             def watch(fleet: Fleet) -> None:
                 progression.watch(fleet.harvest)
                 interrupt.then(fleet.stop)
 
-            outcome = await experiment.run(plan, progression.saw, watch)
-        if outcome.refused:
+            report, harvest = await experiment.run(plan, progression.saw, watch)
+        if harvest.refused:
             text = (
-                f"Error: stopped, because the server refused {REFUSALS} requests in a row: {outcome.refused}"
+                f"Error: stopped, because the server refused {REFUSALS} requests in a row: {harvest.refused}"
             )
             typer.secho(text, fg="red", err=True)
-        return outcome
+        return report, harvest
     except EndpointError as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
         return NOTHING
 
 
-def _finish_sweep(
-    done: Sequence[tuple[str, Report]],
-    found: Row | None,
-    started: str,
-    output: OutputOptions,
-    code: int,
-) -> int:
+def report_of_sweep(points: Sequence[tuple[str, Report]], found: Row | None) -> Report:
+    """`points`: the prefix of the row names and the report of each run.
+
+    `found`: the highest rate within the SLO.
+    """
+    parameters = dict(points[0][1].parameters)
+    parameters["load"] = f"sweep: {', '.join(prefix for prefix, _ in points)}"
+    rows = [] if found is None else [found]
+    for prefix, point in points:
+        rows += [dataclasses.replace(row, name=f"{prefix}.{row.name}") for row in point.rows]
+    runs = [point.as_dict() for _, point in points]
+    detail = {
+        "valid": all(run["detail"]["valid"] for run in runs),
+        "incomplete": any(run["detail"]["incomplete"] for run in runs),
+        "points": runs,
+    }
+    return Report("load", parameters, started=points[0][1].started, rows=rows, detail=detail)
+
+
+def _show_sweep(done: Sequence[tuple[str, Report]], found: Row | None, options: Options) -> None:
     if done:
-        report = results.report_of_sweep(done, found, started, output.json)
+        report = report_of_sweep(done, found)
         table.console().print(table.render_sweep(report.as_dict()))
-        _write(report, output)
-    return code
+        _write(report, options)
 
 
-def _write(report: Report, output: OutputOptions) -> None:
+def write_requests(records: Sequence[Record], path: Path) -> None:
+    """Writes one JSON object per line, in order of the intended send time."""
+    ordered = sorted(records, key=lambda r: (r.intended, r.index, r.turn))
+    path.write_bytes(b"".join(msgspec.json.encode(record.as_line()) + b"\n" for record in ordered))
+
+
+def _write(report: Report, options: Options) -> None:
+    report.json_path = options.json
     report.write(indent=1)
-    if output.html is not None:
-        output.html.write_text(page([report.as_dict()], ["this run"]))
-    for path in (output.json, output.html, output.jsonl):
-        if path is not None and not output.quiet:
+    if options.html is not None:
+        options.html.write_text(page([report.as_dict()], ["this run"]))
+    for path in (options.json, options.html, options.jsonl):
+        if path is not None and not options.quiet:
             typer.echo(f"{path} written.", err=True)
 
 
-def _code(outcome: Outcome) -> int:
-    if outcome.refused or (not outcome.summary.ok and not outcome.incomplete):
+def _code(run: Run) -> int:
+    report, harvest = run
+    answered = any(row.name == "requests.ok" and row.value for row in report.rows)
+    if harvest.refused or not (answered or harvest.interrupted):
         return NOTHING
-    if outcome.incomplete:
+    if harvest.interrupted:
         return INTERRUPTED
-    return OK if outcome.valid else INVALID
+    return OK if report.detail["valid"] else INVALID
 
 
 def _prefix(options: Options) -> str:
     """The prefix of the row names of one run in a sweep."""
-    shape = options.shape
-    return f"rate={shape.rate:.4g}" if shape.rate is not None else f"concurrency={shape.concurrency}"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    if options.rate is not None:
+        return f"rate={options.rate:.4g}"
+    return f"concurrency={options.concurrency}"
 
 
 class _Interrupt:

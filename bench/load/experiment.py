@@ -5,27 +5,27 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from baton.bench.contract import Report, Row
 from baton.bench.load.measurement import self_check, server_stages
-from baton.bench.load.measurement.self_check import SelfCheck
 from baton.bench.load.measurement.server_stages import ServerView, Snapshot
 from baton.bench.load.measurement.summary import Summary, summarize
 from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
 from baton.bench.load.target import endpoint
-from baton.bench.load.target.exchange import new_http_session
-from baton.bench.load.target.record import Record
-from baton.bench.load.target.request import Dialect, Target
+from baton.bench.load.target.answer import Record
+from baton.bench.load.target.request import Dialect, Target, new_http_session
 from baton.bench.load.target.tokenization import Tokenization
 from baton.bench.load.traffic import datasets
 from baton.bench.load.traffic.client import ClientConfig
 from baton.bench.load.traffic.fleet import Fleet, Harvest
-from baton.bench.load.traffic.workload import Listed, Session, Synthetic, Workload
+from baton.bench.load.traffic.workload import Listed, Synthetic, Workload
 
 _PROBE_TIMEOUT = 120.0
 _LISTED_SESSIONS = 2000  # of a data set, if no number of requests is given
@@ -62,67 +62,41 @@ class Plan:
     def parameters(self) -> dict[str, Any]:
         """Everything that repeating the run needs, without secrets."""
         options, client = self.options, self.client
-        pace, slo = options.pace, options.slo
         found: dict[str, Any] = {
             "url": ",".join(client.target.urls),
             "model": client.target.model,
             "api": client.target.api,
             "load": self.load,
             "duration_s": client.duration,
-            "requests": pace.requests,
+            "requests": options.requests,
             "workload": _described(options),
             "input_exactness": client.tokenization.statement,
             "dialect": msgspec.to_builtins(client.target.dialect),
             "extra_body": client.target.extra_body or None,
-            "slo": str(slo.objectives) or None,
-            "attainment": slo.attainment if slo.slo else None,
-            "warm_up": "detected" if pace.warmup is None else pace.warmup,
+            "slo": str(options.objectives) or None,
+            "attainment": options.attainment if options.slo else None,
+            "warm_up": "detected" if options.warmup is None else options.warmup,
             "seed": options.seed,
-            "timeout_s": pace.timeout,
-            "drain_s": pace.drain,
+            "timeout_s": options.timeout,
+            "drain_s": options.drain,
         }
         return {key: value for key, value in found.items() if value is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A finished run.
-
-    Attributes:
-        incomplete: the run was stopped before its end.
-        refused: the text of the last refusal, if refusals stopped the run.
-    """
-
-    plan: Plan
-    records: Sequence[Record]
-    summary: Summary
-    self_check: SelfCheck
-    server: ServerView
-    elapsed: float
-    processes: int
-    incomplete: bool
-    refused: str
-
-    @property
-    def valid(self) -> bool:
-        return self.self_check.valid
-
-
 async def prepare(options: Options) -> Plan:
     """Raises EndpointError and ValueError."""
-    chosen = options.target
     async with new_http_session(_PROBE_TIMEOUT) as http:
-        model = await endpoint.find_model(http, chosen.bases[0], chosen.headers, chosen.model)
+        model = await endpoint.find_model(http, options.bases[0], options.headers, options.model)
         target = Target(
-            urls=chosen.bases,
-            api=chosen.api,
+            urls=options.bases,
+            api=options.api,
             model=model.id,
             dialect=Dialect(),
-            headers=chosen.headers,
-            extra_body=chosen.extra_fields,
+            headers=options.headers,
+            extra_body=options.extra_fields,
         )
         target, notes = await endpoint.find_dialect(http, target)
-        one_turn = options.workload.turn_distribution.parameters == (1.0,)
+        one_turn = options.turn_distribution.parameters == (1.0,)
         tokenization = await endpoint.find_tokenization(http, target, ids_allowed=one_turn)
         workload, said = await _workload(http, target, options, tokenization)
         notes += said
@@ -135,9 +109,8 @@ def client_of(
 ) -> ClientConfig:
     """What one client does for the whole run. A run without any bound gets the default duration; a trace ends
     by itself."""
-    pace, shape = options.pace, options.shape
-    bounds = [n for n in (pace.requests, workload.count) if n is not None]
-    closed = shape.rate is None and workload.count is None
+    bounds = [n for n in (options.requests, workload.count) if n is not None]
+    closed = options.rate is None and workload.count is None
     return ClientConfig(
         index=0,
         clients=1,
@@ -147,62 +120,100 @@ def client_of(
         seed=options.seed,
         run_id=os.urandom(4).hex(),
         arrivals=options.schedule,
-        concurrency=shape.concurrency or (DEFAULT_CONCURRENCY if closed else 0),
-        duration=pace.duration if pace.duration is not None or bounds else DEFAULT_DURATION,
+        concurrency=options.concurrency or (DEFAULT_CONCURRENCY if closed else 0),
+        duration=options.duration if options.duration is not None or bounds else DEFAULT_DURATION,
         sessions=min(bounds, default=None),
-        time_scale=options.replay.speed,
-        timeout=pace.timeout,
-        drain=pace.drain,
+        time_scale=options.speed,
+        timeout=options.timeout,
+        drain=options.drain,
     )
 
 
-async def run(plan: Plan, on_record: Callable[[Record], None], on_fleet: Callable[[Fleet], None]) -> Outcome:
+async def run(
+    plan: Plan, on_record: Callable[[Record], None], on_fleet: Callable[[Fleet], None]
+) -> tuple[Report, Harvest]:
     """`on_fleet` gets the fleet before it starts, and may watch and stop it."""
-    options = plan.options
+    started = datetime.now(UTC).isoformat(timespec="seconds")
     async with new_http_session(_PROBE_TIMEOUT) as http:
         before = await _scrape(http, plan)
         fleet = Fleet(plan.clients())
         on_fleet(fleet)
         harvest = await fleet.run(on_record)
         after = await _scrape(http, plan)
-    return _reduce(plan, options, harvest, server_stages.between(before, after))
+    return report_of(plan, harvest, server_stages.between(before, after), started), harvest
 
 
-def _reduce(plan: Plan, options: Options, harvest: Harvest, server: ServerView) -> Outcome:
+def report_of(plan: Plan, harvest: Harvest, server: ServerView, started: str) -> Report:
+    """The records of the clients as rows and detail."""
+    options = plan.options
     summary = summarize(
         harvest.records,
-        options.slo.objectives,
-        warm_up=options.pace.warmup,
-        ramp=options.shape.arrivals == "ramp",
-        attainment=options.slo.attainment,
+        options.objectives,
+        warm_up=options.warmup,
+        ramp=options.arrivals == "ramp",
+        attainment=options.attainment,
     )
-    checked = self_check.check(
-        harvest.loads,
-        [r.lag for r in harvest.records],
-        _seconds(summary, "ttft"),
-        _seconds(summary, "ttit"),
-        harvest.died,
-    )
-    return Outcome(
-        plan=plan,
-        records=harvest.records,
-        summary=summary,
-        self_check=checked,
-        server=server,
-        elapsed=harvest.ended - harvest.started,
-        processes=len(harvest.loads),
-        incomplete=harvest.interrupted,
-        refused=harvest.refused,
-    )
+    rows = summary.rows
+
+    def median(metric: str) -> float | None:
+        """In seconds."""
+        return rows[f"{metric}.p50"].value / 1e3 if f"{metric}.p50" in rows else None
+
+    lags = [r.lag for r in harvest.records]
+    client, reasons = self_check.check(harvest.loads, lags, median("ttft"), median("ttit"), harvest.died)
+    detail = summary.detail | {
+        "valid": not reasons,
+        "incomplete": harvest.interrupted,
+        "invalid_reasons": reasons,
+        "notes": [*plan.notes, *_notes(plan, summary)],
+        "elapsed_s": harvest.ended - harvest.started,
+        "client": client | {"processes": len(harvest.loads)},
+        "server": server,
+    }
+    measured = [
+        *rows.values(),
+        Row("client.lag.p99", client["lag_p99"] * 1e3, "ms"),
+        Row("client.stall.p99", client["stall_p99"] * 1e3, "ms"),
+        Row("client.cpu", client["cpu"], "share"),
+        *(row for stage in server["stages"] for row in server_stages.rows(stage)),
+    ]
+    return Report("load", plan.parameters(), started=started, rows=measured, detail=detail)
 
 
-def _seconds(summary: Summary, metric: str) -> float | None:
-    return summary.latencies[metric]["p50"].value / 1e3 if metric in summary.latencies else None
+def _notes(plan: Plan, summary: Summary) -> Iterator[str]:
+    """Sentences that a reader needs to judge the numbers."""
+    values, detail = {name: row.value for name, row in summary.rows.items()}, summary.detail
+    ok = values["requests.ok"]
+    if off := values.get("input.off"):
+        yield (
+            f"{off} of {ok} prompts have other lengths than asked for, as the server counts (input lengths: "
+            f"{plan.client.tokenization.statement})"
+        )
+    if ok and "ttft.p99" not in values:
+        yield f"{ok} answers are too few for p99 of their latencies, which needs 100"
+    if short := values.get("output.short"):
+        yield f"{short} of {ok} answers are shorter than asked for"
+    if (tokens := values.get("output.tokens_per_chunk", 0)) > 1.02:
+        yield (
+            f"a chunk has {tokens:.2f} tokens: ttit is the time between chunks, ttit.normalized divides it "
+            "by their tokens"
+        )
+    if turns := detail["skipped_turns"]:
+        yield f"{turns} later turns were not sent, since a turn before them failed"
+    if interrupted := detail["interrupted"]:
+        yield f"{interrupted} requests were interrupted and do not count"
+    options = plan.options
+    repeats = options.prefix_groups or options.trace or options.dataset or options.turns != "1"
+    if not repeats and (share := values.get("input.cached")):
+        yield (
+            f"the server took {share:.0%} of the prompt tokens from its cache, though no two prompts of this "
+            "run begin alike: give a new --seed"
+        )
 
 
 async def _scrape(http: aiohttp.ClientSession, plan: Plan) -> Snapshot:
     target = plan.client.target
-    urls = plan.options.target.metrics_url or [
+    urls = plan.options.metrics_url or [
         page for url in target.urls for page in await server_stages.pages(http, url, target.headers)
     ]
     return await server_stages.scrape(http, urls, target.headers)
@@ -211,42 +222,41 @@ async def _scrape(http: aiohttp.ClientSession, plan: Plan) -> Snapshot:
 async def _workload(
     http: aiohttp.ClientSession, target: Target, options: Options, tokenization: Tokenization
 ) -> tuple[Workload, list[str]]:
-    chosen = options.workload
     least = tokenization.overhead + 1
     if options.trace is not None:
         lines = await asyncio.to_thread(datasets.read_trace, options.trace)
         sessions = datasets.trace_sessions(
             lines,
             seed=options.seed,
-            block=options.replay.block_size,
-            length_scale=options.replay.length_scale,
+            block=options.block_size,
+            length_scale=options.length_scale,
             least_input=least,
         )
         return Listed(sessions, timed=True), []
-    if chosen.dataset is not None:
-        turns = round(chosen.turn_distribution.parameters[-1])
+    if options.dataset is not None:
+        turns = round(options.turn_distribution.parameters[-1])
         conversations = await asyncio.to_thread(
             datasets.read_conversations,
-            datasets.resolve(chosen.dataset), options.pace.requests or _LISTED_SESSIONS, turns, options.seed,
+            datasets.resolve(options.dataset), options.requests or _LISTED_SESSIONS, turns, options.seed,
         )  # fmt: skip
         replies = [e.reply for conversation in conversations for e in conversation]
         lengths, how = await endpoint.count_texts(http, target, replies)
         listed = Listed(datasets.conversation_sessions(conversations, lengths))
         return listed, [f"output lengths are those of the data set's replies, counted {how}"]
-    needed = least + chosen.prefix_len
-    if chosen.input_distribution.kind == "fixed" and chosen.input_distribution.least < needed:
+    needed, asked = least + options.prefix_len, options.input_distribution
+    if asked.kind == "fixed" and asked.least < needed:
         raise ValueError(
-            f"--input-len {chosen.input_distribution}: the server adds {tokenization.overhead} tokens "
-            f"to every prompt; give at least {needed}."
+            f"--input-len {asked}: the server adds {tokenization.overhead} tokens to every prompt; give at "
+            f"least {needed}."
         )
     return Synthetic(
         seed=options.seed,
-        input_len=chosen.input_distribution,
-        output_len=chosen.output_distribution,
-        turns=chosen.turn_distribution,
-        think_time=chosen.think_distribution,
-        prefix_groups=chosen.prefix_groups,
-        prefix_len=chosen.prefix_len,
+        input_len=asked,
+        output_len=options.output_distribution,
+        turns=options.turn_distribution,
+        think_time=options.think_distribution,
+        prefix_groups=options.prefix_groups,
+        prefix_len=options.prefix_len,
         least_input=needed,
     ), []
 
@@ -255,35 +265,33 @@ def _check_lengths(options: Options, workload: Workload, max_model_len: int | No
     """Raises ValueError before the run if the server would refuse some requests as too long."""
     if max_model_len is None:
         return
-    count = min(workload.count or _CHECKED_SESSIONS, options.pace.requests or sys.maxsize)
-    longest = [_longest(workload.session(i)) for i in range(count)]
-    over = sum(length > max_model_len for length in longest)
+    count = min(workload.count or _CHECKED_SESSIONS, options.requests or sys.maxsize)
+    # The last turn has the history before it. The length of a text is not known and counts as 0.
+    lengths = [
+        sum(turn.input_tokens + turn.output_tokens for turn in workload.session(i).turns)
+        for i in range(count)
+    ]
+    over = sum(length > max_model_len for length in lengths)
     if over:
         remedy = "--length-scale" if options.trace else "--input-len, --output-len or --turns"
         raise ValueError(
             f"{over} of {count} sessions need more than the model's {max_model_len} tokens, up to "
-            f"{max(longest)}. Give a smaller {remedy}, or serve with a larger --max-model-len."
+            f"{max(lengths)}. Give a smaller {remedy}, or serve with a larger --max-model-len."
         )
 
 
-def _longest(session: Session) -> int:
-    """Tokens of the last turn with its history. The length of a text is not known and counts as 0."""
-    return sum(turn.input_tokens + turn.output_tokens for turn in session.turns)
-
-
 def _described(options: Options) -> dict[str, Any]:
-    workload, replay = options.workload, options.replay
     if options.trace is not None:
-        scaled = {} if replay.length_scale == 1 else {"length_scale": replay.length_scale}
-        return {"trace": options.trace.name, "block_size": replay.block_size} | scaled
-    if workload.dataset is not None:
-        return {"dataset": workload.dataset.name, "turns": workload.turns}
+        scaled = {} if options.length_scale == 1 else {"length_scale": options.length_scale}
+        return {"trace": options.trace.name, "block_size": options.block_size} | scaled
+    if options.dataset is not None:
+        return {"dataset": options.dataset.name, "turns": options.turns}
     found: dict[str, Any] = {
-        "input_len": str(workload.input_distribution),
-        "output_len": str(workload.output_distribution),
+        "input_len": str(options.input_distribution),
+        "output_len": str(options.output_distribution),
     }
-    if workload.prefix_groups:
-        found |= {"prefix_groups": workload.prefix_groups, "prefix_len": workload.prefix_len}
-    if workload.turns != "1":
-        found |= {"turns": workload.turns, "think_time": workload.think_time}
+    if options.prefix_groups:
+        found |= {"prefix_groups": options.prefix_groups, "prefix_len": options.prefix_len}
+    if options.turns != "1":
+        found |= {"turns": options.turns, "think_time": options.think_time}
     return found

@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
+import typer
+
 from baton.bench.contract import require_plotly
-from baton.bench.load.flags import flag
 from baton.bench.load.measurement.slo import SYNTAX as SLO_SYNTAX
 from baton.bench.load.measurement.slo import Slo
 from baton.bench.load.target.request import Api
-from baton.bench.load.traffic.arrivals import ArrivalKind, Arrivals
 from baton.bench.load.traffic.datasets import MOONCAKE_BLOCK
-from baton.bench.load.traffic.distribution import SYNTAX, Distribution
-from baton.bench.load.traffic.workload import DEFAULT_PRESET, PRESETS
+from baton.bench.load.traffic.workload import (
+    DEFAULT_PRESET,
+    PRESETS,
+    SYNTAX,
+    ArrivalKind,
+    Arrivals,
+    Distribution,
+)
 from baton.machine import usable_cpus
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -31,8 +37,16 @@ DEFAULT_DURATION = 30.0
 _MOST_PROCESSES = 8
 
 
+def flag(text: str, metavar: str | None = None, *aliases: str, shown: str | bool = True, **more: Any) -> Any:
+    """The flag `--field-name` of a field, and its aliases. `shown` replaces the default in the help."""
+    return typer.Option(*aliases, help=text, metavar=metavar, show_default=shown, **more)
+
+
+# The groups of flags by their section in the help. `Options` has the fields of all of them.
+
+
 @dataclass(frozen=True, kw_only=True)
-class TargetOptions:
+class Target:
     """The server to measure."""
 
     panel: ClassVar = "Target"
@@ -42,12 +56,7 @@ class TargetOptions:
     model: Annotated[str | None, flag("Model to ask for.", "NAME", shown="the server's first")] = None
     api: Annotated[Api, flag("completions: /v1/completions; chat: /v1/chat/completions.")] = "completions"
     api_key: Annotated[
-        str | None,
-        flag(
-            "Prefer the variable: every user can read arguments.",
-            "KEY",
-            envvar="BATON_API_KEY",
-        ),
+        str | None, flag("Prefer the variable: every user can read arguments.", "KEY", envvar="BATON_API_KEY")
     ] = None
     extra_body: Annotated[str, flag('More fields, like {"top_p": 0.9}.', "JSON")] = ""
     metrics_url: Annotated[
@@ -57,16 +66,6 @@ class TargetOptions:
             shown="URL/metrics, and of Baton's workers",
         ),
     ] = field(default_factory=list)  # fmt: skip
-
-    def __post_init__(self) -> None:
-        for option, url in (
-            *(("--url", u) for u in self.url.split(",")),
-            *(("--metrics-url", u) for u in self.metrics_url),
-        ):
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{option} {url!r} is no address. Write it like {DEFAULT_URL}.")
-        self.extra_fields  # noqa: B018 - read for its error
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -89,7 +88,7 @@ class TargetOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadOptions:
+class Workload:
     """What to send: lengths, or the conversations of a data set."""
 
     panel: ClassVar = "Workload"
@@ -117,7 +116,199 @@ class WorkloadOptions:
         ),
     ] = None  # fmt: skip
 
+    @property
+    def input_distribution(self) -> Distribution:
+        return Distribution.parse(self.input_len or PRESETS[self.preset or DEFAULT_PRESET][0], "--input-len")
+
+    @property
+    def output_distribution(self) -> Distribution:
+        text = self.output_len or PRESETS[self.preset or DEFAULT_PRESET][1]
+        return Distribution.parse(text, "--output-len")
+
+    @property
+    def turn_distribution(self) -> Distribution:
+        return Distribution.parse(self.turns, "--turns")
+
+    @property
+    def think_distribution(self) -> Distribution:
+        return Distribution.parse(self.think_time, "--think-time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What to send, and when: a trace in Mooncake's format."""
+
+    panel: ClassVar = "Workload"
+    trace: Annotated[
+        Path | None,
+        typer.Argument(metavar="TRACE", help="JSONL in Mooncake's format.", show_default="a small sample"),
+    ] = None
+    speed: Annotated[float, flag("2 replays the trace in half its time.", "FACTOR")] = 1.0
+    length_scale: Annotated[
+        float, flag("Scales blocks, inputs and outputs alike, for models with a short context.", "FACTOR")
+    ] = 1.0
+    block_size: Annotated[int, flag("Tokens of one hash id of the trace.", "TOKENS")] = MOONCAKE_BLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """An open loop. Without `rate` it is a closed loop."""
+
+    panel: ClassVar = "Load"
+    rate: Annotated[
+        float | None,
+        flag(
+            "Open loop: sessions started per second, whatever the server does.", "PER_SECOND",
+            "--request-rate", shown="closed loop",
+        ),
+    ] = None  # fmt: skip
+    arrivals: Annotated[ArrivalKind, flag("How an open loop spreads its starts.")] = "poisson"
+    burstiness: Annotated[
+        float, flag("For gamma: below 1 is burstier than Poisson, above 1 smoother.", "SHAPE")
+    ] = 1.0
+    ramp_to: Annotated[float | None, flag("For ramp: rate at the end of --duration.", "PER_SECOND")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """How much, how long, and with how many processes."""
+
+    panel: ClassVar = "Load"
+    concurrency: Annotated[
+        int | None,
+        flag(
+            "Closed loop: users. Else the most in flight; waiting for a place counts as latency.",
+            "N", "--max-concurrency", shown=f"{DEFAULT_CONCURRENCY} users, or no limit",
+        ),
+    ] = None  # fmt: skip
+    duration: Annotated[
+        float | None,
+        flag("How long to send new requests.", "SECONDS", shown=f"{DEFAULT_DURATION:g}, unless --requests"),
+    ] = None
+    requests: Annotated[
+        int | None, flag("Sessions to send at most.", "N", "--num-prompts", shown="no limit")
+    ] = None
+    warmup: Annotated[
+        float | None,
+        flag(
+            "Excluded from all results. Detected by MSER-5 on TTFT; 0 excludes nothing.", "SECONDS",
+            shown="detected",
+        ),
+    ] = None  # fmt: skip
+    drain: Annotated[
+        float, flag("Wait so long for answers after the last request; later answers fail.", "SECONDS")
+    ] = 60.0
+    timeout: Annotated[float, flag("Of one request; a slower one has failed.", "SECONDS")] = 600.0
+    processes: Annotated[
+        int | None, flag("Client processes that share the load.", "N", shown="half the CPUs")
+    ] = None
+    seed: Annotated[
+        int,
+        flag(
+            "The same seed gives the same prompts and times. A new seed for each run defeats prefix caches.",
+            "N", shown="random",
+        ),
+    ] = field(default_factory=lambda: random.SystemRandom().randrange(1 << 31))  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """The objectives, and where results go beside the terminal."""
+
+    panel: ClassVar = "Objectives and output"
+    slo: Annotated[str, flag(f"{SLO_SYNTAX}.", "LIMITS", "--goodput")] = ""
+    attainment: Annotated[
+        float, flag("Share of the requests that must meet the limits for the run to meet them.", "SHARE")
+    ] = 0.99
+
+    json: Annotated[Path | None, flag("Write the results as JSON.", "FILE")] = None
+    html: Annotated[
+        Path | None, flag("Write the report as one HTML page. Needs the extra `bench`.", "FILE")
+    ] = None
+    jsonl: Annotated[Path | None, flag("Write every request as a line of JSON.", "FILE")] = None
+    quiet: Annotated[bool, flag("Nothing on stderr but errors.")] = False
+
+    @property
+    def objectives(self) -> Slo:
+        return Slo.parse(self.slo)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Which loads to measure, or which rate to search."""
+
+    panel: ClassVar = "Sweep"
+    rates: Annotated[str, flag("Open loops with these rates.", "R,R,…")] = ""
+    concurrencies: Annotated[str, flag("Closed loops with these numbers of users.", "N,N,…")] = ""
+    find_rate: Annotated[
+        float | None, flag("Search the highest rate within --slo, beginning with this one.", "PER_SECOND")
+    ] = None
+
+    @property
+    def loads(self) -> list[dict[str, Any]]:
+        """The options that differ from run to run."""
+        if sum(map(bool, (self.rates, self.concurrencies, self.find_rate))) != 1:
+            raise ValueError("a sweep needs one of --rates, --concurrencies and --find-rate.")
+        if self.concurrencies:
+            users = _numbers("--concurrencies", self.concurrencies)
+            if any(n != int(n) for n in users):
+                raise ValueError(f"--concurrencies {self.concurrencies}: users are whole numbers.")
+            return [{"concurrency": int(n)} for n in users]
+        rates = [self.find_rate] if self.find_rate is not None else _numbers("--rates", self.rates)
+        return [{"rate": rate} for rate in rates]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
+    """One run. A `trace` decides what is sent and when; then `concurrency` only limits what is in flight."""
+
     def __post_init__(self) -> None:
+        """Raises ValueError that names the flag, its value and the remedy."""
+        urls = [("--url", url) for url in self.url.split(",")]
+        for option, url in (*urls, *(("--metrics-url", url) for url in self.metrics_url)):
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{option} {url!r} is no address. Write it like {DEFAULT_URL}.")
+        self._check_numbers()
+        self._check_workload()
+        if (self.arrivals == "ramp") != (self.ramp_to is not None):
+            raise ValueError("--arrivals ramp and --ramp-to need each other: give both, or none.")
+        if self.burstiness != 1.0 and self.arrivals != "gamma":
+            raise ValueError(f"--burstiness {self.burstiness:g} is for --arrivals gamma.")
+        if self.arrivals != "poisson" and not (self.rate or self.rates or self.find_rate):
+            raise ValueError(f"--arrivals {self.arrivals} shapes an open loop: give its --rate.")
+        if self.ramp_to is not None and self.duration is None:
+            raise ValueError("--arrivals ramp reaches --ramp-to at the end of --duration: give it.")
+        if self.html is not None:
+            require_plotly()
+        # The results would be lost after the run.
+        for option, path in {"--json": self.json, "--html": self.html, "--jsonl": self.jsonl}.items():
+            if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+                raise ValueError(
+                    f"{option} {path}: no file can be written there. Give a file in a directory that exists."
+                )
+        self.extra_fields, self.objectives  # noqa: B018 - read for their errors
+
+    def _check_numbers(self) -> None:
+        for name in (
+            "speed", "length_scale", "block_size", "rate", "concurrency", "burstiness", "ramp_to", "duration",
+            "requests", "timeout", "processes",
+        ):  # fmt: skip
+            value, option = getattr(self, name), "--" + name.replace("_", "-")
+            if value is not None and not 0 < value < math.inf:
+                hint = " For as fast as possible, give --concurrency instead." if name == "rate" else ""
+                raise ValueError(f"{option} {value:g} must be a positive number.{hint}")
+        for option, value in {"--warmup": self.warmup, "--drain": self.drain, "--seed": self.seed}.items():
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{option} {value:g} must not be negative.")
+        if self.warmup is not None and self.duration is not None and self.warmup >= self.duration:
+            raise ValueError(
+                f"--warmup {self.warmup:g} leaves nothing of --duration {self.duration:g}. Make it shorter."
+            )
+        if not 0 < self.attainment <= 1:
+            raise ValueError(f"--attainment {self.attainment:g} must be a share: more than 0, at most 1.")
+
+    def _check_workload(self) -> None:
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"--preset {self.preset!r} is unknown. There are {', '.join(PRESETS)}.")
         if (self.prefix_groups > 0) != (self.prefix_len > 0) or self.prefix_groups < 0 or self.prefix_len < 0:
@@ -146,237 +337,17 @@ class WorkloadOptions:
         self.output_distribution, self.think_distribution  # noqa: B018 - read for their errors
 
     @property
-    def input_distribution(self) -> Distribution:
-        return Distribution.parse(self.input_len or PRESETS[self.preset or DEFAULT_PRESET][0], "--input-len")
-
-    @property
-    def output_distribution(self) -> Distribution:
-        text = self.output_len or PRESETS[self.preset or DEFAULT_PRESET][1]
-        return Distribution.parse(text, "--output-len")
-
-    @property
-    def turn_distribution(self) -> Distribution:
-        return Distribution.parse(self.turns, "--turns")
-
-    @property
-    def think_distribution(self) -> Distribution:
-        return Distribution.parse(self.think_time, "--think-time")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TraceOptions:
-    """What to send, and when: a trace in Mooncake's format."""
-
-    panel: ClassVar = "Workload"
-    speed: Annotated[float, flag("2 replays the trace in half its time.", "FACTOR")] = 1.0
-    length_scale: Annotated[
-        float, flag("Scales blocks, inputs and outputs alike, for models with a short context.", "FACTOR")
-    ] = 1.0
-    block_size: Annotated[int, flag("Tokens of one hash id of the trace.", "TOKENS")] = MOONCAKE_BLOCK
-
-    def __post_init__(self) -> None:
-        _check_positive(
-            {"--speed": self.speed, "--length-scale": self.length_scale, "--block-size": self.block_size}
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapeOptions:
-    """How much load. Without `rate` it is a closed loop."""
-
-    panel: ClassVar = "Load"
-    rate: Annotated[
-        float | None,
-        flag(
-            "Open loop: sessions started per second, whatever the server does.", "PER_SECOND",
-            "--request-rate", shown="closed loop",
-        ),
-    ] = None  # fmt: skip
-    concurrency: Annotated[
-        int | None,
-        flag(
-            "Closed loop: users. With --rate: the most in flight; waiting for a place counts as latency.",
-            "N", "--max-concurrency", shown=f"{DEFAULT_CONCURRENCY} users",
-        ),
-    ] = None  # fmt: skip
-    arrivals: Annotated[ArrivalKind, flag("How an open loop spreads its starts.")] = "poisson"
-    burstiness: Annotated[
-        float, flag("For gamma: below 1 is burstier than Poisson, above 1 smoother.", "SHAPE")
-    ] = 1.0
-    ramp_to: Annotated[float | None, flag("For ramp: rate at the end of --duration.", "PER_SECOND")] = None
-
-    def __post_init__(self) -> None:
-        _check_positive(
-            {
-                "--rate": self.rate, "--concurrency": self.concurrency, "--burstiness": self.burstiness,
-                "--ramp-to": self.ramp_to,
-            }
-        )  # fmt: skip
-        if (self.arrivals == "ramp") != (self.ramp_to is not None):
-            raise ValueError("--arrivals ramp and --ramp-to need each other: give both, or none.")
-        if self.burstiness != 1.0 and self.arrivals != "gamma":
-            raise ValueError(f"--burstiness {self.burstiness:g} is for --arrivals gamma.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaceOptions:
-    """How long, and with how many processes."""
-
-    panel: ClassVar = "Load"
-    duration: Annotated[
-        float | None,
-        flag("How long to send new requests.", "SECONDS", shown=f"{DEFAULT_DURATION:g}, unless --requests"),
-    ] = None
-    requests: Annotated[
-        int | None, flag("Sessions to send at most.", "N", "--num-prompts", shown="no limit")
-    ] = None
-    warmup: Annotated[
-        float | None,
-        flag(
-            "Excluded from all results. Detected by MSER-5 on TTFT; 0 excludes nothing.", "SECONDS",
-            shown="detected",
-        ),
-    ] = None  # fmt: skip
-    drain: Annotated[
-        float, flag("Wait so long for answers after the last request; later answers fail.", "SECONDS")
-    ] = 60.0
-    timeout: Annotated[float, flag("Of one request; a slower one has failed.", "SECONDS")] = 600.0
-    processes: Annotated[
-        int | None, flag("Client processes that share the load.", "N", shown="half the CPUs")
-    ] = None
-    seed: Annotated[
-        int | None,
-        flag(
-            "The same seed gives the same prompts and times. A new seed for each run defeats prefix caches.",
-            "N", shown="random",
-        ),
-    ] = None  # fmt: skip
-
-    def __post_init__(self) -> None:
-        _check_positive(
-            {
-                "--duration": self.duration, "--requests": self.requests, "--timeout": self.timeout,
-                "--processes": self.processes,
-            }
-        )  # fmt: skip
-        for option, value in {"--warmup": self.warmup, "--drain": self.drain, "--seed": self.seed}.items():
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{option} {value:g} must not be negative.")
-        if self.warmup is not None and self.duration is not None and self.warmup >= self.duration:
-            raise ValueError(
-                f"--warmup {self.warmup:g} leaves nothing of --duration {self.duration:g}. Make it shorter."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SloOptions:
-    """The objectives."""
-
-    panel: ClassVar = "Objectives and output"
-    slo: Annotated[str, flag(f"{SLO_SYNTAX}.", "LIMITS", "--goodput")] = ""
-    attainment: Annotated[
-        float, flag("Share of the requests that must meet the limits for the run to meet them.", "SHARE")
-    ] = 0.99
-
-    def __post_init__(self) -> None:
-        if not 0 < self.attainment <= 1:
-            raise ValueError(f"--attainment {self.attainment:g} must be a share: more than 0, at most 1.")
-        self.objectives  # noqa: B018 - read for its error
-
-    @property
-    def objectives(self) -> Slo:
-        return Slo.parse(self.slo)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """Where results go, beside the terminal."""
-
-    panel: ClassVar = "Objectives and output"
-    json: Annotated[Path | None, flag("Write the results as JSON.", "FILE")] = None
-    html: Annotated[
-        Path | None, flag("Write the report as one HTML page. Needs the extra `bench`.", "FILE")
-    ] = None
-    jsonl: Annotated[Path | None, flag("Write every request as a line of JSON.", "FILE")] = None
-    quiet: Annotated[bool, flag("Nothing on stderr but errors.")] = False
-
-    def __post_init__(self) -> None:
-        """Checks the files before the run, whose results would be lost otherwise."""
-        if self.html is not None:
-            require_plotly()
-        for option, path in {"--json": self.json, "--html": self.html, "--jsonl": self.jsonl}.items():
-            if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-                raise ValueError(
-                    f"{option} {path}: no file can be written there. Give a file in a directory that exists."
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions:
-    """Which loads to measure, or which rate to search."""
-
-    panel: ClassVar = "Sweep"
-    rates: Annotated[str, flag("Open loops with these rates.", "R,R,…")] = ""
-    concurrencies: Annotated[str, flag("Closed loops with these numbers of users.", "N,N,…")] = ""
-    find_rate: Annotated[
-        float | None, flag("Search the highest rate within --slo, beginning with this one.", "PER_SECOND")
-    ] = None
-
-    def __post_init__(self) -> None:
-        if sum(map(bool, (self.rates, self.concurrencies, self.find_rate))) != 1:
-            raise ValueError("a sweep needs one of --rates, --concurrencies and --find-rate.")
-        self.loads  # noqa: B018 - read for its error
-
-    @property
-    def loads(self) -> list[dict[str, Any]]:
-        """The fields of `ShapeOptions` that differ from run to run."""
-        if self.concurrencies:
-            users = _numbers("--concurrencies", self.concurrencies)
-            if any(n != int(n) for n in users):
-                raise ValueError(f"--concurrencies {self.concurrencies}: users are whole numbers.")
-            return [{"concurrency": int(n)} for n in users]
-        rates = [self.find_rate] if self.find_rate is not None else _numbers("--rates", self.rates)
-        return [{"rate": rate} for rate in rates]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """One run. A `trace` decides what is sent and when; then `shape` only limits the requests in flight."""
-
-    target: TargetOptions = field(default_factory=TargetOptions)
-    workload: WorkloadOptions = field(default_factory=WorkloadOptions)
-    shape: ShapeOptions = field(default_factory=ShapeOptions)
-    pace: PaceOptions = field(default_factory=PaceOptions)
-    slo: SloOptions = field(default_factory=SloOptions)
-    trace: Path | None = None
-    replay: TraceOptions = field(default_factory=TraceOptions)
-    seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 31))
-
-    def __post_init__(self) -> None:
-        if self.shape.arrivals != "poisson" and self.shape.rate is None:
-            raise ValueError(f"--arrivals {self.shape.arrivals} shapes an open loop: give its --rate.")
-        if self.shape.ramp_to is not None and self.pace.duration is None:
-            raise ValueError("--arrivals ramp reaches --ramp-to at the end of --duration: give it.")
-
-    @property
     def schedule(self) -> Arrivals | None:
-        shape = self.shape
-        if shape.rate is None:
+        """When sessions of an open loop start."""
+        if self.rate is None:
             return None
-        ramp_to, seconds = (shape.ramp_to, self.pace.duration) if shape.ramp_to else (0.0, 0.0)
-        return Arrivals(shape.arrivals, shape.rate, shape.burstiness, ramp_to or 0.0, seconds or 0.0)
+        ramp_to, seconds = (self.ramp_to, self.duration) if self.ramp_to else (0.0, 0.0)
+        return Arrivals(self.arrivals, self.rate, self.burstiness, ramp_to or 0.0, seconds or 0.0)
 
     @property
     def process_count(self) -> int:
         """Leaves half of the CPUs to the rest of the machine."""
-        return self.pace.processes or max(1, min(_MOST_PROCESSES, usable_cpus() // 2))
-
-
-def _check_positive(values: dict[str, float | None]) -> None:
-    for option, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            hint = " For as fast as possible, give --concurrency instead." if option == "--rate" else ""
-            raise ValueError(f"{option} {value:g} must be a positive number.{hint}")
+        return self.processes or max(1, min(_MOST_PROCESSES, usable_cpus() // 2))
 
 
 def _numbers(option: str, text: str) -> list[float]:

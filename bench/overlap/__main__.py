@@ -42,9 +42,10 @@ import tempfile
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import baton.bench.contract as contract
+from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.contract import Report, Row
 from baton.bench.kv.raw_sockets import RawPair
 from baton.bench.overlap.streams import (
@@ -52,18 +53,15 @@ from baton.bench.overlap.streams import (
     OUTPUT_TOKENS,
     Background,
     Streamed,
-    Workers,
+    Trace,
     alone,
     injected_gaps,
     prefill_only,
-    prompt_of,
     quiet_gaps,
     streamed,
 )
-from baton.bench.overlap.trace import Trace
-from baton.bench.roles import Driver, Roles
+from baton.bench.roles import Driver, Workers, gpus_or_exit, prompt_of
 from baton.bench.shapes import DENSE, HYBRIDS, write_shape
-from baton.cluster.gpus import visible_gpus
 
 CONTEXT = 1000
 """Prompt tokens of the background streams."""
@@ -76,11 +74,6 @@ LONG_OUTPUT = 100
 """Output tokens of a request of --long."""
 LONG_REQUESTS = 2
 GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
-
-
-class Group(NamedTuple):
-    flags: list[str]
-    environment: dict[str, str]
 
 
 def background_tokens(tokens: int) -> int:
@@ -107,35 +100,29 @@ def flags(args: argparse.Namespace, directory: Path) -> list[str]:
     model = args.model or str(write_shape(args.model_shape, directory))
     prompts = (*args.tokens, *args.long)
     longest = max(CONTEXT + background_tokens(max(args.tokens)), *(length + 1024 for length in prompts))
-    common += ["--device", "cuda", "--model", model, "--load-format", "dummy"]
+    common += ["--model", model, "--load-format", "dummy"]
     common += ["--max-model-len", str(longest), "--max-num-batched-tokens", "8192", "--max-num-seqs", "128"]
     common += ["--kv-slot-bytes", str(2 << 20), "--kv-slots", "256", "--engine-timeout", "120"]
     return common
 
 
-def groups(args: argparse.Namespace) -> tuple[Group, Group]:
-    """The ranks of both workers, and where they run. With too few GPUs the workers share them. Exits if there
-    are too few for one worker."""
-    prefill, decode = args.prefill_ranks, args.decode_ranks
+def groups(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The flags of the prefill and of the decode worker: their ranks, and where they run. With too few GPUs
+    the workers share them. Exits if there are too few for one worker."""
+    ranks = args.prefill_ranks, args.decode_ranks
     dtypes = args.prefill_kv_cache_dtype, args.decode_kv_cache_dtype
-    sizes = [
+    prefill, decode = (
         ["--tensor-parallel-size", str(size), "--kv-cache-dtype", dtype]
-        for size, dtype in zip((prefill, decode), dtypes, strict=True)
-    ]
+        for size, dtype in zip(ranks, dtypes, strict=True)
+    )
     if args.device == "cpu":
-        return Group(sizes[0], {}), Group(sizes[1], {})
-    gpus = visible_gpus()
-    if max(prefill, decode) > len(gpus):
-        told = f"--prefill-ranks {prefill} --decode-ranks {decode}"
-        print(f"{told}: needs {max(prefill, decode)} GPUs, and there are {len(gpus)}", file=sys.stderr)
-        sys.exit(contract.EXIT_CANNOT_MEASURE)
-    if prefill + decode > len(gpus):
+        return prefill, decode
+    gpus = gpus_or_exit(max(ranks), "--prefill-ranks {} --decode-ranks {}:".format(*ranks))
+    if sum(ranks) > gpus:
         print("the workers share GPUs: steps beside a prefill take longer than with GPUs of their own")
-        for size in sizes:
-            size += ["--gpu-memory-utilization", "0.4"]
-    own = gpus[:prefill], gpus[-decode:]
-    first, second = ({"CUDA_VISIBLE_DEVICES": ",".join(names)} for names in own)
-    return Group(sizes[0], first), Group(sizes[1], second)
+        for flags in (prefill, decode):
+            flags += ["--gpu-memory-utilization", "0.4"]
+    return [*prefill, "--device", "cuda:0"], [*decode, "--device", f"cuda:{gpus - ranks[1]}"]
 
 
 @dataclass
@@ -154,29 +141,35 @@ class Runs:
 async def measure(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        with Roles() as roles, closing(RawPair(args.lanes)) as raw:
-            common, (prefill, decode) = flags(args, directory), groups(args)
-            source = roles.start("prefill", *common, *prefill.flags, environment=prefill.environment)
-            target = roles.start("decode", *common, *decode.flags, environment=decode.environment)
-            drivers = [Driver(source["address"], roles.secret), Driver(target["address"], roles.secret)]
-            for driver in drivers:
-                await driver.attach()
-            workers = Workers(drivers[0], drivers[1], source)
-            measured = {tokens: await _measure(args, workers, tokens) for tokens in args.tokens}
-            long: dict[int, list[Streamed]] = {}
-            for length in args.long:
-                prompts = [prompt_of(length, 90_000 + n) for n in range(LONG_REQUESTS)]
-                long[length] = [await streamed(workers, prompt, LONG_OUTPUT) for prompt in prompts]
-            for driver in drivers:
-                await driver.close()
+        prefill, decode = groups(args)
+        workers = LocalCluster(
+            directory, prefill=1, decode=1, router=False, worker_flags=flags(args, directory),
+            prefill_flags=prefill, decode_flags=decode,
+        )  # fmt: skip
+        with workers as cluster, closing(RawPair(args.lanes)) as raw:
+            measured, long = await _measure_all(args, cluster)
             for runs in measured.values():
-                size = Trace.read(directory).joined[runs.alones[0]].size
+                size = Trace.read(*directory.glob("*.trace")).joined[runs.alones[0]].size
                 runs.raws = [raw.seconds(size) for _ in runs.alones]
         # Complete after the workers have ended, which flushes their traces.
-        trace = Trace.read(directory)
+        trace = Trace.read(*directory.glob("*.trace"))
     for tokens, runs in measured.items():
         report_rows(args, report, tokens, runs, trace)
     report_long(args, report, long, trace)
+
+
+async def _measure_all(
+    args: argparse.Namespace, cluster: LocalCluster
+) -> tuple[dict[int, Runs], dict[int, list[Streamed]]]:
+    """What was measured, by tokens of a prompt, and by those of a request of --long."""
+    drivers = (Driver(cluster.report(role), cluster.secret) for role in ("prefill", "decode"))
+    async with Workers(*drivers) as workers:
+        measured = {tokens: await _measure(args, workers, tokens) for tokens in args.tokens}
+        long: dict[int, list[Streamed]] = {}
+        for length in args.long:
+            prompts = [prompt_of(length, 90_000 + n) for n in range(LONG_REQUESTS)]
+            long[length] = [await streamed(workers, prompt, LONG_OUTPUT) for prompt in prompts]
+    return measured, long
 
 
 async def _measure(args: argparse.Namespace, workers: Workers, tokens: int) -> Runs:
@@ -240,37 +233,26 @@ def report_rows(args: argparse.Namespace, report: Report, tokens: int, runs: Run
         report.add(
             Row(
                 f"{prefix}.handover{beside}", statistics.median(steps), "steps",
-                p99=contract.percentile(steps, 0.99), goal=2.5 if on_cpu else 2.0, better="lower",
+                p99=contract.percentile(steps, 0.99), goal=2.5 if on_cpu else 2.0,
             )
         )  # fmt: skip
         report.add(Row(f"{prefix}.step{beside}", _median_ms(r.step for r in series), "ms"))
-    ratio, spread = contract.paired_ratio([run.ttft for run in idle], runs.prefills)
-    report.add(
-        Row(
-            f"{prefix}.ttft", _median_ms(run.ttft for run in idle), "ms", ratio=ratio, spread=spread,
-            ratio_to="the same prefill without a handover", goal=1.05, better="lower",
-        )
+    report.add_ratio(
+        f"{prefix}.ttft", [run.ttft for run in idle], "ms", runs.prefills,
+        "the same prefill without a handover", scale=1e3, goal=1.05,
     )  # fmt: skip
     for batch, pairs in runs.gaps.items():
         for name, q, goal in (("ttit_p99", 0.99, 1.05), ("ttit", 0.5, None)):
-            during = [contract.percentile(injected, q) for _, injected in pairs]
-            ratio, spread = contract.paired_ratio(during, [contract.percentile(a, q) for a, _ in pairs])
-            report.add(
-                Row(
-                    f"{prefix}.{name}.b{batch}", _median_ms(during), "ms", ratio=ratio, spread=spread,
-                    ratio_to="while no KV is injected", goal=goal, better="lower" if goal else None,
-                )
-            )  # fmt: skip
+            quiet, during = (
+                [contract.percentile(gaps, q) for gaps in kind] for kind in zip(*pairs, strict=True)
+            )
+            to = "while no KV is injected"
+            report.add_ratio(f"{prefix}.{name}.b{batch}", during, "ms", quiet, to, scale=1e3, goal=goal)
     per_token = trace.joined[runs.alones[0]].size / tokens
     report.add(Row(f"{prefix}.wire", per_token, "bytes a token"))
     report.add(Row(f"{prefix}.exposed", _median_ms(exposed), "ms", p99=max(exposed) * 1e3))
-    ratio, spread = contract.paired_ratio(runs.raws, alones)
-    report.add(
-        Row(
-            f"{prefix}.alone", _median_ms(alones), "ms", ratio=ratio, spread=spread,
-            ratio_to="raw sockets, same bytes and lanes (as speed)",
-        )
-    )  # fmt: skip
+    to = "raw sockets, same bytes and lanes (as speed)"
+    report.add_ratio(f"{prefix}.alone", alones, "ms", runs.raws, to, scale=1e3, inverse=True)
 
 
 def report_long(
@@ -293,7 +275,6 @@ def _median_ms(seconds: Any) -> float:
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument(
         "--tokens", type=int, action="append", metavar="N",
         help="prompt length (default: 1000 on a CPU, 2000 on a GPU); may be repeated",
@@ -339,12 +320,10 @@ def main() -> int:
         p.error("--model-shape: with --device cuda")
     if args.rounds < contract.MIN_PAIRS:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
-    parameters = {k: v for k, v in vars(args).items() if k != "json"}
-    report = Report("overlap", parameters | {"output_tokens": OUTPUT_TOKENS}, args.json)
+    report = Report.of("overlap", args, output_tokens=OUTPUT_TOKENS)
     gc.disable()  # a collection over all received tokens takes 0.1 s and would delay timestamps
     asyncio.run(measure(args, report))
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -1,47 +1,18 @@
-"""Submits requests to a prefill and a decode worker, and times their tokens."""
+"""Submits requests to a prefill and a decode worker, times their tokens, and reads the workers' traces."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
+import json
 import statistics
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from baton.bench.roles import Driver, request
+from baton.bench.roles import Workers, prompt_of, request, time_now
 from baton.rpc import worker_pb2 as pb
 
 OUTPUT_TOKENS = 12
-
-
-@dataclass
-class Workers:
-    prefill: Driver
-    decode: Driver
-    source: dict[str, Any]  # the report of the prefill worker
-
-    async def submit_prefill(
-        self, work: pb.Request, *, handover: bool = True, content: pb.ContentSource | None = None
-    ) -> bytes:
-        """`content`: a worker that may have KV of the prompt."""
-        prefill_id = os.urandom(16)
-        submit = pb.SubmitPrefill(prefill_id=prefill_id, request=work, handover=handover, content=content)
-        await self.prefill.send(pb.RouterMessage(prefill=submit))
-        return prefill_id
-
-    async def submit_decode(self, work: pb.Request, prefill_id: bytes | None) -> bytes:
-        """Without a `prefill_id` the decode worker computes the prompt."""
-        decode_id, source = os.urandom(16), None
-        if prefill_id is not None:
-            source = pb.PrefillSource(
-                prefill_id=prefill_id,
-                kv_address=self.source["kv_address"],
-                incarnation=int(self.source["incarnation"]),
-            )
-        submit = pb.SubmitDecode(decode_id=decode_id, request=work, source=source)
-        await self.decode.send(pb.RouterMessage(decode=submit))
-        return decode_id
 
 
 @dataclass
@@ -60,7 +31,7 @@ class Streamed:
 async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOKENS) -> Streamed:
     work = request(prompt, length)
     submitted = time_now()
-    prefill_id = await workers.submit_prefill(work)
+    prefill_id = await workers.prefill.prefill(work, handover=True)
     decode_id = await workers.submit_decode(work, prefill_id)
     [(first, token)] = await workers.prefill.tokens(prefill_id, 1)
     output = await workers.decode.tokens(decode_id, length)
@@ -75,7 +46,7 @@ async def streamed(workers: Workers, prompt: list[int], length: int = OUTPUT_TOK
 async def alone(workers: Workers, prompt: list[int]) -> bytes:
     """A run B. Returns its decode id."""
     work = request(prompt, 2)
-    prefill_id = await workers.submit_prefill(work)
+    prefill_id = await workers.prefill.prefill(work, handover=True)
     await workers.prefill.tokens(prefill_id, 1)
     decode_id = await workers.submit_decode(work, prefill_id)
     await workers.decode.tokens(decode_id, 2)
@@ -85,7 +56,7 @@ async def alone(workers: Workers, prompt: list[int]) -> bytes:
 async def prefill_only(workers: Workers, prompt: list[int]) -> float:
     """A run C. Returns its time to first token."""
     submitted = time_now()
-    prefill_id = await workers.submit_prefill(request(prompt, 1), handover=False)
+    prefill_id = await workers.prefill.prefill(request(prompt, 1))
     [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
     return first - submitted
 
@@ -104,7 +75,7 @@ class Background:
         attempts: list[bytes] = []
         for number in range(size):
             work = request(prompt_of(context, seed + number), length)
-            prefill_id = await workers.submit_prefill(work)
+            prefill_id = await workers.prefill.prefill(work, handover=True)
             attempts.append(await workers.submit_decode(work, prefill_id))
         for decode_id in attempts:
             await workers.decode.tokens(decode_id, 2)
@@ -158,11 +129,35 @@ async def injected_gaps(background: Background, tokens: int, seconds: float, see
             return gaps
 
 
-def prompt_of(length: int, number: int) -> list[int]:
-    """Token ids. No two prompts share a prefix."""
-    return [100 + (number * 7919 + i * 31) % 20_000 for i in range(length)]
+@dataclass(frozen=True)
+class Joined:
+    at: float
+    size: int  # bytes of KV
+    fetch_seconds: float
 
 
-def time_now() -> float:
-    """The same clock as `Driver` uses."""
-    return asyncio.get_running_loop().time()
+@dataclass
+class Trace:
+    """Times in seconds of CLOCK_MONOTONIC, which all processes of a host share."""
+
+    taken: dict[bytes, float] = field(default_factory=dict)  # by the engine, by prefill id
+    first_token: dict[bytes, float] = field(default_factory=dict)  # by prefill id
+    joined: dict[bytes, Joined] = field(default_factory=dict)  # by decode id
+
+    @classmethod
+    def read(cls, *paths: Path) -> Trace:
+        """Of some processes. Complete when they have ended."""
+        trace = cls()
+        for path in paths:
+            for line in path.read_text().splitlines()[1:]:
+                event = json.loads(line.rstrip(","))
+                at, about = event.get("ts", 0.0) / 1e6, event["args"]
+                match event["name"]:
+                    case "taken":
+                        trace.taken[bytes.fromhex(about["attempt"])] = at
+                    case "first token":
+                        trace.first_token[bytes.fromhex(about["prefill"])] = at
+                    case "joined":
+                        joined = Joined(at, about["bytes"], about["fetch_us"] / 1e6)
+                        trace.joined[bytes.fromhex(about["decode"])] = joined
+        return trace

@@ -31,15 +31,15 @@ import tempfile
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
 import baton.bench.contract as contract
+from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.contract import Report, Row
-from baton.bench.overlap.streams import Workers, prompt_of, time_now
 from baton.bench.reuse import tiers
-from baton.bench.roles import Driver, Roles, request, worker_flags
+from baton.bench.roles import Driver, Workers, prompt_of, request, time_now, worker_flags
 from baton.bench.shapes import DENSE
 from baton.rpc import worker_pb2 as pb
 
@@ -72,39 +72,35 @@ def _received(url: str) -> float:
     return sum(x.value for x in samples if (x.name, x.labels.get("direction")) == of)
 
 
-@dataclass
-class Pair:
-    workers: Workers
-    decode: dict[str, Any]  # the report of the decode worker
-
+class Pair(Workers):
     @property
     def content(self) -> pb.ContentSource:
         """The decode worker as a source of KV."""
-        kv_address, incarnation = self.decode["kv_address"], int(self.decode["incarnation"])
-        return pb.ContentSource(kv_address=kv_address, incarnation=incarnation)
+        told = self.decode.report
+        return pb.ContentSource(kv_address=told["kv_address"], incarnation=int(told["incarnation"]))
 
     async def received(self) -> float:
         """Bytes of KV that came to the decode worker and are verified, since the start."""
-        await self.workers.decode.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        return await asyncio.to_thread(_received, f"http://{self.decode['metrics_address']}/metrics")
+        await self.decode.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
+        return await asyncio.to_thread(_received, f"http://{self.decode.report['metrics_address']}/metrics")
 
     async def handover(
         self, prompt: list[int], length: int, content: pb.ContentSource | None = None
     ) -> tuple[float, list[int]]:
         """Prefill on one worker, decode on the other. Returns the time to first token, and the answer."""
-        workers, work = self.workers, request(prompt, length)
+        work = request(prompt, length)
         began = time_now()
-        prefill_id = await workers.submit_prefill(work, content=content)
-        decode_id = await workers.submit_decode(work, prefill_id)
-        [(first, _)] = await workers.prefill.tokens(prefill_id, 1)
-        tokens = await workers.decode.tokens(decode_id, length)
+        prefill_id = await self.prefill.prefill(work, handover=True, content=content)
+        decode_id = await self.submit_decode(work, prefill_id)
+        [(first, _)] = await self.prefill.tokens(prefill_id, 1)
+        tokens = await self.decode.tokens(decode_id, length)
         return first - began, [event.token_id for _, event in tokens]
 
     async def on_decode(self, prompt: list[int], length: int) -> tuple[float, list[int]]:
         """The decode worker does both. Returns the time to first token, and the answer."""
         began = time_now()
-        decode_id = await self.workers.submit_decode(request(prompt, length), None)
-        tokens = await self.workers.decode.tokens(decode_id, length)
+        decode_id = await self.submit_decode(request(prompt, length), None)
+        tokens = await self.decode.tokens(decode_id, length)
         return tokens[0][0] - began, [event.token_id for _, event in tokens]
 
 
@@ -144,28 +140,15 @@ async def one_round(pair: Pair, turns: Turns, number: int, block_size: int, runs
     runs.ttfts["computed"].append(ttft)
 
 
-async def measure(args: argparse.Namespace, turns: Turns) -> Runs:
+async def measure(args: argparse.Namespace, cluster: LocalCluster, turns: Turns) -> Runs:
     runs = Runs()
-    with tempfile.TemporaryDirectory() as directory, Roles() as roles:
-        common, environments = worker_flags(args, Path(directory), gpus=2)
-        common += ["--kv-connector", args.kv_connector]
-        starts = [
-            asyncio.to_thread(roles.start, role, *common, environment=environment)
-            for role, environment in zip(("prefill", "decode"), environments, strict=True)
-        ]
-        reports = await asyncio.gather(*starts)
-        prefill, decode = (Driver(told["address"], roles.secret) for told in reports)
-        for driver in (prefill, decode):
-            await driver.attach()
-        pair = Pair(Workers(prefill, decode, reports[0]), reports[1])
-        described = await decode.stub.Describe(pb.DescribeRequest())
+    drivers = (Driver(cluster.report(role), cluster.secret) for role in ("prefill", "decode"))
+    async with Pair(*drivers) as pair:
+        described = await pair.decode.stub.Describe(pb.DescribeRequest())
         for number in range(args.rounds + 1):  # the first one warms up: lanes, page faults
-            measured = runs if number else Runs()
-            await one_round(pair, turns, number, described.block_size, measured)
-        status = await decode.stub.GetStatus(pb.StatusRequest())
+            await one_round(pair, turns, number, described.block_size, runs if number else Runs())
+        status = await pair.decode.stub.GetStatus(pb.StatusRequest())
         runs.transport = next(iter(status.kv_transports.values()), "none: nothing was fetched")
-        for driver in (prefill, decode):
-            await driver.close()
     return runs
 
 
@@ -173,22 +156,17 @@ def report_rows(report: Report, name: str, goals: dict[str, float], runs: Runs) 
     """`name` begins the names of all rows."""
     ttfts = runs.ttfts
     for kind, goal in goals.items():
-        ratio, spread = contract.paired_ratio(ttfts[kind], ttfts["computed"])
-        report.add(
-            Row(
-                f"{name}.{kind}", statistics.median(ttfts[kind]) * 1e3, "ms",
-                p99=max(ttfts[kind]) * 1e3, ratio=ratio, ratio_to="computing it all", spread=spread,
-                goal=goal, better="lower",
-            )
+        report.add_ratio(
+            f"{name}.{kind}", ttfts[kind], "ms", ttfts["computed"], "computing it all", scale=1e3,
+            p99=max(ttfts[kind]) * 1e3, goal=goal,
         )  # fmt: skip
     report.add(Row(f"{name}.computed", statistics.median(ttfts["computed"]) * 1e3, "ms"))
     worst = max(runs.bytes_over_missing)
-    report.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02, better="lower"))
+    report.add(Row(f"{name}.bytes_over_missing", worst, "ratio", goal=1.02))
 
 
 def main() -> int:
     p = contract.parser(__doc__ or "")
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--rounds", type=int, default=ROUNDS, help="rounds (default: %(default)s)")
     p.add_argument(
         "--history", type=int, help=f"tokens (default: {ON_CPU.history} on a CPU, {ON_CUDA.history} on a GPU)"
@@ -210,13 +188,18 @@ def main() -> int:
     if args.tiers:
         tiers.report(args, turns.history).finish()
         return 0
-    runs = asyncio.run(measure(args, turns))
-    parameters = {k: v for k, v in vars(args).items() if k != "json"} | turns._asdict()
-    report = Report("reuse", parameters | {"transport": runs.transport}, args.json)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        flags, devices = worker_flags(args, directory, gpus=2)
+        flags += ["--kv-connector", args.kv_connector]
+        with LocalCluster(
+            directory, prefill=1, decode=1, router=False, worker_flags=flags, devices=devices
+        ) as cluster:
+            runs = asyncio.run(measure(args, cluster, turns))
+    report = Report.of("reuse", args, **turns._asdict(), transport=runs.transport)
     of = args.device if args.kv_connector == "tcp" else f"{args.device}.{args.kv_connector}"
     report_rows(report, f"reuse.{of}", GOALS.get(of, GOALS[args.device]), runs)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

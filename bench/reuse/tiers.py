@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-import baton.bench.contract as contract
+from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.contract import Report, Row
-from baton.bench.overlap.streams import prompt_of
-from baton.bench.roles import Driver, Roles, request, worker_flags
+from baton.bench.roles import Driver, prompt_of, request, worker_flags
 from baton.bench.shapes import DENSE, write_shape
 from baton.cluster import model
-from baton.rpc import worker_pb2 as pb
 
 NEW_TOKENS = 32
 POOL_PROMPTS = 5  # that fit into the pool
@@ -41,30 +38,35 @@ STEP_GOALS = {"cpu": 1.1, "cuda": 1.02}
 PLACES = 64
 
 
-async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[float], list[float]]:
+def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[float], list[float]]:
     """Times to first token in seconds, from the tier and computed."""
-    loaded: list[float] = []
-    computed: list[float] = []
     block = 128 if args.device == "cuda" else 16
     blocks = POOL_PROMPTS * -(-(history + 2 * NEW_TOKENS) // block)
-    with tempfile.TemporaryDirectory() as name, Roles() as roles:
-        flags, [environment] = worker_flags(args, Path(name), gpus=1)
+    with tempfile.TemporaryDirectory() as name:
+        flags, devices = worker_flags(args, Path(name), gpus=1)
         flags += ["--block-size", str(block), "--num-blocks", str(blocks)]
         if args.disk is None:
             flags += ["--host-cache-size", SIZE[args.device]]
         else:
             flags += ["--disk-cache-size", SIZE[args.device], "--disk-cache-dir", args.disk]
-        told = roles.start("prefill", *flags, environment=environment)
-        driver = Driver(told["address"], roles.secret)
-        await driver.attach()
+        with LocalCluster(
+            Path(name), prefill=1, decode=0, router=False, worker_flags=flags, devices=devices
+        ) as cluster:
+            return asyncio.run(_first_tokens(args, cluster, history, block))
+
+
+async def _first_tokens(
+    args: argparse.Namespace, cluster: LocalCluster, history: int, block: int
+) -> tuple[list[float], list[float]]:
+    loaded: list[float] = []
+    computed: list[float] = []
+    async with Driver(cluster.report("prefill"), cluster.secret) as driver:
 
         async def ask(number: int, tail: int) -> tuple[float, int]:
             """Returns the time to first token, and how many tokens were cached."""
-            prompt, prefill_id = [*prompt_of(history, number), *prompt_of(NEW_TOKENS, tail)], os.urandom(16)
-            submit = pb.SubmitPrefill(prefill_id=prefill_id, request=request(prompt, 1))
+            prompt = [*prompt_of(history, number), *prompt_of(NEW_TOKENS, tail)]
             began = time.perf_counter()
-            await driver.send(pb.RouterMessage(prefill=submit))
-            [(at, event)] = await driver.tokens(prefill_id, 1)
+            [(at, event)] = await driver.tokens(await driver.prefill(request(prompt, 1)), 1)
             if args.disk is not None:
                 await asyncio.sleep(WRITTEN[args.device])
             return at - began, event.cached_tokens
@@ -75,12 +77,10 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
             if number < BEFORE:
                 continue
             again, cached = await ask(number - BEFORE, 20_000 + number)
-            if (
-                cached >= 0.9 * history
-            ):  # else the worker had no time to copy the prompt before it was evicted
+            # Else the worker had no time to copy the prompt before it was evicted.
+            if cached >= 0.9 * history:
                 computed.append(seconds)
                 loaded.append(again)
-        await driver.close()
     if 2 * len(loaded) <= args.rounds:
         raise RuntimeError(f"the tier had {len(loaded)} of {args.rounds + 1} prompts")
     return loaded[1:], computed[1:]
@@ -89,8 +89,9 @@ async def first_tokens(args: argparse.Namespace, history: int) -> tuple[list[flo
 def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[float]]:
     """Median step times in seconds of windows with copies and without."""
     from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
-    from baton.kv_transfer.stores.block_store import BlockStore, open_host_store
+    from baton.kv_transfer.stores import BlockStore
     from baton.kv_transfer.stores.disk_store import DiskStore
+    from baton.kv_transfer.stores.host_store import open_host_store
     from baton.worker.engine_process.paged_kv import paged_kv
 
     device = args.device
@@ -148,26 +149,15 @@ def steps(args: argparse.Namespace, directory: Path) -> tuple[list[float], list[
 
 
 def report(args: argparse.Namespace, history: int) -> Report:
-    given = {key: value for key, value in vars(args).items() if key != "json"}
-    made = Report("reuse", given | {"history": history}, args.json)
+    made = Report.of("reuse", args, history=history)
     name = f"reuse.{args.device}.{'host' if args.disk is None else 'disk'}_tier"
-    loaded, computed = asyncio.run(first_tokens(args, history))
-    ratio, spread = contract.paired_ratio(loaded, computed)
-    made.add(
-        Row(
-            name, statistics.median(loaded) * 1e3, "ms", p99=max(loaded) * 1e3, ratio=ratio,
-            ratio_to="computing it", spread=spread, better="lower",
-            goal=GOALS[args.device] if args.disk is None else None,
-        )
+    loaded, computed = first_tokens(args, history)
+    made.add_ratio(
+        name, loaded, "ms", computed, "computing it", scale=1e3, p99=max(loaded) * 1e3,
+        goal=GOALS[args.device] if args.disk is None else None,
     )  # fmt: skip
     made.add(Row(f"{name}.computed", statistics.median(computed) * 1e3, "ms"))
     with tempfile.TemporaryDirectory() as directory:
         busy, quiet = steps(args, Path(directory))
-    ratio, spread = contract.paired_ratio(busy, quiet)
-    made.add(
-        Row(
-            f"{name}.step", statistics.median(busy) * 1e3, "ms", ratio=ratio, ratio_to="no copies",
-            spread=spread, goal=STEP_GOALS[args.device], better="lower",
-        )
-    )  # fmt: skip
+    made.add_ratio(f"{name}.step", busy, "ms", quiet, "no copies", scale=1e3, goal=STEP_GOALS[args.device])
     return made

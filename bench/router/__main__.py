@@ -14,7 +14,7 @@ streams open through it, each with a token every 20 ms.
 received, divided by the CPU seconds of the router with all its threads and processes. It is measured again
 with two router processes.
 
-`stall` is the longest stall of the event loop beside one large request (`bench.router.stall`): the median of
+`stall` is the longest stall of the event loop beside one large request (`ends.Watch`): the median of
 five for each kind of request, and the largest of these medians.
 """
 
@@ -25,17 +25,20 @@ import asyncio
 import contextlib
 import gc
 import random
+import secrets
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvloop
 
 import baton.bench.contract as contract
+from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.contract import MIN_PAIRS, Report, Row
-from baton.bench.roles import Roles
 from baton.bench.router.ends import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
@@ -44,11 +47,11 @@ from baton.bench.router.ends import (
     OpenStreams,
     cpu_seconds,
     first_event,
+    large_requests,
+    longest_stalls,
     prompt_of,
     through,
 )
-from baton.bench.router.stall import large_requests, longest_stalls
-from baton.cluster.model import EMBEDDED_NAME
 from baton.content import CHUNK_TOKENS
 from baton.router.policy import DecodeCaches, DecodeLoad, PrefillLoads, PrefillRequest, sticky, two_choices
 
@@ -86,24 +89,17 @@ async def measure_added(url: str, prefill: str, secret: bytes, pairs: int) -> Pa
     return found
 
 
-@dataclass
-class Saturated:
+def saturated(cluster: LocalCluster, args: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Tokens that clients received in each period, per second and per CPU second of the router."""
-
-    per_second: list[float]
-    per_core: list[float]
-
-
-def saturated(router: dict, args: argparse.Namespace) -> Saturated:
-    found = Saturated([], [])
-    with OpenStreams(router["url"], 4 * args.streams) as load:
+    per_second, per_core, pid = [], [], cluster.report("router")["pid"]
+    with OpenStreams(cluster.url, 4 * args.streams) as load:
         for _ in range(PERIODS):
-            began, tokens, cpu = time.perf_counter(), load.tokens.value, cpu_seconds(router["pid"])
+            began, tokens, cpu = time.perf_counter(), load.tokens.value, cpu_seconds(pid)
             time.sleep(args.seconds / PERIODS)
             received = load.tokens.value - tokens
-            found.per_second.append(received / (time.perf_counter() - began))
-            found.per_core.append(received / (cpu_seconds(router["pid"]) - cpu))
-    return found
+            per_second.append(received / (time.perf_counter() - began))
+            per_core.append(received / (cpu_seconds(pid) - cpu))
+    return per_second, per_core
 
 
 def decisions(workers: int, count: int, *, busy: float) -> list[float]:
@@ -147,7 +143,7 @@ def decisions(workers: int, count: int, *, busy: float) -> list[float]:
         sticky(snapshot, request)
         decode = two_choices(decodes, tokens=2_150, rng=rng)
         if decode is not None:
-            caches.nearest(rows[decode], chunks=chunks, tokens=2_150, rng=rng, avoid=())
+            caches.nearest(rows[decode], request, rng)
         loads.index.overlap(chunks, 2_000, CHUNK_TOKENS, everywhere)  # the source of a prefix
         took.append(1e6 * (time.perf_counter() - began))
         assert decode is not None
@@ -166,45 +162,42 @@ def prefill_loads(workers: int, rng: random.Random) -> PrefillLoads:
 def measure(args: argparse.Namespace, report: Report) -> None:
     for name, busy in (("", 0.2), (".full", 0.98)):
         took = decisions(1_000, 2_000, busy=busy)
-        goal: dict = {} if name else {"goal": 50, "better": "lower"}
-        p99 = contract.percentile(took, 0.99)
-        report.add(Row(f"router.decision.w1000{name}", statistics.median(took), "µs", p99=p99, **goal))
-    with Roles() as roles, contextlib.closing(FakeWorkers(roles.secret)) as workers:
-        router = start_router(roles, workers)
-        url = router["url"]
+        p99, goal = contract.percentile(took, 0.99), None if name else 50
+        report.add(Row(f"router.decision.w1000{name}", statistics.median(took), "µs", p99=p99, goal=goal))
+    secret = secrets.token_hex(16)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.closing(FakeWorkers(secret.encode())) as workers,
+        LocalCluster(Path(name), prefill=0, decode=0, secret=secret, router_flags=workers.flags) as cluster,
+    ):
+        url = cluster.url
+        uvloop.run(until_ready(url))
 
         def added() -> Pairs:
             with collector_off():
-                return uvloop.run(measure_added(url, workers.prefill, roles.secret, args.pairs))
+                return uvloop.run(measure_added(url, workers.prefill, secret.encode(), args.pairs))
 
         add_rows(report, "router.added", added())
         stalls = longest_stalls(url, large_requests(), MIN_PAIRS)
         worst = max(map(statistics.median, stalls.values()))
         p99 = contract.percentile([ms for series in stalls.values() for ms in series], 0.99)
-        report.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50, better="lower"))
+        report.add(Row("router.stall.large_request", worst, "ms", p99=p99, goal=50))
         workers.step.value = LOADED_STEP_S
         with OpenStreams(url, args.streams):
             add_rows(report, f"router.added.streams{args.streams}", added(), bound=False)
         workers.step.value = SATURATED_STEP_S
-        found = saturated(router, args)
-        per_core, per_second = statistics.median(found.per_core), statistics.median(found.per_second)
-        spread = max(found.per_core) - min(found.per_core)
-        report.add(Row("router.tokens_per_core", per_core, "tokens/s", spread=spread))
+        seconds, cores = saturated(cluster, args)
+        per_core, per_second = statistics.median(cores), statistics.median(seconds)
+        report.add(Row("router.tokens_per_core", per_core, "tokens/s", spread=max(cores) - min(cores)))
         report.add(Row("router.cpu_per_token", 1e6 / per_core, "µs"))
         report.add(Row("router.processes1.tokens_per_s", per_second, "tokens/s"))
-        found = saturated(start_router(roles, workers, "--router-processes", "2"), args)
-        several = statistics.median(found.per_second)
+        cluster.restart_router("--router-processes", "2")
+        uvloop.run(until_ready(url))
+        seconds, cores = saturated(cluster, args)
+        several = statistics.median(seconds)
         growth = {"ratio": several / per_second, "ratio_to": "processes1"}
         report.add(Row("router.processes2.tokens_per_s", several, "tokens/s", **growth))
-        report.add(Row("router.processes2.tokens_per_core", statistics.median(found.per_core), "tokens/s"))
-
-
-def start_router(roles: Roles, workers: FakeWorkers, *more: str) -> dict:
-    flags = [*more, "--model", EMBEDDED_NAME, "--port", "0"]
-    flags += ["--worker", workers.prefill, "--worker", workers.decode]
-    router = roles.start("router", *flags)
-    uvloop.run(until_ready(router["url"]))
-    return router
+        report.add(Row("router.processes2.tokens_per_core", statistics.median(cores), "tokens/s"))
 
 
 async def until_ready(url: str) -> None:
@@ -221,9 +214,9 @@ async def until_ready(url: str) -> None:
 def add_rows(report: Report, name: str, found: Pairs, *, bound: bool = True) -> None:
     """`bound`: whether the median and the p99 have goals."""
     p99 = contract.percentile(found.added, 0.99)
-    goals: list[dict] = [{"goal": g, "better": "lower"} if bound else {} for g in (1, 3)]
-    report.add(Row(f"{name}.p50", statistics.median(found.added), "ms", p99=p99, **goals[0]))
-    report.add(Row(f"{name}.p99", p99, "ms", **goals[1]))
+    goals = (1, 3) if bound else (None, None)
+    report.add(Row(f"{name}.p50", statistics.median(found.added), "ms", p99=p99, goal=goals[0]))
+    report.add(Row(f"{name}.p99", p99, "ms", goal=goals[1]))
     for way, series in (("direct", found.direct), ("routed", found.routed)):
         took = [1e3 * seconds for seconds in series]
         p99 = contract.percentile(took, 0.99)
@@ -243,7 +236,6 @@ def collector_off() -> Iterator[None]:
 
 def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--pairs", type=int, default=2_000, help="requests each way (default: %(default)s)")
     p.add_argument("--streams", type=int, default=32, help="open at the same time (default: %(default)s)")
     p.add_argument("--seconds", type=float, default=20.0, help="of saturation (default: %(default)s)")
@@ -252,12 +244,9 @@ def main() -> int:
         args.pairs, args.seconds = 400, 5.0
     if args.pairs < 100:
         p.error("--pairs: at least 100, or there is no p99")
-    parameters = {k: v for k, v in vars(args).items() if k != "json"}
-    fixed = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS}
-    report = Report("router", parameters | fixed, args.json)
+    report = Report.of("router", args, prompt_tokens=PROMPT_TOKENS, output_tokens=OUTPUT_TOKENS)
     measure(args, report)
-    report.finish()
-    return 0
+    return report.finish()
 
 
 if __name__ == "__main__":

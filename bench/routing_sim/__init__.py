@@ -2,5 +2,5 @@
 
 Life of a run: `traces` makes sessions, and chooses rate and cache capacity for a size of cluster ->
 `simulator` runs the trace once with each policy -> `__main__` writes the rows. `baselines` has the policies
-that Baton's own are compared with.
+that Baton's own are compared with, and the autoscaler.
 """

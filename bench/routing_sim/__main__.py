@@ -19,19 +19,16 @@ Profiles: what each value of `--optimize` gives on 2 workers, with a load that t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
 from baton.bench.load.traffic.datasets import SAMPLE_TRACE
-from baton.bench.routing_sim.baselines import POLICIES, emptiest
-from baton.bench.routing_sim.flips import Flips
+from baton.bench.routing_sim.baselines import POLICIES, Flips, emptiest
 from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix, size
 from baton.cluster.options.optimize import PROFILES
 from baton.router.policy import two_choices
@@ -120,7 +117,7 @@ def add_bounds(report: Report, sticky: Outcome, least_loaded: Outcome) -> None:
     report.add(Row("routing_sim.hits.sticky", hits, "of prompt tokens", goal=0.45, better="higher"))
     ours, theirs = (1e3 * contract.percentile(o.ttft, 0.99) for o in (sticky, least_loaded))
     name = "routing_sim.ttft_p99.vs_least_loaded"
-    report.add(Row(name, ours, "ms", ratio=ours / theirs, ratio_to="least loaded", goal=1.0, better="lower"))
+    report.add(Row(name, ours, "ms", ratio=ours / theirs, ratio_to="least loaded", goal=1.0))
 
 
 def add_decode(report: Report, short: bool) -> None:
@@ -149,15 +146,8 @@ def add_placement(report: Report, short: bool) -> list[str]:
             least = PLACED_REQUESTS_SHORT if short else PLACED_REQUESTS
             seconds = PLACED_SECONDS / (5 if short else 1)
             requests = max(least, round(load.rate * workers / 2 * seconds))
-            serve = partial(
-                placement.simulate,
-                load,
-                requests=requests,
-                workers=workers,
-                routers=PLACED[workers],
-                seed=SEED,
-            )
-            found = {kind: serve(kind).quantiles() for kind in KINDS}
+            served = {"requests": requests, "workers": workers, "routers": PLACED[workers], "seed": SEED}
+            found = {kind: placement.simulate(load, kind, **served).quantiles() for kind in KINDS}
             name = f"routing_sim.placement.{load.prompt}_{load.answer}.{load.rate:g}.w{workers}"
             add_placed(report, name, found)
             cells = (
@@ -172,59 +162,39 @@ def add_placed(report: Report, name: str, found: dict[placement.Kind, Quantiles]
     ours, theirs = found["policy"], found["colocated"]
     for what, goal in (("ttft_p99", 1.1), ("gap_p99", 1.0)):
         value, other = 1e3 * getattr(ours, what), 1e3 * getattr(theirs, what)
-        row = Row(
-            f"{name}.{what}",
-            value,
-            "ms",
-            ratio=value / other,
-            ratio_to="colocated",
-            goal=goal,
-            better="lower",
-        )
-        report.add(row)
+        report.add(Row(f"{name}.{what}", value, "ms", ratio=value / other, ratio_to="colocated", goal=goal))
     ratio = ours.ttft_p99 / found["split"].ttft_p99
     report.add(Row(f"{name}.ttft", 1e3 * ours.ttft, "ms", ratio=ratio, ratio_to="p99 of a fixed split"))
     report.add(Row(f"{name}.first_gap_p99", 1e3 * ours.first_gap_p99, "ms"))
 
 
-def add_swing(report: Report) -> None:
+def add_swing(report: Report, _short: bool) -> None:
     loads = [placement.Load(*load) for load in SWING]
     requests = round(2 * len(loads) * SWING_SECONDS * 2 * loads[0].rate)
 
     def goodput(kind: placement.Kind, prefills: int, *, flip: bool = False) -> float:
         flips = Flips(most=3, ttft=SWING_TTFT, gap=SWING_GAP, seats=placement.SEATS) if flip else None
         found = placement.simulate(
-            lambda now: loads[int(now / SWING_SECONDS) % len(loads)],
-            kind,
-            requests=requests,
-            workers=4,
-            prefills=prefills,
-            flips=flips,
-            seed=SEED,
-        )
+            lambda now: loads[int(now / SWING_SECONDS) % len(loads)], kind, requests=requests, workers=4,
+            prefills=prefills, flips=flips, seed=SEED,
+        )  # fmt: skip
         return found.goodput(SWING_TTFT, SWING_GAP)
 
     splits = {prefills: goodput("split", prefills) for prefills in (1, 2, 3)}
     for prefills, share in splits.items():
         report.add(Row(f"routing_sim.swing.split.{prefills}p{4 - prefills}d", share, "of requests"))
     best = max(splits.values())
-    for name, kind, flip in (
-        ("flips", "split", True),
-        ("policy", "policy", False),
-        ("policy_flips", "policy", True),
-    ):
+    placed: dict[str, tuple[placement.Kind, bool]] = {
+        "flips": ("split", True), "policy": ("policy", False), "policy_flips": ("policy", True)
+    }  # fmt: skip
+    for name, (kind, flip) in placed.items():
         share = goodput(kind, 2, flip=flip)
         report.add(
             Row(
-                f"routing_sim.swing.{name}",
-                share,
-                "of requests",
-                ratio=share / best,
-                ratio_to="best fixed split",
-                goal=1.1,
-                better="higher",
+                f"routing_sim.swing.{name}", share, "of requests", ratio=share / best,
+                ratio_to="best fixed split", goal=1.1, better="higher",
             )
-        )
+        )  # fmt: skip
 
 
 def add_profiles(report: Report, short: bool) -> None:
@@ -232,13 +202,9 @@ def add_profiles(report: Report, short: bool) -> None:
     for (prompt, answer), rates in OPTIMIZED.items():
         for rate, (name, profile) in itertools.product(rates, PROFILES.items()):
             found = placement.simulate(
-                placement.Load(prompt, answer, rate),
-                "policy",
-                requests=requests,
-                seed=SEED,
-                seats=profile.max_num_seqs[-1],
-                target_steps=profile.target_steps,
-            )
+                placement.Load(prompt, answer, rate), "policy", requests=requests, seed=SEED,
+                seats=profile.max_num_seqs[-1], target_steps=profile.target_steps,
+            )  # fmt: skip
             case, quantiles = f"routing_sim.optimize.{prompt}_{answer}.{rate}.{name}", found.quantiles()
             report.add(Row(f"{case}.ttft", 1e3 * quantiles.ttft, "ms", p99=1e3 * quantiles.ttft_p99))
             report.add(Row(f"{case}.gap_p99", 1e3 * quantiles.gap_p99, "ms"))
@@ -262,24 +228,17 @@ def add_prefill(report: Report, short: bool) -> None:
 
 def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--only", choices=PARTS, help="simulate this part")
     args = p.parse_args()
     report = Report("routing_sim", {"short": args.short, "seed": SEED}, args.json)
+    adds = {
+        "prefill": add_prefill, "decode": add_decode, "placement": add_placement, "swing": add_swing,
+        "profiles": add_profiles,
+    }  # fmt: skip
     parts = [args.only] if args.only else [part for part in PARTS if part != "swing" or not args.short]
-    table: list[str] = []
-    if "prefill" in parts:
-        add_prefill(report, args.short)
-    if "decode" in parts:
-        add_decode(report, args.short)
-    if "placement" in parts:
-        table = add_placement(report, args.short)
-    if "swing" in parts:
-        add_swing(report)
-    if "profiles" in parts:
-        add_profiles(report, args.short)
+    tables = [adds[part](report, args.short) for part in parts]
     report.finish()
-    print("\n".join(table))
+    print("\n".join(line for table in tables for line in table or ()))
     return 0
 
 

@@ -1,11 +1,15 @@
-"""Policies to compare with. The router does not offer them."""
+"""Policies to compare with, which the router does not offer, and the autoscaler for simulated pools."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from baton.cluster.autoscaling.balancer import Balancer, Sample
+from baton.cluster.options.pools import PoolOptions, PoolSize
+from baton.cluster.supervision.plan import Pool
 from baton.router.policy import (
     DecodeLoad,
     PrefillPolicy,
@@ -14,6 +18,7 @@ from baton.router.policy import (
     round_robin,
     sticky,
 )
+from baton.rpc import worker_pb2 as pb
 
 
 def least_loaded(snapshot: PrefillSnapshot, request: PrefillRequest) -> int:
@@ -44,3 +49,33 @@ def emptiest(loads: list[DecodeLoad], *, tokens: int, rng: random.Random) -> str
     """The decode worker with the least pressure of all, by its last report."""
     found = [load for load in loads if load.fits(tokens)]
     return min(found, key=lambda load: load.pressure).worker if found else None
+
+
+class Flips:
+    """The autoscaler's policy for the simulators. The pools have as many workers in all as at the start."""
+
+    def __init__(self, *, most: int, ttft: float, gap: float, seats: int) -> None:
+        """`most`: workers of a pool. `ttft`, `gap`: the targets in seconds. `seats`: of each worker. A worker
+        without a free one refuses requests."""
+        size = PoolSize(1, most)
+        self._balancer = Balancer(PoolOptions(size, size, ttft_target=1e3 * ttft, ttit_target=1e3 * gap))
+        self._seats = seats
+        self._computed = 0
+
+    def __call__(self, now: float, reports: Mapping[Pool, Sequence[pb.WorkerStatus]]) -> dict[Pool, int]:
+        computed = sum(status.prompt_tokens for statuses in reports.values() for status in statuses)
+        done, self._computed = computed - self._computed, computed
+        needed = {}
+        for pool, statuses in reports.items():
+            samples = [
+                Sample(status, done if i == 0 else 0, self._refused(status))
+                for i, status in enumerate(statuses)
+            ]
+            need = self._balancer.needed(now, pool, samples, 0)
+            needed[pool] = None if need is None else need.workers
+        return self._balancer.decide(
+            now, needed, {pool: len(statuses) for pool, statuses in reports.items()}, ()
+        )
+
+    def _refused(self, status: pb.WorkerStatus) -> int:
+        return int(status.requests_decoding + status.reservations >= self._seats)

@@ -12,15 +12,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from baton import rpc
+from grpc import RpcError
+from grpc.aio import Channel
+
 from baton.cluster.autoscaling.balancer import Balancer, Sample
 from baton.cluster.autoscaling.scaling import Needed
 from baton.cluster.options.pools import PoolOptions
 from baton.cluster.supervision.calls import named_pool, set_pool, status_of
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.supervisor import Supervisor
-from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.tls import TlsFiles
 
 INTERVAL = 1.0  # seconds between two polls
 PATIENCE = 2.0  # seconds for a worker to answer
@@ -38,7 +41,7 @@ class Autoscaler:
         self._secret = secret
         self._tls = tls
         self._balancer = Balancer(pools)
-        self._channels: dict[str, rpc.Channel] = {}
+        self._channels: dict[str, Channel] = {}
         self._last: dict[str, pb.WorkerStatus] = {}
         self._held = 0  # prompt tokens in the routers, as far as known
 
@@ -115,7 +118,7 @@ class Autoscaler:
         address = min(answered, key=lambda each: _work(samples[each].status))
         try:
             await set_pool(self._channels[address], target, PATIENCE)
-        except rpc.RpcError as error:
+        except RpcError as error:
             log.warning("%s was not moved to the %s pool: %s", address, target, error)
             return
         log.info("moved %s from the %s pool to the %s pool", address, source, target)
@@ -126,7 +129,7 @@ class Autoscaler:
     async def _ask(self, address: str) -> Sample | None:
         """The load of a worker: its last one, if it does not answer. None: it has never answered."""
         if address not in self._channels:
-            self._channels[address] = rpc.connect(address, self._secret, self._tls)
+            self._channels[address] = connect(address, self._secret, self._tls)
         status = await status_of(self._channels[address], PATIENCE)
         if status is None:  # health checks and /status report what is wrong with the worker
             known = self._last.get(address)

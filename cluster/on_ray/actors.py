@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from baton.cluster.on_ray import placement
 from baton.cluster.options.pools import PoolOptions
 from baton.cluster.supervision.plan import RoleSpec
 from baton.cluster.supervision.role_process import RoleState
-from baton.cluster.supervision.runner import RoleRunner
+from baton.cluster.supervision.runner import RETRY_SECONDS, RoleRunner
 from baton.cluster.supervision.supervisor import Supervisor
 
 NAMESPACE = "baton"
@@ -37,7 +38,13 @@ class RoleActor(RoleRunner):
 
     def __init__(self, spec: RoleSpec, logs: Path | None, peer: str) -> None:
         node = ray.get_runtime_context().get_node_id()
-        super().__init__(spec, None, logs, peer, node=f"{socket.gethostname()} {node[:8]}")
+        try:
+            super().__init__(spec, None, logs, peer, node=f"{socket.gethostname()} {node[:8]}")
+        except (OSError, ValueError) as error:  # no room for its directories
+            # For Ray an exception of a constructor is final. It restarts an actor whose process ends.
+            logging.getLogger(__name__).error("%s cannot start here: %s", spec.name, error)
+            time.sleep(RETRY_SECONDS)
+            os._exit(1)
 
 
 class RemoteRole:

@@ -12,7 +12,7 @@ from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, between, d
 
 if TYPE_CHECKING:
     from baton.router.admission.keys import ApiKey
-    from baton.rpc import TlsFiles
+    from baton.rpc.tls import TlsFiles
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ObserveOptions(LogLineOptions):
 
 
 def tls_files(prefix: str, *files: Path | None, mutual: bool = False) -> TlsFiles | None:
-    from baton.rpc import TlsFiles
+    from baton.rpc.tls import TlsFiles
 
     certfile, keyfile, ca_certs = (None if path is None else str(path) for path in files)
     return TlsFiles.of(prefix, certfile, keyfile, ca_certs, mutual=mutual)

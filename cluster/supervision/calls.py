@@ -9,9 +9,13 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from baton import rpc
+from grpc import RpcError
+from grpc.aio import Channel
+
 from baton.cluster.supervision.plan import Pool
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import check_health, connect
+from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 HEALTH_INTERVAL = 2.0  # seconds between two health checks
@@ -26,12 +30,12 @@ _HELD = re.compile(r"^baton:tokens_waiting_for_turn(?:\{.*\})? (\S+)$", re.M)
 # ------------------------------------------------------------ workers
 
 
-async def status_of(channel: rpc.Channel, timeout: float) -> pb.WorkerStatus | None:
+async def status_of(channel: Channel, timeout: float) -> pb.WorkerStatus | None:
     """The load of a worker; None if it does not answer within `timeout` s."""
     answer: Awaitable[pb.WorkerStatus] = WorkerStub(channel).GetStatus(pb.StatusRequest(), timeout=timeout)
     try:
         return await answer
-    except rpc.RpcError:
+    except RpcError:
         return None
 
 
@@ -41,12 +45,12 @@ def named_pool(status: pb.WorkerStatus) -> Pool | None:
 
 
 async def ask_pools(
-    addresses: Collection[str], secret: bytes, tls: rpc.TlsFiles | None, timeout: float
+    addresses: Collection[str], secret: bytes, tls: TlsFiles | None, timeout: float
 ) -> dict[str, Pool]:
     """The pools of the workers at these addresses, without workers that do not answer within `timeout` s."""
 
     async def ask(address: str) -> pb.WorkerStatus | None:
-        async with rpc.connect(address, secret, tls) as channel:
+        async with connect(address, secret, tls) as channel:
             return await status_of(channel, timeout)
 
     answers = zip(addresses, await asyncio.gather(*map(ask, addresses)), strict=True)
@@ -57,8 +61,8 @@ async def ask_pools(
     }
 
 
-async def set_pool(channel: rpc.Channel, pool: Pool, timeout: float) -> pb.WorkerStatus:
-    """Moves a worker to a pool. `timeout` is in seconds. Raises rpc.RpcError if it does not."""
+async def set_pool(channel: Channel, pool: Pool, timeout: float) -> pb.WorkerStatus:
+    """Moves a worker to a pool. `timeout` is in seconds. Raises RpcError if it does not."""
     answer: Awaitable[pb.WorkerStatus] = WorkerStub(channel).SetPool(
         pb.SetPoolRequest(pool=_POOLS[pool]), timeout=timeout
     )
@@ -101,7 +105,7 @@ async def tokens_held(ready: Mapping[str, Any]) -> int:
 async def until_silent(
     ready: Mapping[str, Any],
     secret: bytes,
-    tls: rpc.TlsFiles | None = None,
+    tls: TlsFiles | None = None,
     interval: float = HEALTH_INTERVAL,
     patience: float = DEAD_AFTER,
 ) -> str:
@@ -132,7 +136,7 @@ async def until_silent(
 
 
 async def _check_of(
-    ready: Mapping[str, Any], secret: bytes, tls: rpc.TlsFiles | None, open_: contextlib.AsyncExitStack
+    ready: Mapping[str, Any], secret: bytes, tls: TlsFiles | None, open_: contextlib.AsyncExitStack
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """The check for a worker (gRPC health) or a router (GET /health). It raises OSError without an answer.
 
@@ -140,12 +144,12 @@ async def _check_of(
     """
     if "address" not in ready:
         return lambda: _get_health(_admin_url(ready))
-    channel = await open_.enter_async_context(rpc.connect(ready["address"], secret, tls))
+    channel = await open_.enter_async_context(connect(ready["address"], secret, tls))
 
     async def check() -> None:
         try:
-            await rpc.check_health(channel, DEAD_AFTER)
-        except rpc.RpcError as error:
+            await check_health(channel, DEAD_AFTER)
+        except RpcError as error:
             raise OSError(str(error)) from error
 
     return check

@@ -31,10 +31,10 @@ from baton.cluster.options.roles import (
 )
 from baton.cluster.supervision.role_process import RoleState
 from baton.machine import usable_cpus
-from baton.rpc.ports import cannot_listen, family
+from baton.machine.system import cannot_listen, family
 
 if TYPE_CHECKING:
-    from baton.rpc import TlsFiles
+    from baton.rpc.tls import TlsFiles
 
 Pool = Literal["prefill", "decode"]
 POOLS: tuple[Pool, ...] = get_args(Pool)

@@ -1,6 +1,7 @@
 """The log of a role: a file to which all processes of the role append. It must never end the role.
 
-A full disk loses lines. Each process counts its own lost lines (`rpc.logs`); here the user is told meanwhile.
+A full disk loses lines. Each process counts its own lost lines (`machine.logs`). Here the user is
+told meanwhile.
 """
 
 from __future__ import annotations

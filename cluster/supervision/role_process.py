@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from baton.cluster.supervision.role_log import keep_bounded, open_log
-from baton.rpc.process_end import describe_exit, process_end
+from baton.machine.system import describe_exit, process_end
 
 Phase = Literal["starting", "ready", "waiting", "stopped"]
 

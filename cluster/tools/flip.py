@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from baton import rpc
+from grpc import RpcError
+
 from baton.cluster.options.clients import EndpointOptions, FlipOptions
 from baton.cluster.options.roles import SecretOptions
 from baton.cluster.supervision.calls import set_pool
 from baton.cluster.tools.status import fetch, name_of, pool_of, ready
+from baton.rpc.auth import load_secret
+from baton.rpc.channel import connect
+from baton.rpc.tls import TlsFiles
 
 PATIENCE = 10.0  # seconds for the worker to answer
 OWN_SECRET = (
@@ -26,14 +30,14 @@ def run(flip: FlipOptions, endpoint: EndpointOptions, secret: SecretOptions) -> 
     worker of a pool without `--force`.
     """
     try:
-        key, tls = rpc.load_secret(secret.cluster_secret_file), secret.tls()
+        key, tls = load_secret(secret.cluster_secret_file), secret.tls()
     except ValueError as error:
         raise ValueError(f"{error} {OWN_SECRET}") from error
     print(asyncio.run(_flip(flip, endpoint, key, tls)))
     return 0
 
 
-async def _flip(flip: FlipOptions, endpoint: EndpointOptions, secret: bytes, tls: rpc.TlsFiles | None) -> str:
+async def _flip(flip: FlipOptions, endpoint: EndpointOptions, secret: bytes, tls: TlsFiles | None) -> str:
     workers = (await fetch(endpoint))["workers"]
     worker = chosen(flip.worker, workers)
     name, before = name_of(worker), pool_of(worker)
@@ -47,9 +51,9 @@ async def _flip(flip: FlipOptions, endpoint: EndpointOptions, secret: bytes, tls
         )
     address = worker["address"]
     try:
-        async with rpc.connect(address, secret, tls) as channel:
+        async with connect(address, secret, tls) as channel:
             await set_pool(channel, flip.pool, PATIENCE)
-    except rpc.RpcError as error:
+    except RpcError as error:
         raise ValueError(f"{name} at {address}: {_reason(error)}") from error
     return f"{name}: {before} → {flip.pool}. What runs on it goes on to its end."
 
@@ -67,7 +71,7 @@ def chosen(given: str, workers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     raise ValueError(f"{given}: the router knows no such worker; it knows {known or 'none'}")
 
 
-def _reason(error: rpc.RpcError) -> str:
+def _reason(error: RpcError) -> str:
     from grpc import StatusCode
     from grpc.aio import AioRpcError
 

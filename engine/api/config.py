@@ -1,12 +1,20 @@
 """The user's configuration of an engine. Errors name the flag and the remedy."""
 
+import re
 from dataclasses import dataclass
 
 from baton.content import CHUNK_TOKENS, Tier
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8")
-LOAD_FORMATS = ("auto", "dummy")
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kv_cache_dtype": ("auto", "fp8"),
+    "load_format": ("auto", "dummy"),
+}
+DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
+AT_LEAST_ONE = (
+    "block_size", "num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_threads",
+    "tensor_parallel_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,44 +86,20 @@ class EngineConfig:
         return {tier: size for tier, size in sizes.items() if size}
 
     def __post_init__(self) -> None:
-        def require(flag: str, value: object, holds: bool, remedy: str) -> None:
+        def require(name: str, holds: bool, remedy: str) -> None:
             if not holds:
-                raise ValueError(f"--{flag} {value!r}: {remedy}")
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)!r}: {remedy}")
 
-        require("model", self.model, bool(self.model), "give a directory, a GGUF file or a hub name")
-        require("dtype", self.dtype, self.dtype in DTYPES, f"choose one of {', '.join(DTYPES)}")
-        require(
-            "kv-cache-dtype",
-            self.kv_cache_dtype,
-            self.kv_cache_dtype in KV_CACHE_DTYPES,
-            f"choose one of {', '.join(KV_CACHE_DTYPES)}",
-        )
-        require(
-            "device",
-            self.device,
-            self.device in ("cpu", "cuda") or self.device.removeprefix("cuda:").isdecimal(),
-            "choose cpu, cuda or cuda:N",
-        )
-        require(
-            "load-format",
-            self.load_format,
-            self.load_format in LOAD_FORMATS,
-            f"choose one of {', '.join(LOAD_FORMATS)}",
-        )
-        for flag, value in (
-            ("block-size", self.block_size),
-            ("num-blocks", self.num_blocks),
-            ("max-model-len", self.max_model_len),
-            ("max-num-seqs", self.max_num_seqs),
-            ("max-num-batched-tokens", self.max_num_batched_tokens),
-            ("num-threads", self.num_threads),
-            ("tensor-parallel-size", self.tensor_parallel_size),
-        ):
-            require(flag, value, value is None or value >= 1, "must be at least 1")
+        require("model", bool(self.model), "give a directory, a GGUF file or a hub name")
+        for name, choices in CHOICES.items():
+            require(name, getattr(self, name) in choices, f"choose one of {', '.join(choices)}")
+        require("device", bool(DEVICE.fullmatch(self.device)), "choose cpu, cuda or cuda:N")
+        for name in AT_LEAST_ONE:
+            value = getattr(self, name)
+            require(name, value is None or value >= 1, "must be at least 1")
         size = self.block_size or CHUNK_TOKENS
         require(
-            "block-size",
-            size,
+            "block_size",
             not CHUNK_TOKENS % size or not size % CHUNK_TOKENS,  # so that fetched chunks fill whole blocks
             f"choose a divisor or a multiple of {CHUNK_TOKENS}, for example 16 or 128",
         )
@@ -123,30 +107,17 @@ class EngineConfig:
             raise ValueError(
                 "--enable-expert-parallel: needs --tensor-parallel-size above 1, or leave it out"
             )
-        require(
-            "gpu-memory-utilization",
-            self.gpu_memory_utilization,
-            0 < self.gpu_memory_utilization <= 1,
-            "must be above 0 and at most 1",
-        )
-        for flag, size in (
-            ("host-cache-size", self.host_cache_size),
-            ("disk-cache-size", self.disk_cache_size),
-        ):
-            require(flag, size, size >= 0, "must not be negative")
-            if size and not self.enable_prefix_caching:
-                raise ValueError(f"--{flag}: needs --enable-prefix-caching")
+        share = self.gpu_memory_utilization
+        require("gpu_memory_utilization", 0 < share <= 1, "must be above 0 and at most 1")
+        for name in ("host_cache_size", "disk_cache_size"):
+            require(name, getattr(self, name) >= 0, "must not be negative")
+        for tier in self.offload_sizes if not self.enable_prefix_caching else ():
+            raise ValueError(f"--{tier.name.lower()}-cache-size: needs --enable-prefix-caching")
         if self.disk_cache_size and self.disk_cache_dir is None:
             raise ValueError("--disk-cache-size: needs --disk-cache-dir")
+        require("ttit_target", self.ttit_target is None or self.ttit_target > 0, "must be a time above 0")
         require(
-            "ttit-target",
-            self.ttit_target,
-            self.ttit_target is None or self.ttit_target > 0,
-            "must be a time above 0",
-        )
-        require(
-            "max-num-batched-tokens",
-            self.max_num_batched_tokens,
+            "max_num_batched_tokens",
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"a step decodes one token of each running request; raise it to at least --max-num-seqs "
             f"({self.max_num_seqs}), or lower --max-num-seqs",

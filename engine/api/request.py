@@ -1,10 +1,10 @@
-"""Requests and outputs of an engine, and the interfaces through which it reports its KV."""
+"""Requests and outputs of an engine, and the hooks through which it reports its KV."""
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from baton.content import Tier
 from baton.engine.api.sampling_params import SamplingParams
@@ -118,15 +118,6 @@ class PromptLogprobs(NamedTuple):
     """[tokens, alternatives] float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Positions [start, stop) of one prompt, computed in one step."""
-
-    request_id: bytes
-    start: int
-    stop: int
-
-
 @dataclass(slots=True)
 class StepResult:
     """The result of one call of `Engine.step`.
@@ -148,8 +139,8 @@ class StepResult:
     """Device time of the step that landed in this call. 0: no step landed."""
     decodes: int = 0
     """Requests that this step decoded."""
-    prompts: list[PrefillChunk] = field(default_factory=list)
-    """Parts of prompts that this step computed."""
+    prompts: Mapping[bytes, range] = field(default_factory=dict)
+    """The positions of prompts that this step computed, by request id."""
 
 
 class Reservation(NamedTuple):
@@ -183,36 +174,38 @@ class CachedPrefix(NamedTuple):
     tenant: bytes
 
 
-class CacheObserver(Protocol):
-    """Sees what enters and leaves the prefix cache, all tiers included. Owned by the caller.
-
-    The engine calls it within `step`, within every call that allocates blocks, and within the calls of the
-    offload tiers. It must not block and must not call the engine."""
-
-    def cached(self, blocks: Iterable[CachedBlock]) -> None:
-        """These blocks of a request entered the cache, on the device."""
-
-    def moved(self, name: bytes, tier: Tier) -> None:
-        """The fastest tier that has this block is now this one."""
-
-    def evicted(self, name: bytes) -> None:
-        """The block with this name left the cache."""
+def _nothing(*_: object) -> None:
+    pass
 
 
-class KVSink(Protocol):
-    """Takes KV out of the engine's cache layer by layer, while a prefill computes it. Owned by the caller.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What an engine tells its caller, in the thread of its calls. No hook may block or call the engine."""
 
-    The engine calls it in the thread of `Engine.step`, between the launches of two layers, so it must not
-    block. The engine reports only requests that were added with `handover=True`.
-    """
+    progress: Callable[[str, float], None] = _nothing
+    """(stage, fraction): how far the start is."""
+    tick: Callable[[], None] = _nothing
+    """A sign of life, for each tensor loaded and each layer of a step."""
+    computing: Callable[[Collection[bytes]], None] = _nothing
+    """The ids of all requests under way, whenever these change. So a supervisor knows which requests were in
+    a step that crashed."""
 
-    def prefill_started(
-        self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
-    ) -> None:
-        """The request got its blocks. They hold all `num_tokens` positions and stay the request's until its
-        release. Positions below `num_cached` have their KV already. `state_slot` is where its states are, if
-        the model has state layers. It stays the request's as long as the blocks."""
+    # Of requests that were added with handover, so that KV can leave layer by layer
+    prefill_started: Callable[[bytes, Sequence[int], int, int, int], None] = _nothing
+    """(request id, block ids, tokens, cached tokens, state slot): the request got its blocks. They hold the
+    positions of all tokens and stay the request's until its release. Cached positions, the first ones, have
+    their KV already. The slot is where its states are, if the model has state layers."""
+    layer_done: Callable[[int, Mapping[bytes, range]], None] = _nothing
+    """(layer, positions by request id): K and V of the layer, or its states, are written for these (on CUDA:
+    enqueued on the current stream). Called between the launches of two layers."""
 
-    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
-        """K and V of `layer`, or its states, are written for these chunks (on CUDA: enqueued on the current
-        stream)."""
+    # Of the prefix cache, all tiers included
+    cached: Callable[[Iterable[CachedBlock]], None] = _nothing
+    """These blocks of a request entered the cache, on the device."""
+    moved: Callable[[bytes, Tier], None] = _nothing
+    """The fastest tier that has the block of this name is now this one."""
+    evicted: Callable[[bytes], None] = _nothing
+    """The block with this name left the cache."""
+
+
+NO_HOOKS = Hooks()

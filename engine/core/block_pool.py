@@ -1,4 +1,4 @@
-"""The KV block pool: the owner of each block. Pure bookkeeping; the memory itself is `Engine.kv_cache`.
+"""The pools of KV blocks and of states: the owner of each. Pure bookkeeping; the memory is the engine's.
 
 A block is always in exactly one of four states:
 
@@ -29,8 +29,10 @@ class BlockPool:
     """Owns all blocks that no request owns. `on_evicted` is called with the name of each block that leaves
     the cache."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
+        self.block_size = block_size
+        """Positions of a block."""
         self.on_evicted: Callable[[bytes], None] = _ignore
         self.moves = 0
         """Blocks that changed their state so far. Each counts as often as it did."""
@@ -163,3 +165,31 @@ class BlockPool:
         self.assert_consistent()
         assert not self._private, f"private blocks left: {sorted(self._private)}"
         assert not self._references, f"cached blocks still referenced: {sorted(self._references)}"
+
+
+class StatePool:
+    """The slots of the states of a model with state layers: owns all that no request owns.
+
+    A request has one slot as long as it has blocks: it gets and returns both together."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Number of slots that `allocate` can give out now."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Returns a slot with undefined content."""
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Takes back the slot of a request."""
+        assert slot not in self._free, "a slot has one owner"
+        self._free.append(slot)
+
+    def assert_whole(self) -> None:
+        """Asserts that no request has a slot."""
+        assert sorted(self._free) == list(range(self.num_slots)), "a slot was left behind"

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.stats import MixedStep
+from baton.machine import Average
 
 DECAY = 0.9
 """Factor on the weight of a past step with each later step of its kind."""
@@ -68,17 +69,28 @@ FULL_STEP = 512
 on the time of a step grows with its tokens."""
 
 
-def without_padding(tokens: int, decodes: int, rows: Sequence[int]) -> int:
-    """Returns at most `tokens` prompt tokens for a step with so many decodes.
+def prompt_limit(tokens: int, decodes: int, mixed_steps: int, rows: Sequence[int]) -> int:
+    """Returns the most prompt tokens of a step with so many decodes: at most `tokens`, the chunk limit.
 
+    `mixed_steps`: steps since the last one that only decoded.
     `rows`: rows of steps that need no padding, in ascending order. A step between two of them is padded to
     the larger, so it takes longer than expected. The smaller is better if it takes over half of the tokens.
     """
+    if decodes and mixed_steps >= MIXED_STEPS:
+        return 0
     whole = bisect_right(rows, decodes + tokens)
     if not 0 < whole < len(rows):
         return tokens
     fitting = rows[whole - 1] - decodes
     return fitting if 2 * fitting > tokens else tokens
+
+
+def may_join(left: int, planned: int, full_step: int = FULL_STEP) -> bool:
+    """Whether a prompt with `left` tokens may share a step without decodes that has `planned` prompt tokens.
+
+    Such prompts go one after another: together they would take as long, and the first would wait for the
+    last."""
+    return not planned or planned + left <= full_step
 
 
 class ChunkLimit:
@@ -103,9 +115,9 @@ class ChunkLimit:
         self._may_be_late = target is None and target_steps > SHORT
         self._most = most
         self.fastest_seconds = 0.0
-        self._steps = self._step_seconds = 0.0  # of steps that only decode; weighted sums
-        self._prompt_tokens = self._added_seconds = 0.0  # of steps with prompts; weighted sums
-        self._recent_most = 0.0  # tokens of the largest recent chunk; decays
+        self._decode = Average(DECAY)  # seconds of a step that only decodes
+        self._prompt = Average(DECAY)  # seconds that a prompt token adds to it
+        self._recent_most = 0.0  # tokens of the largest recent chunk; decays; 0: there was none
         tokens, seconds = largest
         # Until a step teaches better. Beside decodes a token costs no more than in a step of prompts alone.
         self._first_guess = seconds / tokens if tokens else 0.0
@@ -116,29 +128,27 @@ class ChunkLimit:
         if not decodes:
             return
         if prompt_tokens:
-            self._prompt_tokens = DECAY * self._prompt_tokens + prompt_tokens
+            self._prompt.add(max(0.0, seconds - self.step_seconds), prompt_tokens)
             self._recent_most = max(DECAY * self._recent_most, prompt_tokens)
-            self._added_seconds = DECAY * self._added_seconds + max(0.0, seconds - self.step_seconds)
         else:
             self.fastest_seconds = min(self.fastest_seconds or seconds, seconds)
             if OUTLIER * seconds < self.step_seconds:  # the first step was the pause
-                self._steps = self._step_seconds = 0.0
-            elif self._steps:
+                self._decode = Average(DECAY)
+            elif self.step_seconds:
                 seconds = min(seconds, OUTLIER * self.step_seconds)
-            self._steps = DECAY * self._steps + 1
-            self._step_seconds = DECAY * self._step_seconds + seconds
+            self._decode.add(seconds)
 
     # ------------------------------------------------------------ what was learned
 
     @property
     def step_seconds(self) -> float:
         """Average time of a step that only decodes; 0 before the first."""
-        return self._step_seconds / self._steps if self._steps else 0.0
+        return self._decode.value
 
     @property
     def token_seconds(self) -> float:
         """Time that a prompt token adds to a step with decodes; 0: not known."""
-        return self._added_seconds / self._prompt_tokens if self._prompt_tokens else self._first_guess
+        return self._prompt.value if self._recent_most else self._first_guess
 
     @property
     def short_seconds(self) -> float:
@@ -150,17 +160,17 @@ class ChunkLimit:
     def long_seconds(self) -> float:
         """Time of a long step; 0 before the first step that only decodes."""
         if self._target is not None:
-            return self._target if self._steps else 0.0
+            return self._target if self.step_seconds else 0.0
         return max(self._target_steps * self.fastest_seconds, LONG_NOW * self.step_seconds)
 
     def fitting(self, seconds: float) -> int:
         """Prompt tokens that fit into a step of `seconds` with decodes. 0: fewer than `LEAST` fit, or no step
         was recorded that only decodes."""
         spare = seconds - self.step_seconds
-        if not self._steps or spare <= 0:
+        if not self.step_seconds or spare <= 0:
             return 0
         slope, most = self.token_seconds, self._most
-        if self._prompt_tokens:
+        if self._recent_most:
             most = min(most, int(2 * self._recent_most))  # the slope of much larger chunks is a guess
         elif not slope:
             return min(FIRST, most)
@@ -182,7 +192,7 @@ class ChunkLimit:
     def short_tokens(self) -> int:
         """Most prompt tokens of a short step: at least `LEAST`. `FIRST` before the first step that only
         decodes."""
-        return max(LEAST, self.fitting(self.short_seconds)) if self._steps else FIRST
+        return max(LEAST, self.fitting(self.short_seconds)) if self.step_seconds else FIRST
 
     def tokens(self, prompts: Iterable[tuple[int, float]], begins: float, joins_at: float = math.inf) -> int:
         """Most prompt tokens of the next step with decodes: at least `LEAST`.

@@ -1,41 +1,18 @@
-"""The engine's state of a request, from `add`, `reserve` or `start` until its end."""
+"""The engine's state of a request, from `add`, `reserve` or `start` until its end; and the tags that give
+tenants equal shares. Pure."""
 
 import math
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
 
 import numpy as np
 
 from baton.content import packed
 from baton.engine.api.request import EngineRequest, Logprobs
-from baton.engine.core.prefix_names import PrefixNames
-
-
-class Grammar(Protocol):
-    """Says which tokens a request may have next (`engine.grammar`)."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the grammar is compiled."""
-        ...
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the last tokens of the request decide which tokens may come next."""
-        ...
-
-    def after(self, token_ids: "array[int]", /) -> Any:
-        """Returns what may come after the request's tokens. Raises `ValueError` if the grammar is not valid,
-        exceeds a limit, or does not allow these tokens."""
-        ...
-
-    def abandon(self) -> None:
-        """Cancels the compilation, since the request has ended."""
-        ...
-
+from baton.engine.core.prefix_cache import PrefixNames
+from baton.engine.grammar import CompiledGrammar
 
 PENDING = -1
 """Placeholder in `LiveRequest.token_ids`: a launched step samples this token; the host does not know it
@@ -120,7 +97,7 @@ class LiveRequest:
     """When its prompt should be computed; infinite if it is in no hurry."""
     started: float | None = None
     """When the request got its blocks for prefill here. None: still waiting, or prefilled elsewhere."""
-    grammar: Grammar | None = None
+    grammar: CompiledGrammar | None = None
     """Limits the next token. None: any token is allowed."""
     first_logprobs: Logprobs | None = None
     """Log probabilities of the first token of a held request, if it asked for them."""
@@ -191,3 +168,26 @@ class LiveRequest:
         if token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos):
             return "stop"
         return "length" if position + 1 >= self.longest else ""
+
+
+class FairShares:
+    """Gives tenants equal shares of the prompt tokens, by the tags of their requests.
+
+    A tag is the virtual time at which the prompt would be done if the tenants shared every step. The request
+    with the least tag goes first. This is self-clocked fair queueing (Golestani 1994), here for each
+    chunk. So a short prompt waits for one step of another tenant's long prompt, not for all of it."""
+
+    def __init__(self) -> None:
+        self.now = 0  # virtual time, in prompt tokens: requests up to this tag were served
+        self._tags: dict[bytes, int] = {}  # by tenant, the tag of its newest request; only tags after `now`
+
+    def tag(self, tenant: bytes, tokens: int) -> int:
+        """The tag of a new request with so many prompt tokens to compute."""
+        # A tenant without requests under way has no claim for the time before.
+        self._tags = {tenant: tag for tenant, tag in self._tags.items() if tag > self.now}
+        self._tags[tenant] = self._tags.get(tenant, self.now) + tokens
+        return self._tags[tenant]
+
+    def served(self, tag: int) -> None:
+        """Requests up to this tag were served."""
+        self.now = max(self.now, tag)

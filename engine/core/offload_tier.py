@@ -23,19 +23,20 @@ from dataclasses import dataclass, field
 from baton.content import Tier
 from baton.engine.api.stats import OffloadStats
 from baton.engine.core.block_pool import BlockPool
+from baton.machine import Average
 
 CLEAN_SHARE = 4
 """Prompts may need many blocks at once. So one in `CLEAN_SHARE` blocks of the pool should be free, or should
 have a copy here and be evicted next."""
 LOOKS = 8
 """The pool is searched again for blocks to copy when one in `LOOKS` of these blocks has changed."""
-MEMORY = 0.7
-"""Weight of the loads before, against the newest one, in the measured speed."""
+DECAY = 0.7
+"""Factor on the weight of past loads with each later one, in the measured speed."""
 PAUSE = 10.0
 """Seconds without copies to a tier after one has failed: the disk is full, or does not work."""
 FORGET = 0.97
-"""Factor on the measured seconds of loads with each prompt that is computed because of them. Otherwise one
-slow load would be the last one."""
+"""Divides the speed at which prompts should be computed, once for each prompt that is computed instead of
+loaded. Otherwise one slow load would be the last one."""
 
 
 @dataclass(slots=True)
@@ -82,7 +83,6 @@ class OffloadTier:
         tier: Tier,
         num_places: int,
         pool: BlockPool,
-        block_size: int,
         tenant_of: Callable[[bytes], bytes],
         left: Callable[[bytes], None],
         prompt_tokens_per_s: Callable[[], float],
@@ -93,7 +93,6 @@ class OffloadTier:
         self.tier = tier
         self.num_places = num_places
         self._pool = pool
-        self._block_size = block_size
         self._tenant_of = tenant_of
         self._left = left
         self._prompt_tokens_per_s = prompt_tokens_per_s
@@ -108,7 +107,8 @@ class OffloadTier:
         self._copies = 0  # handed to the caller and not ended
         self._waiting: deque[BlockCopy] = deque()  # copies in
         self._loads = 0  # not ended
-        self._tokens = self._seconds = 0.0  # of recent loads
+        self._speed = Average(DECAY)  # tokens in a second of recent loads
+        self._doubt = 1.0  # in that speed; grows with each prompt that is computed because of it
         self._saved = self._loaded = self._dropped = self._failed = self._damaged = 0
         self._paused_until = 0.0  # time.monotonic()
 
@@ -121,7 +121,7 @@ class OffloadTier:
             self.tier,
             blocks_total=self.num_places,
             blocks_used=len(self._there),
-            tokens_per_s=self._tokens / self._seconds if self._seconds else 0.0,
+            tokens_per_s=self._speed.value,
             saved=self._saved,
             loaded_tokens=self._loaded,
             dropped=self._dropped,
@@ -187,15 +187,16 @@ class OffloadTier:
 
     def pays(self) -> bool:
         """Whether copying a block takes less time than computing it, as far as known."""
-        if self._seconds * self._prompt_tokens_per_s() <= self._tokens:
+        speed = self._speed.value
+        if not speed or self._prompt_tokens_per_s() <= speed * self._doubt:
             return True
-        self._seconds *= FORGET
+        self._doubt /= FORGET
         return False
 
     def load(self, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
         """Copies what is there under these names into these blocks, which nothing else uses meanwhile. Then
         calls `then`, with True if all bytes are as they were saved. The caller publishes the blocks."""
-        load = _Load(len(wanted), then, len(wanted) * self._block_size)
+        load = _Load(len(wanted), then, len(wanted) * self._pool.block_size)
         self._loads += 1
         for name, block in wanted:
             entry = self._there[name]
@@ -247,8 +248,8 @@ class OffloadTier:
             return
         self._loads -= 1
         self._loaded += load.tokens * load.whole
-        self._tokens = MEMORY * self._tokens + load.tokens
-        self._seconds = MEMORY * self._seconds + time.monotonic() - load.began
+        self._speed.add(load.tokens, time.monotonic() - load.began)
+        self._doubt = 1.0
         load.then(load.whole)
 
     @property

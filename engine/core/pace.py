@@ -12,8 +12,12 @@ The device hardly idles: it starts when the first kernel is launched.
 Pure: callers pass times, in seconds of any clock.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable
+from functools import partial
 from typing import NamedTuple
+
+from baton.machine import Average
 
 HOST_MARGIN = 1.25
 """Factor on the average time that the host takes for a launch."""
@@ -23,7 +27,7 @@ EARLY = 0.8
 """Share of the expected time of a step with decodes and prompts after which the next one is due. Their times
 vary more than those of steps that only decode."""
 DECAY = 0.8
-"""Weight of an average when a new value enters it."""
+"""Factor on the weight of a past step or launch with each later one of its kind."""
 
 
 class _UnderWay(NamedTuple):
@@ -37,9 +41,9 @@ class Pace:
     """Learns how long steps and launches take. Callers report every launch and every landing, in order."""
 
     def __init__(self) -> None:
-        self._device: dict[Hashable, float] = {}  # kind of step → average seconds of the device
-        self._host = 0.0  # average seconds of a launch
-        self._slow_host = 0.0  # of a launch without a graph
+        self._device = defaultdict[Hashable, Average](partial(Average, DECAY))  # kind of step → its seconds
+        self._host = Average(DECAY)  # seconds of a launch
+        self._slow_host = Average(DECAY)  # of a launch without a graph
         self._under_way: list[_UnderWay] = []
 
     def launched(
@@ -61,9 +65,9 @@ class Pace:
             may_join: a request of another worker may join the next step. Otherwise that step is due at once.
         """
         if kind is not None:
-            self._host = _averaged(self._host, now - began)
+            self._host.add(now - began)
         elif slow:
-            self._slow_host = _averaged(self._slow_host, now - began)
+            self._slow_host.add(now - began)
         share = (EARLY if may_join else 0.0) if kind is None else 1.0
         self._under_way.append(_UnderWay(kind, began if slow else now, expected, share))
 
@@ -71,8 +75,7 @@ class Pace:
         """Notes that the oldest step is over. The next step begins now, if it is launched already."""
         kind = self._under_way.pop(0).kind
         if kind is not None:
-            before = self._device.get(kind, device_seconds)
-            self._device[kind] = DECAY * before + (1 - DECAY) * device_seconds
+            self._device[kind].add(device_seconds)
         self._under_way = [step._replace(since=max(step.since, now)) for step in self._under_way]
 
     @property
@@ -80,7 +83,7 @@ class Pace:
         """When to launch the step after the one under way. A time in the past means now."""
         step = self._under_way[0]
         early = step.share * self._expected(step)
-        return step.since + early - HOST_MARGIN * self._host - MARGIN_SECONDS if early else step.since
+        return step.since + early - HOST_MARGIN * self._host.value - MARGIN_SECONDS if early else step.since
 
     @property
     def ends(self) -> float:
@@ -88,12 +91,8 @@ class Pace:
         return self._under_way[0].since + self._expected(self._under_way[0])
 
     def _expected(self, step: _UnderWay) -> float:
-        return step.expected if step.kind is None else self._device.get(step.kind, 0.0)
+        return step.expected if step.kind is None else self._device[step.kind].value
 
     def fits_slow_launch(self, now: float) -> bool:
         """Whether a launch without a graph would end before the step under way."""
-        return now + HOST_MARGIN * self._slow_host <= self.ends
-
-
-def _averaged(average: float, value: float) -> float:
-    return average + (1 - DECAY) * (value - average) if average else value
+        return now + HOST_MARGIN * self._slow_host.value <= self.ends

@@ -5,14 +5,60 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS, Tier
-from baton.engine.api.request import CachedPrefix, CacheObserver, EngineRequest
+from baton.content import CHUNK_TOKENS, Tier, extend_names, name_of_prefix, packed, salted
+from baton.engine.api.request import NO_HOOKS, CachedBlock, CachedPrefix, EngineRequest, Hooks
 from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.offload_tier import OffloadTier
-from baton.engine.core.prefix_names import PrefixNames
 from baton.engine.core.state_copies import StateCopies
+
+
+class PrefixNames:
+    """Names of the beginning of a request. They grow with the request, and no token is hashed again.
+
+    Attributes:
+        blocks: of each full block, the name of all tokens up to its end.
+        chunks: of each full chunk (`content`).
+        salt, tenant: of the request.
+    """
+
+    def __init__(self, root: bytes, salt: bytes, block_size: int, tenant: bytes = b"") -> None:
+        self.salt = salt
+        self.tenant = tenant
+        self.blocks: list[bytes] = []
+        self.chunks: list[bytes] = []
+        self._root = salted(root, salt)
+        self._block_size = block_size
+        self._token_ids = array("i")  # of `blocks` at least
+
+    def extend(self, token_ids: Sequence[int], count: int) -> None:
+        """Names all full blocks and chunks within the first `count` tokens."""
+        if count < (len(self.blocks) + 1) * self._block_size:
+            return
+        tokens = self._token_ids
+        tokens.extend(packed(token_ids[len(tokens) : count]))
+        extend_names(self.chunks, tokens, count, self._root)
+        for index in range(len(self.blocks) + 1, count // self._block_size + 1):
+            end = index * self._block_size
+            self.blocks.append(name_of_prefix(self.chunks, tokens, end, self._root))
+
+    def of_chunk(self, token_ids: Sequence[int], end: int) -> bytes:
+        """The name of the first `end` tokens, which are full chunks."""
+        self._token_ids.extend(packed(token_ids[len(self._token_ids) : end]))
+        extend_names(self.chunks, self._token_ids, end, self._root)
+        return self.chunks[end // CHUNK_TOKENS - 1]
+
+    def token_ids(self, index: int) -> "array[int]":
+        """The tokens of a block."""
+        return self._token_ids[index * self._block_size : (index + 1) * self._block_size]
+
+    def cached(self, indices: Sequence[int]) -> Iterator[CachedBlock]:
+        """These blocks, with the chunks that end in them."""
+        for index in indices:
+            start, stop = (end * self._block_size // CHUNK_TOKENS for end in (index, index + 1))
+            yield CachedBlock(self.blocks[index], self.chunks[start:stop])
 
 
 class _Cached(NamedTuple):
@@ -35,22 +81,22 @@ class PrefixCache:
     def __init__(
         self,
         pool: BlockPool,
-        block_size: int,
         content_root: bytes,
-        observer: CacheObserver | None,
-        offload_places: Mapping[Tier, int],
-        prompt_tokens_per_s: Callable[[], float],
+        *,
+        hooks: Hooks = NO_HOOKS,
+        offload_places: Mapping[Tier, int] = MappingProxyType({}),
+        prompt_tokens_per_s: Callable[[], float] = lambda: 0.0,
         copies: StateCopies | None = None,
     ) -> None:
-        """`offload_places`: blocks of each tier below the device. `prompt_tokens_per_s`: as in
-        `OffloadTier`."""
+        """`content_root`: root of all names. `offload_places`: blocks of each tier below the device.
+        `prompt_tokens_per_s`: as in `OffloadTier`."""
         self.queries = 0
         self.hits = 0
         self.copies = copies
         self._pool = pool
-        self._block_size = block_size
+        self._block_size = pool.block_size
         self._root = content_root
-        self._observer = observer
+        self._hooks = hooks
         self._named: tuple[EngineRequest, PrefixNames] | None = None  # the last request, and its names
         # Chunk → its position in the prompt, in chunks; and the blocks with its positions, in order.
         self._blocks_of: dict[bytes, tuple[int, list[bytes]]] = {}
@@ -62,7 +108,6 @@ class PrefixCache:
                 tier,
                 places,
                 pool,
-                block_size,
                 lambda name: self._cached[name].tenant,
                 self._left,
                 prompt_tokens_per_s,
@@ -98,8 +143,8 @@ class PrefixCache:
             for chunk, name in enumerate(block.chunks, last - len(block.chunks)):
                 first = chunk * CHUNK_TOKENS // self._block_size
                 self._blocks_of[name] = chunk, names.blocks[first : index + 1]
-        if entered and self._observer is not None:
-            self._observer.cached(names.cached(entered))
+        if entered:
+            self._hooks.cached(names.cached(entered))
 
     def used(self, names: Iterable[bytes]) -> None:
         """A request begins with these cached blocks."""
@@ -226,8 +271,7 @@ class PrefixCache:
         else:
             self._gone(name)
             return
-        if self._observer is not None:
-            self._observer.moved(name, tier)
+        self._hooks.moved(name, tier)
 
     def _gone(self, name: bytes) -> None:
         if self.copies is not None:
@@ -235,5 +279,4 @@ class PrefixCache:
         for chunk in self._cached.pop(name).chunks:
             if chunk in self._blocks_of and self._blocks_of[chunk][1][-1] == name:
                 del self._blocks_of[chunk]
-        if self._observer is not None:
-            self._observer.evicted(name)
+        self._hooks.evicted(name)

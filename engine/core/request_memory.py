@@ -1,31 +1,26 @@
 """What requests hold: blocks of KV, and a state slot if the model has state layers. Pure."""
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.content import CHUNK_TOKENS
-from baton.engine.core.block_pool import BlockPool
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import OffloadTier
-from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.core.prefix_names import PrefixNames
-from baton.engine.core.schedule import Chunk
+from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
 from baton.engine.core.state_copies import Save
-from baton.engine.core.state_pool import StatePool
 
 
 class RequestMemory:
     """Gives and takes back what a request holds. Its first blocks may come from the prefix cache."""
 
-    def __init__(
-        self, pool: BlockPool, states: StatePool | None, cache: PrefixCache | None, block_size: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, states: StatePool | None, cache: PrefixCache | None) -> None:
         """`states`: of a model with state layers. `cache`: None if there is no prefix cache."""
         self._pool = pool
         self._states = states
         self._cache = cache
         self._copies = None if cache is None else cache.copies
-        self._block_size = block_size
+        self._block_size = pool.block_size
         self._restores: dict[int, int] = {}  # state slot → slot of the copy that it begins with
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
@@ -43,7 +38,7 @@ class RequestMemory:
         """Blocks that any tier has of the beginning of a request."""
         if self._cache is None:
             return 0
-        names = self._names(live, self._cache).blocks[: self._usable(live)]
+        names = self._usable(live, self._cache)
         return self._cache.usable(names[: self._cache.known(names)])
 
     def hits(self, live: LiveRequest) -> list[int]:
@@ -51,7 +46,7 @@ class RequestMemory:
         prefill worker, so it needs no copy of them."""
         if self._cache is None:
             return []
-        names = self._names(live, self._cache).blocks[: self._usable(live)]
+        names = self._usable(live, self._cache)
         blocks = self._pool.lookup(names)
         if live.phase is Phase.RESERVED:
             return blocks
@@ -117,8 +112,7 @@ class RequestMemory:
         cache = self._cache
         if cache is None or not cache.offload:
             return False
-        names = self._names(live, cache)
-        usable = names.blocks[: self._usable(live)]
+        names, usable = self._names(live, cache), self._usable(live, cache)
         first, stop = live.num_published, cache.known(usable)
         pays: dict[OffloadTier, bool] = {}
         for index in range(first, stop):
@@ -150,7 +144,8 @@ class RequestMemory:
         return True
 
     def publish(self, live: LiveRequest, computed: int) -> None:
-        """Offers full blocks among the first `computed` positions to the prefix cache."""
+        """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
+        from their KV were finite, so other requests may share it."""
         live.num_verified = computed
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:
@@ -189,14 +184,14 @@ class RequestMemory:
         self._restores.clear()
         return restores
 
-    def saves(self, chunks: Iterable[Chunk]) -> list[Save]:
+    def saves(self, chunks: Mapping[LiveRequest, range]) -> list[Save]:
         """The copies of states that the step of these chunks makes, which is launched now."""
         saves: list[Save] = []
         copies = self._copies
         if copies is None or self._cache is None:
             return saves
-        for live, start, stop, _ in chunks:
-            positions = [*copies.positions(live.num_cached, start, stop, len(live.token_ids))]
+        for live, chunk in chunks.items():
+            positions = [*copies.positions(live.num_cached, chunk.start, chunk.stop, len(live.token_ids))]
             for position in positions[-copies.most_written :]:
                 if position <= live.num_known:
                     name = self._names(live, self._cache).blocks[position // self._block_size - 1]
@@ -210,9 +205,9 @@ class RequestMemory:
                     saves.append(Save(live.state_slot, position, slot))
         return saves
 
-    def _usable(self, live: LiveRequest) -> int:
-        """How many blocks of a request may come from the prefix cache."""
-        return self._usable_tokens(live) // self._block_size
+    def _usable(self, live: LiveRequest, cache: PrefixCache) -> list[bytes]:
+        """The names of the blocks of a request that may come from the prefix cache."""
+        return self._names(live, cache).blocks[: self._usable_tokens(live) // self._block_size]
 
     def _usable_tokens(self, live: LiveRequest) -> int:
         """How many positions of a request may come from the prefix cache. A prefill always computes the

@@ -1,4 +1,4 @@
-"""From the schedule to a step of plain arrays (`engine.step`). Pure.
+"""The schedule of a step, and from there to a step of plain arrays (`engine.step`). Pure.
 
 `build_step` runs when a step is launched, `build_adjustments` when its tokens are sampled: by then the host
 knows the tokens of the step before, which a grammar needs.
@@ -6,13 +6,12 @@ knows the tokens of the step before, which a grammar needs.
 
 from array import array
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import attrgetter
 
 import numpy as np
 
 from baton.engine.core.live_request import DRAW, PENDING, LiveRequest
-from baton.engine.core.schedule import Chunk
 from baton.engine.core.state_copies import Save
 from baton.engine.step import (
     NOT_SCORED,
@@ -32,14 +31,58 @@ NO_TOP_P = np.float32(2)
 DRAW_TYPES = np.float32, np.int32, np.int32, np.float32, np.float32
 """Types of the fields of `Draws`."""
 
-
 MOST_ROWS = 8
 """Most tokens of a request that decodes whose queries attend one by one. More of them read their KV together,
 as those of a prompt do."""
 
+_Chunk = tuple[LiveRequest, range]  # with the positions that a step computes
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step, from its plan until its tokens are known.
+
+    launched ──▶ sampled ──▶ over (the device has computed all of it) ──▶ landed: its tokens are known
+
+    A step is sampled right after its launch. A grammar that must know the token before delays this until the
+    step before has landed; the device computes the forward pass meanwhile."""
+
+    chunks: dict[LiveRequest, range] = field(default_factory=dict)
+    """The positions of each request that the step computes. Decodes come before prompts."""
+    prompts: dict[LiveRequest, range] = field(default_factory=dict)
+    """Those of `chunks` that are a part of a prompt, or of what was lost."""
+    started: list[LiveRequest] = field(default_factory=list)
+    """Requests that this step admitted from the queue."""
+    preempted: list[LiveRequest] = field(default_factory=list)
+    """Requests that lost their blocks to others. They are in the queue again, or go back to their sender."""
+    ids: frozenset[bytes] = frozenset()
+    """The requests that it computes. This and the rest is known from the launch on."""
+    sampled: list[LiveRequest] = field(default_factory=list)
+    """The requests that get a token, by row."""
+    scored: list[tuple[LiveRequest, range]] = field(default_factory=list)
+    """The positions that predict a token of a prompt with log probabilities."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """By row, what is wrong with a request's grammar."""
+
+    @property
+    def decodes(self) -> int:
+        """Requests that get a token after their first one."""
+        return len(self.chunks) - len(self.prompts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts.values()))
+
+    @property
+    def waits(self) -> bool:
+        """A grammar must know a token of the step before."""
+        return any(
+            live.grammar is not None and live.grammar.needs_tokens and live.pending for live in self.sampled
+        )
+
 
 def build_step(
-    chunks: Sequence[Chunk],
+    plan: Schedule,
     vocabulary: int,
     *,
     block_size: int,
@@ -47,83 +90,84 @@ def build_step(
     has_states: bool = False,
     restores: Sequence[tuple[int, int]] = (),
     saves: Sequence[Save] = (),
-) -> tuple[Step, list[LiveRequest], list[Chunk]]:
-    """The step, the requests that get a token in the order of its sampled rows, and the positions that
-    `Step.scored` has in its order. `has_states`: the model has state layers. `restores` is as in
-    `Step`."""
+) -> Step:
+    """The step. Also sets `plan.sampled`, in the order of the step's sampled rows, and `plan.scored`, in
+    that of `Step.scored`. `has_states`: the model has state layers. `restores` is as in `Step`."""
+    # The state of a request takes one token, or several in the way of a prompt.
+    most = 1 if has_states else MOST_ROWS
+    one_by_one: list[_Chunk] = []
+    together: list[_Chunk] = []
+    for live, positions in plan.chunks.items():
+        decodes = live not in plan.prompts and len(positions) <= most
+        (one_by_one if decodes else together).append((live, positions))
     # Decodes are sorted by length: attention groups requests of similar length.
-    decodes = sorted([c for c in chunks if _one_by_one(c, has_states)], key=attrgetter("stop"))
-    chunks = decodes + [c for c in chunks if not _one_by_one(c, has_states)]
+    chunks = sorted(one_by_one, key=lambda chunk: chunk[1].stop) + together
 
     tokens: list[int] = []
-    for live, start, stop, _ in chunks:
-        first = live.token_ids[start]
+    for live, positions in chunks:
+        first = live.token_ids[positions.start]
         tokens.append(-1 - live.row if first == PENDING else first)
-        if stop > start + 1:
-            tokens += live.token_ids[start + 1 : stop]
-    sampled = [i for i, c in enumerate(chunks) if c.stop == len(c.live.token_ids)]
-    requests = [chunks[i].live for i in sampled]
-    scored, scores = _scored(chunks)
+        if len(positions) > 1:
+            tokens += live.token_ids[positions.start + 1 : positions.stop]
+    sampled = [i for i, (live, positions) in enumerate(chunks) if positions.stop == len(live.token_ids)]
+    plan.sampled = [chunks[i][0] for i in sampled]
+    scored, plan.scored = _scored(chunks)
     after, within = _saves(chunks, saves) if saves else ((), ())
-    step = arrange(
+    return arrange(
         tokens,
-        [c.start for c in chunks],
-        [c.stop for c in chunks],
-        [c.live.blocks for c in chunks],
+        [positions.start for _, positions in chunks],
+        [positions.stop for _, positions in chunks],
+        [live.blocks for live, _ in chunks],
         sampled,
-        *draws_of(requests, vocabulary),
-        num_decodes=len(decodes),
-        hands_over=any(c.live.handover for c in chunks),
+        *draws_of(plan.sampled, vocabulary),
+        num_decodes=len(one_by_one),
+        hands_over=any(live.handover for live in plan.prompts),
         block_size=block_size,
         table_width=table_width,
         scored=scored,
-        state_slots=[c.live.state_slot for c in chunks] if has_states else None,
+        state_slots=[live.state_slot for live, _ in chunks] if has_states else None,
         restores=restores,
         saves=after,
         copies=within,
     )
-    return step, requests, scores
-
-
-def _one_by_one(chunk: Chunk, has_states: bool) -> bool:
-    """Whether the queries of a chunk attend one by one. The state of a request takes one token, or several
-    in the way of a prompt."""
-    return chunk.decodes and chunk.tokens <= (1 if has_states else MOST_ROWS)
 
 
 def _saves(
-    chunks: Sequence[Chunk], saves: Sequence[Save]
+    chunks: Sequence[_Chunk], saves: Sequence[Save]
 ) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
     """`Step.saves` and `Step.copies`: what is copied after the step, and what while it computes."""
-    begins = accumulate([c.tokens for c in chunks[:-1]], initial=0)
-    of_slot = {c.live.state_slot: (begin, c) for begin, c in zip(begins, chunks, strict=True)}
+    begins = accumulate([len(positions) for _, positions in chunks[:-1]], initial=0)
+    of_slot = {
+        live.state_slot: (begin, positions) for begin, (live, positions) in zip(begins, chunks, strict=True)
+    }
     after: list[tuple[int, int]] = []
     within: list[tuple[int, int]] = []
     for slot, position, to in saves:
-        begin, chunk = of_slot[slot]
-        if position == chunk.stop:
+        begin, positions = of_slot[slot]
+        if position == positions.stop:
             after.append((slot, to))
         else:
-            within.append((begin + position - chunk.start - 1, to))
+            within.append((begin + position - positions.start - 1, to))
     return after, within
 
 
-def _scored(chunks: Sequence[Chunk]) -> tuple[Scored, list[Chunk]]:
+def _scored(chunks: Sequence[_Chunk]) -> tuple[Scored, list[_Chunk]]:
     """The tokens of prompts that get log probabilities, and the positions that predict them."""
-    if not any(c.start < c.live.scores_to for c in chunks):
+    if not any(positions.start < live.scores_to for live, positions in chunks):
         return NOT_SCORED, []
     rows: list[int] = []
     tokens: list[int] = []
-    scores: list[Chunk] = []
-    begin = 0  # row of the chunk's first token
-    for live, start, stop, _ in chunks:
-        first, end = max(start, live.num_scored), min(stop, live.scores_to)
+    scores: list[_Chunk] = []
+    row = 0  # of position 0 of the request, if it were in the step
+    for live, positions in chunks:
+        row -= positions.start
+        first, end = max(positions.start, live.num_scored), min(positions.stop, live.scores_to)
         if first < end:
-            rows += range(begin + first - start, begin + end - start)
+            rows += range(row + first, row + end)
             tokens += live.token_ids[first + 1 : end + 1]
-            scores.append(Chunk(live, first, end))
-        begin += stop - start
-    top = max((c.live.request.sampling.prompt_logprobs or 0 for c in scores), default=0)
+            scores.append((live, range(first, end)))
+        row += positions.stop
+    top = max((live.request.sampling.prompt_logprobs or 0 for live, _ in scores), default=0)
     return Scored(np.array(rows), np.array(tokens), top) if rows else NOT_SCORED, scores
 
 

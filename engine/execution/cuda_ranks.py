@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from baton.engine.execution.group import Group
 from baton.engine.kernels import Kernels
+from baton.engine.layers.ranks import Group
 
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",

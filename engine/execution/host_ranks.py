@@ -17,7 +17,7 @@ import time
 import torch
 from torch import Tensor
 
-from baton.engine.execution.group import Group
+from baton.engine.layers.ranks import Group
 
 PLACE_BYTES = 4 << 20
 """Bytes of one rank in a bank. Larger tensors go in pieces."""

@@ -13,9 +13,9 @@ import torch
 from baton.engine.api.config import EngineConfig, check_max_model_len
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import WeightFormat
+from baton.engine.layers.weights import PlainFormat
 from baton.engine.model_config import ModelConfig
-from baton.engine.models import attention_caches, cache_bytes_per_token, cache_spec, state_bytes_per_request
+from baton.engine.models import cache_bytes_per_token, cache_spec, state_bytes_per_request
 from baton.engine.models.cache_spec import CacheSpec
 from baton.machine import available_memory
 
@@ -59,8 +59,17 @@ class CacheLimits:
         return state_bytes_per_request(self.cache)
 
     @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.token_bytes
+
+    @property
+    def least_kv(self) -> int:
+        """Bytes of the KV that a request has at least beside its states."""
+        return min(self.max_model_len, TOKENS_BESIDE_STATES) * self.token_bytes
+
+    @property
     def kv_dtype(self) -> torch.dtype:
-        return attention_caches(self.cache)[0].dtype
+        return next(cache.dtype for cache in self.cache if cache.parts[0].per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +107,13 @@ class PoolSize:
     num_slots: int = 0
     """Requests that have states at the same time. 0: no layer has states."""
     num_copies: int = 0
-    """Copies of states for the prefix cache."""
+    """Copies of states for the prefix cache, in the slots behind those of the requests."""
 
 
 def choose_limits(
     config: EngineConfig,
     model: ModelConfig,
-    weight_format: WeightFormat,
+    weight_format: PlainFormat,
     device: torch.device,
     ranks: Ranks,
 ) -> CacheLimits:
@@ -143,7 +152,7 @@ def choose_limits(
 
 
 def choose_dtype(
-    config: EngineConfig, model: ModelConfig, weight_format: WeightFormat, device: torch.device
+    config: EngineConfig, model: ModelConfig, weight_format: PlainFormat, device: torch.device
 ) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
@@ -180,67 +189,46 @@ def check_weights_fit(config: EngineConfig, weights: int, free: int, total: int)
 def size_pool(
     config: EngineConfig, model: ModelConfig, limits: CacheLimits, use: MemoryUse | None, ranks: Ranks
 ) -> PoolSize:
-    """Sizes the KV pool; the rank with the least room decides for all. `use` None: on a CPU. Raises
-    `ValueError` with the memory that each part needs."""
-    token = limits.token_bytes
-    block = token * limits.block_size
-    num_slots = config.max_num_seqs if limits.state_bytes else 0
+    """Divides the room for the cache. The states of all requests of a step come first, each with some KV
+    beside them. Copies of states get a share of what is left, and the KV pool gets the rest. `--num-blocks`
+    fixes the KV pool instead.
+
+    The rank with the least room decides for all. `use` None: on a CPU. Raises `ValueError` with the memory
+    that each part needs."""
     share = config.gpu_memory_utilization
     room = CPU_POOL_BYTES // ranks.size if use is None else ranks.least(use.room(share))
     if config.num_blocks is None:
-        if num_slots:
-            num_slots = _num_slots(config, limits, room)
-            room -= num_slots * limits.state_bytes
-        num_copies = _num_copies(config, limits, room - num_slots * _least_kv(limits))
-        room -= num_copies * limits.state_bytes
-        num_blocks = room // block
+        num_slots = _num_slots(config, limits, room)
+        room -= num_slots * limits.state_bytes
+        num_copies = _num_copies(config, limits, room - num_slots * limits.least_kv)
+        num_blocks = (room - num_copies * limits.state_bytes) // limits.block_bytes
     else:
+        num_slots = config.max_num_seqs if limits.state_bytes else 0
         num_blocks = config.num_blocks
-        num_copies = _num_copies(config, limits, room - num_blocks * block - num_slots * limits.state_bytes)
-        if use is not None:
-            room = max(0, ranks.least(use.room(1.0)) - num_slots * limits.state_bytes)
-            beside = f" beside the states of {num_slots} requests" if num_slots else ""
-            if num_blocks * block > room:
-                raise ValueError(
-                    f"--num-blocks {num_blocks}: {gib(num_blocks * block)} of KV, and there is room for "
-                    f"{gib(room)}, {room // block} blocks{beside}. {_needs(config, use)}"
-                )
+        taken = num_slots * limits.state_bytes + num_blocks * limits.block_bytes
+        num_copies = _num_copies(config, limits, room - taken)
+        if use is not None and taken > (most := ranks.least(use.room(1.0))):
+            raise _blocks_do_not_fit(config, limits, use, num_slots, most)
     capacity = max(0, num_blocks) * limits.block_size
     if capacity < (config.max_model_len or 1):
-        remedy = "raise --num-blocks" if config.num_blocks or use is None else _remedy(config)
-        raise ValueError(
-            f"--max-model-len {limits.max_model_len}: one request of that length needs "
-            f"{gib(limits.max_model_len * token)} of KV, and the KV pool holds {capacity} tokens, "
-            f"{gib(capacity * token)}; lower it, or {remedy}." + (f" {_needs(config, use)}" if use else "")
-        )
-    max_model_len = min(limits.max_model_len, capacity)
-    if max_model_len < (config.max_model_len or model.max_model_len):
-        log.warning("requests can have %d tokens: the model's context of %d does not fit the KV pool",
-                    max_model_len, model.max_model_len)  # fmt: skip
-    log.info(
-        "memory: %sKV pool %s: %d blocks of %d, %d tokens%s%s",
-        f"{use}, " if use else "", gib(num_blocks * block), num_blocks, limits.block_size, capacity,
-        f"; states of {num_slots} requests {gib(num_slots * limits.state_bytes)}" if num_slots else "",
-        f"; {num_copies} copies of states {gib(num_copies * limits.state_bytes)}" if num_copies else "",
-    )  # fmt: skip
-    return PoolSize(num_blocks, max_model_len, num_slots, num_copies)
+        raise _no_request_fits(config, limits, use, capacity)
+    size = PoolSize(num_blocks, min(limits.max_model_len, capacity), num_slots, num_copies)
+    _log(config, model, limits, use, size)
+    return size
 
 
 def _num_slots(config: EngineConfig, limits: CacheLimits, room: int) -> int:
     """States for all requests of a step, if there is room for them and for some KV of each."""
-    least = _least_kv(limits)
-    num_slots = min(config.max_num_seqs, room // (limits.state_bytes + least))
+    if not limits.state_bytes:
+        return 0
+    num_slots = min(config.max_num_seqs, room // (limits.state_bytes + limits.least_kv))
     if num_slots < 1:
         raise ValueError(
             f"the states of one request take {limits.state_bytes / MIB:.1f} MiB, and its KV beside them "
-            f"{least / MIB:.1f} MiB; there is room for {max(0, room) / MIB:.1f} MiB. Choose a smaller model"
+            f"{limits.least_kv / MIB:.1f} MiB; there is room for {max(0, room) / MIB:.1f} MiB. Choose a "
+            "smaller model"
         )
     return num_slots
-
-
-def _least_kv(limits: CacheLimits) -> int:
-    """Bytes of the KV that a request has at least beside its states."""
-    return min(limits.max_model_len, TOKENS_BESIDE_STATES) * limits.token_bytes
 
 
 def _num_copies(config: EngineConfig, limits: CacheLimits, room: int) -> int:
@@ -248,6 +236,48 @@ def _num_copies(config: EngineConfig, limits: CacheLimits, room: int) -> int:
     if not limits.state_bytes or not config.enable_prefix_caching:
         return 0
     return max(0, int(COPY_SHARE * room) // limits.state_bytes)
+
+
+def _blocks_do_not_fit(
+    config: EngineConfig, limits: CacheLimits, use: MemoryUse, num_slots: int, room: int
+) -> ValueError:
+    """`room`: for states and KV, with all of the GPU."""
+    assert config.num_blocks is not None
+    room = max(0, room - num_slots * limits.state_bytes)
+    beside = f" beside the states of {num_slots} requests" if num_slots else ""
+    return ValueError(
+        f"--num-blocks {config.num_blocks}: {gib(config.num_blocks * limits.block_bytes)} of KV, and there "
+        f"is room for {gib(room)}, {room // limits.block_bytes} blocks{beside}. {_needs(config, use)}"
+    )
+
+
+def _no_request_fits(
+    config: EngineConfig, limits: CacheLimits, use: MemoryUse | None, capacity: int
+) -> ValueError:
+    """`capacity`: tokens of the KV pool."""
+    remedy = "raise --num-blocks" if config.num_blocks or use is None else _remedy(config)
+    return ValueError(
+        f"--max-model-len {limits.max_model_len}: one request of that length needs "
+        f"{gib(limits.max_model_len * limits.token_bytes)} of KV, and the KV pool holds {capacity} tokens, "
+        f"{gib(capacity * limits.token_bytes)}; lower it, or {remedy}."
+        + (f" {_needs(config, use)}" if use else "")
+    )
+
+
+def _log(
+    config: EngineConfig, model: ModelConfig, limits: CacheLimits, use: MemoryUse | None, size: PoolSize
+) -> None:
+    if size.max_model_len < (config.max_model_len or model.max_model_len):
+        log.warning("requests can have %d tokens: the model's context of %d does not fit the KV pool",
+                    size.max_model_len, model.max_model_len)  # fmt: skip
+    states, copies = size.num_slots * limits.state_bytes, size.num_copies * limits.state_bytes
+    log.info(
+        "memory: %sKV pool %s: %d blocks of %d, %d tokens%s%s",
+        f"{use}, " if use else "", gib(size.num_blocks * limits.block_bytes), size.num_blocks,
+        limits.block_size, size.num_blocks * limits.block_size,
+        f"; states of {size.num_slots} requests {gib(states)}" if states else "",
+        f"; {size.num_copies} copies of states {gib(copies)}" if copies else "",
+    )  # fmt: skip
 
 
 @contextmanager

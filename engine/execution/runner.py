@@ -7,6 +7,7 @@ CUDA graphs replay a step once they are captured; a step with more rows than the
 kernel by kernel.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,11 @@ from torch import Tensor
 
 from baton.engine.execution.commands import Followers
 from baton.engine.execution.events import Event, record
-from baton.engine.execution.expert_meter import ExpertLoad, ExpertMeter
+from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
-from baton.engine.execution.prompt_logprobs import Piece, prompt_logprobs
-from baton.engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
-from baton.engine.kernels import KV, GatedDelta, HeadNorm, Kernels, LayerState, Mamba2
+from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
+from baton.engine.kernels import KV, HeadNorm, Kernels, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
 from baton.engine.layers.current_step import CurrentStep, computing
@@ -31,7 +31,7 @@ from baton.engine.layers.ranks import Ranks
 from baton.engine.model_config import ModelConfig
 from baton.engine.models import attention_caches, state_caches
 from baton.engine.models.cache_spec import CacheSpec
-from baton.engine.step import Adjustments, Draws, Step, Variant
+from baton.engine.step import Adjustments, Draws, ScoredLogprobs, Step, Variant
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class Launched:
     """None: not sampled yet."""
     tokens: Tensor | None = None  # [rows] int64; this and the rest is on the host once the step is over
     logprobs: TopLogprobs | None = None
-    scored: Sequence[Piece] = ()
+    scored: ScoredLogprobs | None = None
 
     @property
     def over(self) -> bool:
@@ -169,10 +169,10 @@ class ModelRunner:
         padded to the next of them."""
         return [] if self._graphs is None else self._graphs.mixed_rows
 
-    def expert_meter(self) -> ExpertMeter | None:
-        """None: a dense model."""
-        load = self.expert_load
-        return None if load is None else ExpertMeter(load, lambda: self._record())
+    @property
+    def graph_rows(self) -> float:
+        """Most tokens of a step with prompts that a graph computes. Infinite: there are no graphs."""
+        return self.mixed_rows[-1] if self.mixed_rows else math.inf
 
     @torch.inference_mode()
     def run(self, step: Step, layer_done: LayerDone) -> Launched:
@@ -211,45 +211,48 @@ class ModelRunner:
             targets = [part[to] for part in parts for _, to in pairs]
             torch._foreach_copy_(targets, [part[source] for part in parts for source, _ in pairs])
 
-    def _score(self, hidden: Tensor, step: Step) -> Sequence[Piece]:
+    def _score(self, hidden: Tensor, step: Step) -> ScoredLogprobs | None:
         """Enqueues the log probabilities of prompts."""
         if not len(step.scored.rows):
-            return ()
+            return None
         return prompt_logprobs(hidden, step.scored, self.logits, self.ranks.rank)
 
     @torch.inference_mode()
     def sample(self, launched: Launched, adjustments: Adjustments | None) -> Event:
-        """Enqueues the sampling of a step. `adjustments` None: its rows ask for nothing beyond `Draws`.
-        Returns the event that the step is over. Rank 0 samples, and the others get its tokens."""
+        """Enqueues the sampling of a step: rank 0 chooses the tokens, and the others get them.
+        `adjustments` None: its rows ask for nothing beyond `Draws`. Returns the event that the step is
+        over."""
         self.followers.sample()
-        rows = launched.rows
-        if rows and self.ranks.rank:
-            if launched.size is not None:
-                assert self._graphs is not None
-                self._graphs.logits(rows)
-        elif rows and launched.size is not None and adjustments is None:
-            assert self._graphs is not None
-            self._graphs.logits(rows)
-            launched.tokens = to_host(self._graphs.choose(rows, launched.variant))
-        elif rows:
-            logits, draws = launched.logits, launched.draws
-            if launched.size is not None:
-                assert self._graphs is not None
-                logits, draws = self._graphs.logits(rows), self._graphs.draws(rows)
-            assert logits is not None
-            assert draws is not None
-            adjusted = logits if adjustments is None else adjust(logits, adjustments, self._tokens)
-            tokens = choose(adjusted, logits, launched.variant, draws, self._kernels)
-            self._tokens[:rows] = tokens
-            launched.tokens = to_host(tokens)
-            if adjustments is not None:
-                launched.logprobs = top_logprobs(logits, tokens, adjustments)
+        rows, graphs = launched.rows, self._graphs
+        if rows:
+            replayed = graphs if launched.size is not None else None
+            logits = launched.logits if replayed is None else replayed.logits(rows)
+            if self.ranks.rank == 0:
+                assert logits is not None
+                self._choose(launched, logits, adjustments, replayed)
         launched.ended = self._record()
-        if rows and self._graphs is not None:
-            self._graphs.share_tokens()
+        if rows and graphs is not None:
+            graphs.share_tokens()
         elif rows:
             self.ranks.broadcast(self._tokens)
         return launched.ended
+
+    def _choose(
+        self, launched: Launched, logits: Tensor, adjustments: Adjustments | None, graphs: StepGraphs | None
+    ) -> None:
+        """`graphs`: those that have replayed the step. None: no graph has."""
+        rows = launched.rows
+        if graphs is not None and adjustments is None:
+            launched.tokens = to_host(graphs.choose(rows, launched.variant))
+            return
+        draws = launched.draws if graphs is None else graphs.draws(rows)
+        assert draws is not None
+        adjusted = logits if adjustments is None else adjust(logits, adjustments, self._tokens)
+        tokens = choose(adjusted, logits, launched.variant, draws, self._kernels)
+        self._tokens[:rows] = tokens
+        launched.tokens = to_host(tokens)
+        if adjustments is not None:
+            launched.logprobs = top_logprobs(logits, tokens, adjustments)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, layer_done: LayerDone
@@ -268,13 +271,13 @@ class ModelRunner:
             rotary: Tensor,
             norm: HeadNorm | None,
             sinks: Tensor | None,
-            scale: float | None,
+            scale: float,
         ) -> Tensor:
             index = self._index[layer]
             kv = self.kv_cache[index]
-            q, k, v = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
+            q = kernels.rope_and_write(qkv, rotary, norm, kv, attention.slots)
             layer_done(layer)  # before attention, so that computing more of the layer hides the transfer
-            return kernels.attention(q, k, v, kv, plans[self._attention[index].span], sinks, scale)
+            return kernels.attention(q, kv, plans[self._attention[index].span], sinks, scale)
 
         pending = self._tokens[(-1 - token_ids).clamp_min(0)].clamp_min(0)
         known = torch.where(token_ids < 0, pending, token_ids)
@@ -286,12 +289,8 @@ class ModelRunner:
                 return self.model(known, positions, attend)
         states = kernels.plan_states(attention, self._dtype)
 
-        def mix(layer: int, projected: Tensor, parameters: Mamba2 | GatedDelta) -> Tensor:
-            state = self.states[self._index[layer]]
-            if isinstance(parameters, Mamba2):
-                y = kernels.mamba2(projected, parameters, state, states)
-            else:
-                y = kernels.gated_delta(projected, parameters, state, states)
+        def mix(layer: int, projected: Tensor, parameters: StateLayer) -> Tensor:
+            y = kernels.mix_states(projected, parameters, self.states[self._index[layer]], states)
             layer_done(layer)
             return y
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Quantized, launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels import FP8, FP8_GROUP, Quantized
+from baton.engine.kernels.launch import inputs_ready, launch_options
 
 LARGEST = tl.constexpr(448.0)  # the largest FP8 number
 LEAST = tl.constexpr(2.0**-100)  # counts as the largest value of a row of zeros, so that its scale is not 0
@@ -46,14 +46,14 @@ def quantize(x: Tensor, *, grouped: bool) -> Quantized:
         BLOCK=block,
         GROUP=group_columns(block, grouped=grouped),
         num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
-        **launch.options(),
+        **launch_options(),
     )
     return out
 
 
 @triton.jit
-def _quantize(x, values, scales, size, BLOCK: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr):
-    inputs_ready(OVERLAP)
+def _quantize(x, values, scales, size, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    inputs_ready()
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     y = tl.load(x + row * size + columns, mask=columns < size, other=0.0).to(tl.float32)
     store_quantized(y, values, scales, row, 0, size, GROUP)

@@ -2,7 +2,7 @@
 Hopper on).
 
 Between two small kernels the GPU idles for a microsecond: the last programs of one kernel finish, then the
-next is launched and reads its arguments. A kernel launched with `**options()` may begin earlier: when all
+next is launched and reads its arguments. A kernel launched with `launch_options` may begin earlier: when all
 programs of the kernel before it have called `inputs_ready` or ended. The code before its own `inputs_ready`
 then overlaps with that kernel. Only after this call may it write, or read results of kernels of this step.
 
@@ -17,27 +17,27 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import JITFunction
+from triton.language.target_info import cuda_capability_geq
 
 INTERPRETED_MULTIPROCESSORS = 4
 """Assumed when Triton's interpreter runs the kernels, in tests."""
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+"""False: the interpreter runs the kernels. It has no PTX."""
+
 
 @triton.jit
-def inputs_ready(OVERLAP: tl.constexpr):
+def inputs_ready():
     """Waits for the inputs, then lets the next kernel begin. The first call of every program."""
-    if OVERLAP:
+    if COMPILED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @functools.cache
-def options() -> dict[str, Any]:
-    """Arguments of a launch on this device: OVERLAP for the kernel, and Triton's option for the launch."""
-    overlap = (
-        isinstance(inputs_ready, JITFunction) and triton.runtime.driver.active.get_current_target().arch >= 90
-    )
-    return {"OVERLAP": overlap, "launch_pdl": overlap}
+def launch_options() -> dict[str, Any]:
+    """Options of a launch on this device, of a kernel that calls `inputs_ready`."""
+    return {"launch_pdl": COMPILED.value and cuda_capability_geq(9, 0)}
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import Quantized, launch
+from baton.engine.kernels import Quantized
 from baton.engine.kernels.fp8 import empty_quantized, group_columns, store_quantized
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 
 MAX_WARPS = 8
 ELEMENTS_PER_WARP = 512  # 16 per thread: two or four 16-byte loads
@@ -65,7 +65,7 @@ def _launch(
         GROUP=group_columns(block, grouped=grouped),
         ADD=delta is not None,
         num_warps=warps,
-        **launch.options(),
+        **launch_options(),
     )
 
 
@@ -81,9 +81,8 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     row = tl.program_id(0).to(tl.int64)

@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 
 MAX_TILES = 1 << 14
 BLOCK = 4096  # elements of a tile of `gather`
@@ -69,7 +68,7 @@ class PeerCopy:
             RANKS=self._ranks,
             BLOCK=BLOCK,
             num_warps=4,
-            **launch.options(),
+            **launch_options(),
         )
         return out
 
@@ -88,7 +87,7 @@ class PeerCopy:
             RANKS=self._ranks,
             WORDS=WORDS,
             num_warps=4,
-            **launch.options(),
+            **launch_options(),
         )
 
     def _capacity(self, share: int, itemsize: int) -> int:
@@ -114,9 +113,8 @@ def _gather(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     row = tl.program_id(0).to(tl.int64)
     tile = row * tl.num_programs(1) + tl.program_id(1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -148,9 +146,8 @@ def _broadcast(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     tile = tl.program_id(0).to(tl.int64)
     word = tile * WORDS + tl.arange(0, WORDS)
     inside = word < count

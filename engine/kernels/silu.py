@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import Quantized, launch
+from baton.engine.kernels import Quantized
 from baton.engine.kernels.fp8 import (
     ELEMENTS_PER_WARP,
     MAX_WARPS,
@@ -22,7 +22,7 @@ from baton.engine.kernels.fp8 import (
     group_columns,
     store_quantized,
 )
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.model_config import ClampedSwiGLU
 
 BLOCK = 1024  # columns of a program
@@ -75,7 +75,7 @@ def _launch(
         LIMIT=clamped.limit if clamped else None,
         GELU=gelu,
         num_warps=min(MAX_WARPS, max(4, block // ELEMENTS_PER_WARP)),
-        **launch.options(),
+        **launch_options(),
     )
 
 
@@ -90,9 +90,8 @@ def _silu_mul(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     GELU: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     inside = columns < size

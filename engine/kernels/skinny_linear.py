@@ -10,27 +10,26 @@ Compared with cuBLAS, the products of a layer take 3 % less time up to 64 rows, 
 that overlap (`overlap`). Both read W at over 4 TB/s and lose some 4 µs around it (docs/lab/engine.md).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import from_hopper_on, launch
-from baton.engine.kernels.launch import inputs_ready
-from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
+from baton.engine.kernels import from_hopper_on
+from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.split_k import (
+    SHARED_BYTES,
+    Tiling,
+    add_parts,
+    counters,
+    parts_of,
+    splits,
+    store_transposed,
+)
 
 BLOCK_N = 64
 MAX_STAGES = 8
-
-
-class Tiling(NamedTuple):
-    rows: int  # of x, padded
-    columns: int  # of W, at a time
-    splits: int  # parts of the columns of W
-    stages: int  # tiles loaded ahead
 
 
 def tiling(rows: int, inner: int, size: int, multiprocessors: int) -> Tiling:
@@ -41,7 +40,8 @@ def tiling(rows: int, inner: int, size: int, multiprocessors: int) -> Tiling:
     columns = 128 if padded == 64 or tiles > multiprocessors else 256
     room = SHARED_BYTES // 2 if tiles > multiprocessors else SHARED_BYTES
     stages = min(MAX_STAGES, room // (2 * columns * (BLOCK_N + padded)))
-    return Tiling(padded, columns, splits(tiles, triton.cdiv(inner, columns), multiprocessors), stages)
+    parts = splits(tiles, triton.cdiv(inner, columns), multiprocessors)
+    return Tiling(padded, BLOCK_N, columns, parts, 4, stages)
 
 
 class SkinnyLinear:
@@ -67,13 +67,13 @@ class SkinnyLinear:
         """x [rows, in], contiguous, 1 to 64 rows. Returns [rows, out]."""
         assert x.is_contiguous(), "the kernel assumes dense rows"
         (rows, inner), size = x.shape, len(self._weight)
-        block_m, block_k, count, stages = tiling(rows, inner, size, self._multiprocessors)
+        shape = tiling(rows, inner, size, self._multiprocessors)
         tiles = len(self._finished)
         out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-        parts = parts_of(out, count, tiles, BLOCK_N, block_m)
-        _skinny_linear[(tiles, count)](
-            TensorDescriptor.from_tensor(x, [block_m, block_k]),
-            TensorDescriptor.from_tensor(self._weight, [BLOCK_N, block_k]),
+        parts = parts_of(out, shape.splits, tiles, BLOCK_N, shape.block_m)
+        _skinny_linear[(tiles, shape.splits)](
+            TensorDescriptor.from_tensor(x, [shape.block_m, shape.block_k]),
+            TensorDescriptor.from_tensor(self._weight, [BLOCK_N, shape.block_k]),
             self._bias,
             parts,
             self._finished,
@@ -81,13 +81,8 @@ class SkinnyLinear:
             rows,
             size,
             inner,
-            BLOCK_M=block_m,
-            BLOCK_N=BLOCK_N,
-            BLOCK_K=block_k,
-            SPLITS=count,
-            num_warps=4,
-            num_stages=stages,
-            **launch.options(),
+            **shape.options(),
+            **launch_options(),
         )
         return out
 
@@ -107,9 +102,8 @@ def _skinny_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     tile, split = tl.program_id(0), tl.program_id(1)
     steps = tl.cdiv(inner, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

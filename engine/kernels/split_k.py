@@ -5,6 +5,8 @@ read W at once. Each program stores its part. The program that finishes last for
 parts. It adds them in a fixed order, so timing never changes the sum.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,20 @@ from torch import Tensor
 
 SHARED_BYTES = 208 << 10  # of a multiprocessor, for tiles that are loaded ahead
 MAX_SPLITS = 8
+
+
+class Tiling(NamedTuple):
+    block_m: int  # rows of x, padded
+    block_n: int  # rows of W
+    block_k: int  # columns of W, at a time
+    splits: int  # parts of the columns of W
+    warps: int
+    stages: int  # tiles loaded ahead
+
+    def options(self) -> dict[str, Any]:
+        """Of a launch."""
+        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
+        return {**blocks, "SPLITS": self.splits, "num_warps": self.warps, "num_stages": self.stages}
 
 
 def parts_of(out: Tensor, splits: int, tiles: int, block_n: int, block_m: int) -> Tensor:

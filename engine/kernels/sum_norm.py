@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 
 MAX_ROWS = 8192
 """Rows of one launch."""
@@ -72,7 +71,7 @@ class SumNorm:
                 RANKS=self._ranks,
                 BLOCK=block,
                 num_warps=min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP)),
-                **launch.options(),
+                **launch_options(),
             )
         return out
 
@@ -91,9 +90,8 @@ def _sum_norm(
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size

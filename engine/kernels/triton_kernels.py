@@ -12,11 +12,12 @@ from baton.engine.kernels import (
     Experts,
     Fp8Experts,
     Fp8KV,
-    GatedDelta,
     HeadNorm,
+    Kernels,
     LayerState,
     Mamba2,
     Quantized,
+    StateLayer,
     fp8,
     norm,
     parts,
@@ -36,8 +37,7 @@ from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
 from baton.engine.kernels.sampling import race
 from baton.engine.kernels.sampling.thresholds import thresholds
 from baton.engine.kernels.state import causal_conv, delta_scan, gated_norm, ssd, state_update
-from baton.engine.kernels.state.delta_rule import delta_rule
-from baton.engine.kernels.state.mamba2 import scan_work
+from baton.engine.kernels.state.plan import TritonStatePlan, chunk_tokens, plan_states
 from baton.engine.model_config import Scoring, Span
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -62,16 +62,7 @@ class TritonPlan:
         return plan_gather(self.prefills, self.num_decodes, self.block_tables, self.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class TritonStatePlan:
-    slots: Tensor  # [requests] int32
-    contexts: Tensor  # [decodes] int32
-    scans: Tensor | None  # [chunks, 6] int32; None: no chunks
-    copies: Tensor | None  # as `AttentionMetadata.state_copies`
-    prompts: int  # at most so many have chunks
-
-
-class TritonKernels:
+class TritonKernels(Kernels):
     add_rms_norm = staticmethod(norm.add_rms_norm)
     add_rms_norm_quantized = staticmethod(norm.add_rms_norm_quantized)
     silu_mul = staticmethod(silu.silu_mul)
@@ -81,9 +72,10 @@ class TritonKernels:
     norm_gate = staticmethod(gated_norm.norm_gate)
     gated_squares = staticmethod(gated_norm.gated_squares)
     gated_rms_norm = staticmethod(gated_norm.gated_rms_norm)
-    chunk_tokens = staticmethod(ssd.chunk_tokens)
+    chunk_tokens = staticmethod(chunk_tokens)
     greedy = staticmethod(race.greedy)
     draw = staticmethod(race.draw)
+    thresholds = staticmethod(thresholds)
 
     def __init__(self, device: torch.device, head_dim: int) -> None:
         if head_dim not in HEAD_DIMS:
@@ -136,11 +128,9 @@ class TritonKernels:
 
     def rope_and_write(
         self, qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, slots: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        num_kv_heads = parts(kv)[0].shape[3]
+    ) -> Tensor:
         rope.rope_and_write(qkv, rotary, norm, kv, slots)
-        q, k, v = qkv.split((qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
-        return q, k, v
+        return qkv[:, : qkv.shape[1] - 2 * parts(kv)[0].shape[3]]
 
     def plan(
         self,
@@ -170,18 +160,8 @@ class TritonKernels:
     def tile_programs(self, num_kv_heads: int) -> int:
         return SHORT_PER_SM * self._multiprocessors // num_kv_heads
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv: KV,
-        plan: TritonPlan,
-        sinks: Tensor | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, kv: KV, plan: TritonPlan, sinks: Tensor | None, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         if plan.pieces is not None:
             decodes = slice(plan.num_decodes)
             tables = plan.block_tables
@@ -194,65 +174,24 @@ class TritonKernels:
         return out
 
     def plan_states(self, metadata: AttentionMetadata, dtype: torch.dtype) -> TritonStatePlan:
-        decodes, device, slots = metadata.num_decodes, metadata.contexts.device, metadata.state_slots
-        assert slots is not None, "each request of a model with states has a slot"
-        scans = metadata.scans
-        if metadata.prefills:
-            work = scan_work(metadata.prefills, decodes, ssd.chunk_tokens(dtype))
-            scans = torch.from_numpy(work).to(device, non_blocking=True)
-        prompts = len(metadata.prefills)
-        if metadata.scans is not None:
-            prompts = min(len(slots), len(metadata.scans))
-        return TritonStatePlan(slots, metadata.contexts[:decodes], scans, metadata.state_copies, prompts)
+        return plan_states(metadata, dtype, self._multiprocessors)
 
-    def mamba2(self, projected: Tensor, layer: Mamba2, state: LayerState, plan: TritonStatePlan) -> Tensor:
-        _, heads, head_dim, _ = state.ssm.shape
-        x, dt = projected.split((projected.shape[1] - heads, heads), dim=1)
-        y = x.new_empty(len(x), heads * head_dim)
-        rows, slots = self._convolve(x, layer, state, plan), plan.slots
-        if len(plan.contexts):
-            state_update.update(rows, dt, layer, state.ssm, slots, plan.contexts, y)
-        if plan.scans is not None:
-            units = self._multiprocessors
-            ssd.scan(rows, dt, layer, state.ssm, slots, plan.scans, plan.copies, plan.prompts, units, y)
-        return y
-
-    def gated_delta(
-        self, projected: Tensor, layer: GatedDelta, state: LayerState, plan: TritonStatePlan
+    def mix_states(
+        self, projected: Tensor, layer: StateLayer, state: LayerState, plan: TritonStatePlan
     ) -> Tensor:
         _, heads, head_dim, _ = state.ssm.shape
-        x, beside = projected.split((projected.shape[1] - 2 * heads, 2 * heads), dim=1)
+        channels = layer.conv_weight.shape[1]
+        x, beside = projected.split((channels, projected.shape[1] - channels), dim=1)
         y = x.new_empty(len(x), heads * head_dim)
-        rows = self._convolve(x, layer, state, plan)
-        if len(plan.contexts):
-            delta_rule(rows, beside, layer, state.ssm, plan.slots, plan.contexts, y)
-        if plan.scans is not None:
-            tokens = ssd.chunk_tokens(x.dtype)
-            delta_scan.scan(
-                rows,
-                beside,
-                layer,
-                state.ssm,
-                plan.slots,
-                plan.scans,
-                plan.copies,
-                plan.prompts,
-                self._multiprocessors,
-                tokens,
-                y,
-            )
-        return y
-
-    def _convolve(
-        self, x: Tensor, layer: Mamba2 | GatedDelta, state: LayerState, plan: TritonStatePlan
-    ) -> Tensor:
         rows = x.new_empty(x.shape)
         if len(plan.contexts):
-            causal_conv.convolve_next(x, layer, state.conv, plan.slots, plan.contexts, rows)
+            causal_conv.convolve_next(x, layer, state.conv, plan, rows)
         if plan.scans is not None:
-            tokens = ssd.chunk_tokens(x.dtype)
-            causal_conv.convolve(x, layer, state.conv, plan.slots, plan.scans, plan.copies, tokens, rows)
-        return rows
-
-    def thresholds(self, probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        return thresholds(probs, top_k, top_p, min_p)
+            causal_conv.convolve(x, layer, state.conv, plan, rows)
+        if len(plan.contexts):
+            state_update.update(rows, beside, layer, state.ssm, plan, y)
+        if plan.scans is not None and isinstance(layer, Mamba2):
+            ssd.scan(rows, beside, layer, state.ssm, plan, y)
+        elif plan.scans is not None:
+            delta_scan.scan(rows, beside, layer, state.ssm, plan, y)
+        return y

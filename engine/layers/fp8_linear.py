@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized
-from baton.engine.layers.linear import PlainFormat, PlainLinear
+from baton.engine.layers.linear import LinearMethod, PlainLinear
 from baton.engine.layers.ranks import Part, whole
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.weights import OUTPUT, PlainFormat, Weights
 
 LARGEST = torch.finfo(FP8).max
 LEAST = 2.0**-100
@@ -29,7 +29,6 @@ LEAST = 2.0**-100
 ALIGNED = 16
 """Both dimensions of W must be multiples of this."""
 
-OUTPUT = "lm_head"
 KEPT_PLAIN = ("gate", "router")
 """Products that matter most for their size: quantizing on load leaves them in the model's dtype."""
 
@@ -39,6 +38,10 @@ class Scaled(NamedTuple):
 
     values: Tensor  # [rows, columns] FP8
     scales: Tensor  # [groups, rows] float32: one group, or one for each FP8_GROUP columns
+
+
+Reader = Callable[[Weights, str, Part, Part], Scaled | None]
+"""Reads rows × columns of a projection. None: it is not quantized."""
 
 
 class Fp8Linear(LinearMethod):
@@ -55,15 +58,13 @@ class Fp8Linear(LinearMethod):
         return self._product(x)
 
 
-@dataclass(frozen=True)
-class Fp8Format:
-    """The `WeightFormat` of FP8 matrices."""
+@dataclass(frozen=True, kw_only=True)
+class Fp8Format(PlainFormat):
+    """FP8 matrices."""
 
-    name: str
-    read: Callable[[Weights, str, Part, Part], Scaled | None]
-    """Reads rows × columns of a projection. None: it is not quantized."""
+    read: Reader
     quantizes_activations: bool
-    identity = "fp8"
+    identity: str = "fp8"
 
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         return 1 + 4 / FP8_GROUP if self.quantizes_activations and not output else dtype.itemsize
@@ -73,7 +74,7 @@ class Fp8Format:
     ) -> LinearMethod:
         weight = self._stacked(weights, names, rows, columns)
         if weight is None:
-            return PlainFormat().linear(weights, names, rows, columns, bias=bias)
+            return super().linear(weights, names, rows, columns, bias=bias)
         added = weights.bias(names, rows, columns) if bias else None
         if not self.quantizes_activations:
             return PlainLinear(spread(weight).to(weights.dtype), added)
@@ -88,7 +89,7 @@ class Fp8Format:
         ]
         held = [weight for weight, part in zip(read, rows, strict=True) if weight and part.length]
         if not held:
-            return PlainFormat().experts(weights, names, rows, columns)
+            return super().experts(weights, names, rows, columns)
         if not self.quantizes_activations:
             return torch.stack([spread(weight).to(weights.dtype) for weight in held])
         values = torch.stack([weight.values.view(torch.uint8) for weight in held]).view(FP8)
@@ -119,9 +120,6 @@ class Fp8Format:
                 f"{weights.source}: {name} is {list(shape)} on this rank, products in FP8 need multiples of "
                 f"{ALIGNED}; change --tensor-parallel-size"
             )
-
-    def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        return PlainLinear(embedding)
 
 
 def spread(weight: Scaled) -> Tensor:
@@ -162,7 +160,7 @@ def read_rows(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled 
     return Scaled(values, scales.float().view(1, -1).expand(1, rows.length))
 
 
-def block_reader(suffix: str) -> Callable[[Weights, str, Part, Part], Scaled | None]:
+def block_reader(suffix: str) -> Reader:
     """From a checkpoint with a scale for each block of 128 × 128, `suffix`: [out / 128, in / 128], rounded
     up."""
 

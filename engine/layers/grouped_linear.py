@@ -9,8 +9,9 @@ other             dequantized at load
 
 import functools
 import platform
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from baton.engine.kernels import Kernels, from_hopper_on
 from baton.engine.layers.current_step import current_step
-from baton.engine.layers.linear import PlainLinear
-from baton.engine.layers.weights import Groups, LinearMethod, Weights
+from baton.engine.layers.linear import LinearMethod, PlainLinear
+from baton.engine.layers.ranks import Part
+from baton.engine.layers.weights import OUTPUT, Groups, PlainFormat, Weights
 
 if TYPE_CHECKING:  # it needs Triton
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
@@ -33,6 +35,31 @@ TILE = 128
 
 GROUP_SIZES = (32, 64, 128, 256)
 """What torch's kernel for 4 bits supports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupsFormat(PlainFormat):
+    """The base of formats that read matrices as `Groups`."""
+
+    device: torch.device
+    extra_biases: ClassVar[bool] = False
+    """Whether a checkpoint may have biases that the model lacks."""
+
+    def linear(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
+    ) -> LinearMethod:
+        groups = self.read_groups(weights, names, rows, columns)
+        if groups is None:
+            return super().linear(weights, names, rows, columns, bias=bias)
+        bias = bias or (self.extra_biases and weights.has(f"{names[0]}.bias"))
+        added = weights.bias(names, rows, columns) if bias else None
+        return grouped_linear(groups, added, weights, output=names == [OUTPUT])
+
+    def read_groups(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
+    ) -> Groups | None:
+        """The rows of all projections. None: they are plain. Raises `ValueError` as `linear` does."""
+        raise NotImplementedError
 
 
 def packs(bits: int, dtype: torch.dtype, device: torch.device) -> bool:

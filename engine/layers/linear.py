@@ -1,13 +1,27 @@
 """Matrix products with a weight in the model's dtype."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.kernels import Kernels
+
+
+class LinearMethod:
+    """The base of products y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
+
+    grouped: bool | None = None
+    """Whether x is in FP8 with a scale for each group of columns, or for each row. None: x is in the model's
+    dtype."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """`Kernels.silu_mul` of the product. A format may have one kernel for both."""
+        return kernels.silu_mul(self(x))
 
 
 class PlainLinear(LinearMethod):
@@ -16,7 +30,7 @@ class PlainLinear(LinearMethod):
     small batches."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.packed = _packs(weight.dtype, weight.device)
+        self.packed = packs_plain(weight.dtype, weight.device)
         self.weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if self.packed else weight
         )
@@ -31,39 +45,7 @@ class PlainLinear(LinearMethod):
         return F.linear(x, self.weight, self.bias)
 
 
-class PlainFormat:
-    """The `WeightFormat` of matrices in the model's dtype."""
-
-    name = "plain"
-    identity = ""
-
-    def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
-        return dtype.itemsize
-
-    def linear(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
-        weight = weights.stack(
-            [f"{name}.weight" for name in names],
-            [(part, columns) for part in rows],
-            scratch=_packs(weights.dtype, weights.device),
-        )
-        return PlainLinear(weight, weights.bias(names, rows, columns) if bias else None)
-
-    def experts(
-        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor:
-        stacked = weights.stack(
-            [f"{name}.weight" for expert in names for name in expert],
-            [(part, columns) for expert, part in zip(names, rows, strict=True) for _ in expert],
-        )
-        return stacked.unflatten(0, (sum(part.length > 0 for part in rows), -1))
-
-    def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        return PlainLinear(embedding)
-
-
-def _packs(dtype: torch.dtype, device: torch.device) -> bool:
+def packs_plain(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and (
         dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )

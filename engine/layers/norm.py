@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
+from baton.engine.layers.linear import LinearMethod
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.weights import Weights
 
 
 class RMSNorm:

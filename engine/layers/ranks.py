@@ -14,6 +14,8 @@ and the sum over ranks is the same.
 
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import Kernels
@@ -61,7 +63,7 @@ def whole(size: int) -> Part:
 
 class Ranks:
     """The ranks of a model, as one of them sees them. This class is a model with one rank, which has nothing
-    to exchange; `engine.execution.group` has the others.
+    to exchange; `Group` has the others.
 
     All ranks call the collectives in the same order. But for `gather`, their results have equal bits on all
     ranks."""
@@ -117,3 +119,30 @@ class Ranks:
     def least(self, value: int) -> int:
         """The least value of all ranks."""
         return value
+
+
+class Group(Ranks):
+    """Several ranks; subclasses send and receive."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+
+    def gather(self, x: Tensor, size: int) -> Tensor:
+        share = -(-size // self.size)
+        parts = self._gather(F.pad(x, (0, share - x.shape[1])) if x.shape[1] < share else x)
+        return parts.transpose(0, 1).reshape(len(x), self.size * share)[:, :size]
+
+    def least(self, value: int) -> int:
+        least = torch.tensor([value], device=self._device)
+        self._minimum(least)
+        return int(least.item())
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[rows, part] → [ranks, rows, part]."""
+        raise NotImplementedError
+
+    def _minimum(self, x: Tensor) -> None:
+        """Overwrites x with the least of all ranks."""
+        raise NotImplementedError

@@ -6,14 +6,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import GatedDelta, Mamba2
+from baton.engine.kernels import GatedDelta, Mamba2, StateLayer
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig, StateConfig
 
-Mix = Callable[[int, Tensor, Mamba2 | GatedDelta], Tensor]
+Mix = Callable[[int, Tensor, StateLayer], Tensor]
 """(layer, projected, parameters) → y [tokens, heads · head_dim]. Takes the states of the layer past the
-tokens of the step, as `Kernels.mamba2` or `Kernels.gated_delta`."""
+tokens of the step, as `Kernels.mix_states`."""
 
 
 class Mamba2Mixer:
@@ -44,8 +44,8 @@ class Mamba2Mixer:
             take("conv1d.bias", channels) if state.conv_bias else None,
             take("dt_bias", [heads]).float(),
             -take("A_log", [heads]).float().exp(),
-            take("D", [heads]).float(),
             self.groups.length,
+            take("D", [heads]).float(),
             state.dt_limits,
         )
         self.norm = take("norm.weight", [inner])
@@ -94,6 +94,7 @@ class GatedDeltaMixer:
         kernel = take("conv1d.weight", channels, whole(1), whole(state.conv_width))
         self.parameters = GatedDelta(
             kernel[:, 0].T.contiguous(),
+            None,
             take("dt_bias", [heads]).float(),
             -take("A_log", [heads]).float().exp(),
             groups.length,

@@ -8,12 +8,14 @@ more time than the copy.
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Fp8Experts, Kernels, kernels_for
+from baton.engine.kernels import Fp8Experts, kernels_for
+from baton.engine.layers.linear import LinearMethod, PlainLinear, packs_plain
 from baton.engine.layers.ranks import Part, Ranks, whole
 from baton.engine.model_config import ModelConfig
 
@@ -23,6 +25,9 @@ enough; hashing gigabytes would cost more than loading them."""
 
 IGNORED = "rotary_emb.inv_freq"
 """Old checkpoints carry this; it follows from the configuration."""
+
+OUTPUT = "lm_head"
+"""The output projection, where it is not tied to the embedding."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -89,40 +94,22 @@ class Checkpoint:
         return None
 
 
-class LinearMethod:
-    """The base of products y = x Wᵀ + b, for x [rows, in] and W [out, in] kept in one format."""
-
-    grouped: bool | None = None
-    """Whether x is in FP8 with a scale for each group of columns, or for each row. None: x is in the model's
-    dtype."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
-        """`Kernels.silu_mul` of the product. A format may have one kernel for both."""
-        return kernels.silu_mul(self(x))
-
-
-class WeightFormat(Protocol):
-    """How the matrices of a model are read, kept and multiplied. One object serves all matrices of a model.
+@dataclass(frozen=True)
+class PlainFormat:
+    """How the matrices of a model are read, kept and multiplied: here in the model's dtype. Other formats
+    derive from it, and leave to it what they do not quantize. One object serves all matrices of a model.
 
     `engine.loader.formats` chooses it. Embeddings and norms are not its concern."""
 
-    @property
-    def name(self) -> str:
-        """For logs and errors, such as "int4 in groups of 128"."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """All that the format changes about results: a part of the model's fingerprint. Empty: nothing."""
-        ...
+    name: str = "plain"
+    """For logs and errors, such as "int4 in groups of 128"."""
+    identity: str = ""
+    """All that the format changes about results: a part of the model's fingerprint. Empty: nothing."""
 
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         """Memory for one parameter of a matrix, scales included. `dtype` is the model's. `output`: of an
         output projection that is not tied to the embedding."""
-        ...
+        return dtype.itemsize
 
     def linear(
         self, weights: "Weights", names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
@@ -131,7 +118,12 @@ class WeightFormat(Protocol):
         are stacked. With a part of the columns, the result is a term of a sum over ranks; the first rank's
         term has the bias. Tensors come from `weights.stack` and `weights.stored`, and may be on the device
         "meta". Raises `ValueError` naming file and tensor, also if the parts cut a group or block."""
-        ...
+        weight = weights.stack(
+            [f"{name}.weight" for name in names],
+            [(part, columns) for part in rows],
+            scratch=packs_plain(weights.dtype, weights.device),
+        )
+        return PlainLinear(weight, weights.bias(names, rows, columns) if bias else None)
 
     def experts(
         self, weights: "Weights", names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
@@ -139,14 +131,18 @@ class WeightFormat(Protocol):
         """Loads projections of the same input for several experts: names[i] are those of expert i, each with
         rows[i] × columns. Experts without rows are not on this rank. Returns [experts, out, in]. Raises
         `ValueError` as `linear` does, also if the format has no kernel for experts."""
-        ...
+        stacked = weights.stack(
+            [f"{name}.weight" for expert in names for name in expert],
+            [(part, columns) for expert, part in zip(names, rows, strict=True) for _ in expert],
+        )
+        return stacked.unflatten(0, (sum(part.length > 0 for part in rows), -1))
 
     def tied(
         self, weights: "Weights", name: str, rows: Part, columns: Part, embedding: Tensor
     ) -> LinearMethod:
         """The output projection of a model that has no other one than its input embedding. `embedding` has
         these rows and columns of `name`, in the model's dtype."""
-        ...
+        return PlainLinear(embedding)
 
 
 class Weights:
@@ -158,7 +154,7 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         progress: Callable[[str, float], None],
-        weight_format: WeightFormat,
+        weight_format: PlainFormat,
         ranks: Ranks,
     ) -> None:
         self.dtype = dtype
@@ -176,17 +172,17 @@ class Weights:
     def linear(
         self, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool = False
     ) -> LinearMethod:
-        """A product with the weights `names`; see `WeightFormat.linear`."""
+        """A product with the weights `names`; see `PlainFormat.linear`."""
         return self._format.linear(self, names, rows, columns, bias=bias)
 
     def experts(
         self, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
     ) -> Tensor | Fp8Experts:
-        """The weights of several experts; see `WeightFormat.experts`."""
+        """The weights of several experts; see `PlainFormat.experts`."""
         return self._format.experts(self, names, rows, columns)
 
     def tied(self, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        """See `WeightFormat.tied`."""
+        """See `PlainFormat.tied`."""
         return self._format.tied(self, name, rows, columns, embedding)
 
     def groups(self, name: str, parts: Sequence[Part]) -> Groups | None:
@@ -345,7 +341,7 @@ class Weights:
 class DeclaredWeights(Weights):
     """Checks what the headers of the files say about the tensors; reads no weight and allocates no memory."""
 
-    def __init__(self, checkpoint: Checkpoint, weight_format: WeightFormat) -> None:
+    def __init__(self, checkpoint: Checkpoint, weight_format: PlainFormat) -> None:
         cpu = torch.device("cpu")
         super().__init__(checkpoint, torch.float32, cpu, lambda *_: None, weight_format, Ranks())
         self.device = torch.device("meta")

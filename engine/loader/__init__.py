@@ -12,13 +12,12 @@ import torch
 
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
-from baton.engine.layers.weights import Checkpoint, DeclaredWeights, WeightFormat, Weights
+from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights
 from baton.engine.loader.by_rows import Glm4Checkpoint, Phi3Checkpoint, Qwen3NextCheckpoint
-from baton.engine.loader.dummy import DummyCheckpoint
 from baton.engine.loader.formats import choose_format
 from baton.engine.loader.gguf_file import GGUFCheckpoint
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
-from baton.engine.loader.hf import OTHER_FORMATS, HFCheckpoint, read_config
+from baton.engine.loader.hf import OTHER_FORMATS, DummyCheckpoint, HFCheckpoint, read_config
 from baton.engine.loader.hybrid import HybridCheckpoint
 from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
 from baton.engine.loader.text_models import Gemma3Checkpoint, Llama4Checkpoint
@@ -82,7 +81,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, float], None],
-    weight_format: WeightFormat,
+    weight_format: PlainFormat,
     ranks: Ranks,
 ) -> tuple[Llama, str]:
     """Returns this rank's part of the model, and the model's fingerprint: `model=…; weights=…; format=…`.

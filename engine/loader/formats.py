@@ -6,13 +6,12 @@ from typing import Any
 import torch
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.layers.linear import PlainFormat
-from baton.engine.layers.weights import WeightFormat
+from baton.engine.layers.weights import PlainFormat
 from baton.engine.loader import fp8_formats, gguf_groups, int4_formats
-from baton.engine.loader.int4_on_load import Int4OnLoad
+from baton.engine.loader.int4_on_load import int4_on_load
 from baton.engine.model_config import ModelConfig
 
-FromSettings = Callable[[Mapping[str, Any], str, torch.device], WeightFormat]
+FromSettings = Callable[[Mapping[str, Any], str, torch.device], PlainFormat]
 
 COMPRESSED: dict[str, FromSettings] = {
     "float-quantized": fp8_formats.compressed_float,
@@ -21,7 +20,7 @@ COMPRESSED: dict[str, FromSettings] = {
 """Formats of compressed-tensors checkpoints, by their `format`."""
 
 
-def _compressed(settings: Mapping[str, Any], source: str, device: torch.device) -> WeightFormat:
+def _compressed(settings: Mapping[str, Any], source: str, device: torch.device) -> PlainFormat:
     name, groups = str(settings.get("format")), settings.get("config_groups")
     if name not in COMPRESSED:
         raise ValueError(
@@ -46,14 +45,14 @@ STORED: dict[str, FromSettings] = {
 this configuration, the checkpoint's source and the device. It raises `ValueError` naming the source for
 settings that are not supported, and for a device that cannot use the format."""
 
-ON_LOAD: dict[str, Callable[[torch.device], WeightFormat]] = {
+ON_LOAD: dict[str, Callable[[torch.device], PlainFormat]] = {
     "fp8": fp8_formats.fp8_on_load,
-    "int4": lambda device: Int4OnLoad(fp8_formats.fp8_output(device), device),
+    "int4": int4_on_load,
 }
 """Formats to which plain matrices are quantized when they are loaded, by `--quantization`."""
 
 
-def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device) -> WeightFormat:
+def choose_format(engine: EngineConfig, model: ModelConfig, device: torch.device) -> PlainFormat:
     """The format for this checkpoint on this device. Raises `ValueError` naming a format or flag that is not
     supported, with the list of those that are."""
     wanted, settings = engine.quantization, model.quantization

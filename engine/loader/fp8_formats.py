@@ -6,16 +6,23 @@ from typing import Any
 import torch
 
 from baton.engine.kernels import FP8_GROUP, from_hopper_on
-from baton.engine.layers.fp8_linear import Fp8Format, block_reader, fp8_rows, quantize_on_load, read_rows
+from baton.engine.layers.fp8_linear import (
+    Fp8Format,
+    Reader,
+    block_reader,
+    fp8_rows,
+    quantize_on_load,
+    read_rows,
+)
 
 
 def fp8_on_load(device: torch.device) -> Fp8Format:
-    return Fp8Format(_name("fp8 by row, quantized on load", device), quantize_on_load, from_hopper_on(device))
+    return _format("fp8 by row, quantized on load", quantize_on_load, device)
 
 
 def fp8_output(device: torch.device) -> Fp8Format:
     """For the output projection of a plain checkpoint, where the other matrices have another format."""
-    return Fp8Format(_name("fp8 by row", device), fp8_rows, from_hopper_on(device))
+    return _format("fp8 by row", fp8_rows, device)
 
 
 def fp8(settings: Mapping[str, Any], source: str, device: torch.device) -> Fp8Format:
@@ -44,16 +51,17 @@ def compressed_float(settings: Mapping[str, Any], source: str, device: torch.dev
 
 
 def _stored(block_scales: str | None, block: Any, source: str, device: torch.device) -> Fp8Format:
-    native = from_hopper_on(device)
     if block_scales is None:
-        return Fp8Format(_name("fp8 by row or tensor", device), read_rows, native)
+        return _format("fp8 by row or tensor", read_rows, device)
     if block != [FP8_GROUP, FP8_GROUP]:
         raise ValueError(
             f"{source}: quantization_config: blocks of {block} are not supported ([{FP8_GROUP}, {FP8_GROUP}] "
             "are)"
         )
-    return Fp8Format(_name("fp8 in blocks of 128 × 128", device), block_reader(block_scales), native)
+    return _format("fp8 in blocks of 128 × 128", block_reader(block_scales), device)
 
 
-def _name(stored: str, device: torch.device) -> str:
-    return stored if from_hopper_on(device) else f"{stored}, dequantized at load on this device"
+def _format(stored: str, read: Reader, device: torch.device) -> Fp8Format:
+    native = from_hopper_on(device)
+    name = stored if native else f"{stored}, dequantized at load on this device"
+    return Fp8Format(name=name, read=read, quantizes_activations=native)

@@ -24,7 +24,8 @@ from torch import Tensor
 from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint, Groups
 from baton.engine.loader.gguf_groups import UNPACK
-from baton.engine.loader.rearranged import read_halves
+from baton.engine.loader.rearranged import halves, read_heads
+from baton.engine.loader.settings import Settings
 from baton.engine.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -217,18 +218,23 @@ class GGUFCheckpoint(Checkpoint):
             return torch.from_numpy(stored[tuple(part.indices for part in parts)].copy())
 
         blocks = [rows, Part(columns.start // values, columns.stop // values, columns.size // values)]
-        interleaves = self._interleaves(name)
-        raw = read_halves(read, blocks, self.config.head_dim) if interleaves else read(blocks)
+        raw = (
+            read_heads(read, halves(self.config.head_dim), blocks)
+            if self._interleaves(name)
+            else read(blocks)
+        )
         return UNPACK[info.kind.name](raw)
 
     def _interleaves(self, name: str) -> bool:
         return self.config.architecture == "LlamaForCausalLM" and INTERLEAVED.search(name) is not None
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        stored, head_dim = self._name_of[name], self.config.head_dim
-        if not self._interleaves(name):
-            return torch.from_numpy(self._file.read(stored, parts))
-        return read_halves(lambda whole: torch.from_numpy(self._file.read(stored, whole)), parts, head_dim)
+        def read(parts: Sequence[Part]) -> Tensor:
+            return torch.from_numpy(self._file.read(self._name_of[name], parts))
+
+        return (
+            read_heads(read, halves(self.config.head_dim), parts) if self._interleaves(name) else read(parts)
+        )
 
     def _config(self) -> ModelConfig:
         metadata = self._file.metadata
@@ -242,27 +248,14 @@ class GGUFCheckpoint(Checkpoint):
                 f"{self.source}: one of several parts; merge the parts with llama-gguf-split --merge"
             )
 
-        def get(key: str, default: Any = None) -> Any:
-            value = metadata.get(f"{kind}.{key}", default)
-            if value is None:
-                raise ValueError(f"{self.source}: metadata {kind}.{key} is missing")
-            return value
+        prefix = f"metadata {kind}."
+        settings = Settings({f"metadata {key}": value for key, value in metadata.items()}, self.source)
 
         def integer(key: str, default: int | None = None) -> int:
-            value = get(key, default)
-            if type(value) is not int or value < 1:
-                raise ValueError(
-                    f"{self.source}: metadata {kind}.{key} must be a positive integer, not {value!r}"
-                )
-            return value
+            return settings.integer(prefix + key, default)
 
         def number(key: str, default: float | None = None) -> float:
-            value = get(key, default)
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ValueError(
-                    f"{self.source}: metadata {kind}.{key} must be a number above 0, not {value!r}"
-                )
-            return value
+            return settings.number(prefix + key, default)
 
         if "token_embd.weight" not in self._file.tensors:
             raise ValueError(f"{self.source}: tensor token_embd.weight is missing, the file is incomplete")
@@ -281,7 +274,7 @@ class GGUFCheckpoint(Checkpoint):
             rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
             rope_theta=number("rope.freq_base", 10000.0),
             rope_scaling=self._rope_scaling(
-                get("rope.scaling.type", "none"), number("rope.scaling.factor", 1.0)
+                metadata.get(f"{kind}.rope.scaling.type", "none"), number("rope.scaling.factor", 1.0)
             ),
             tie_embeddings="output.weight" not in self._file.tensors,
             attention_bias="blk.0.attn_output.bias" in self._file.tensors,

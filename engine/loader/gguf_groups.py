@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import Fp8Experts
-from baton.engine.layers.grouped_linear import bytes_per_parameter, grouped_linear, packs
-from baton.engine.layers.linear import PlainFormat, PlainLinear
+from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter, grouped_linear, packs
+from baton.engine.layers.linear import LinearMethod, PlainLinear
 from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import Groups, LinearMethod, Weights, stacked
+from baton.engine.layers.weights import Groups, Weights, stacked
 
 GROUP = 32
 """Columns of a group, in all these types."""
@@ -69,20 +68,15 @@ UNPACK: dict[str, Callable[[Tensor], Groups]] = {
 BITS = {kind: 8 if kind == "Q8_0" else 4 for kind in UNPACK}
 
 
-@dataclass(frozen=True)
-class GGUFFormat:
-    """The `WeightFormat` of the quantized matrices of a GGUF file.
+@dataclass(frozen=True, kw_only=True)
+class GGUFFormat(GroupsFormat):
+    """The quantized matrices of a GGUF file.
 
     A product is packed if all its matrices have groups with equally many bits. Else it is plain."""
 
     products: Mapping[tuple[str, ...], int]
     """Parameters of the products of all layers, by the types of their matrices."""
-    device: torch.device
-    identity = "gguf"
-
-    @property
-    def name(self) -> str:
-        return f"gguf ({', '.join(sorted(set(chain(*self.products))))})"
+    identity: str = "gguf"
 
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         """The mean of all products."""
@@ -95,29 +89,16 @@ class GGUFFormat:
 
         return fmean(map(of, self.products), self.products.values())
 
-    def linear(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
-        groups = self._read(weights, names, rows, columns)
-        if groups is None:
-            return PlainFormat().linear(weights, names, rows, columns, bias=bias)
-        added = weights.bias(names, rows, columns) if bias else None
-        return grouped_linear(groups, added, weights, output=names == ["lm_head"])
-
-    def experts(
-        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor | Fp8Experts:
-        return PlainFormat().experts(weights, names, rows, columns)
-
     def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
         on_gpu = weights.device.type == "cuda"
-        groups = None if on_gpu else self._read(weights, [name], [rows], columns)
+        groups = None if on_gpu else self.read_groups(weights, [name], [rows], columns)
         if groups is None or not packs(groups.bits, weights.dtype, weights.device):
             return PlainLinear(embedding)
         return grouped_linear(groups, None, weights, output=True)
 
-    @staticmethod
-    def _read(weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part) -> Groups | None:
+    def read_groups(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
+    ) -> Groups | None:
         parts = [
             weights.groups(f"{name}.weight", (part, columns)) for name, part in zip(names, rows, strict=True)
         ]
@@ -126,7 +107,9 @@ class GGUFFormat:
 
 
 def gguf(settings: Mapping[str, Any], source: str, device: torch.device) -> GGUFFormat:
-    return GGUFFormat(settings["products"], device)
+    products = settings["products"]
+    name = f"gguf ({', '.join(sorted(set(chain(*products))))})"
+    return GGUFFormat(name=name, products=products, device=device)
 
 
 def serves_packed(settings: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> bool:

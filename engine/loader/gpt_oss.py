@@ -11,14 +11,14 @@ in turns. Matrices are stored in one of two forms:
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import Checkpoint
-from baton.engine.loader.rearranged import Rearranged
+from baton.engine.loader.rearranged import Piece, Rearranged
 
 FUSED = re.compile(r"(.*\.experts)\.((gate_up|down)_proj)(_bias|_blocks|_scales|)$")
 BLOCKS = "_blocks"
@@ -30,17 +30,7 @@ PAIRS = torch.stack((VALUES.repeat(16), VALUES.repeat_interleave(16)), dim=1)  #
 SCALES = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan], dtype=torch.bfloat16)
 
 
-class _OfExpert(NamedTuple):
-    """One tensor of one expert."""
-
-    stored: str  # the projection of all experts
-    expert: Part
-    turn: int  # its rows are turn, turn + turns, … of the stored ones
-    turns: int
-    shape: tuple[int, ...]
-
-
-class GptOssCheckpoint(Rearranged[_OfExpert]):
+class GptOssCheckpoint(Rearranged):
     """The `Checkpoint` of a gpt-oss model: reads `files`, and gives each expert its tensors."""
 
     def __init__(self, files: Checkpoint) -> None:
@@ -53,7 +43,7 @@ class GptOssCheckpoint(Rearranged[_OfExpert]):
 
     def _split(
         self, name: str, experts: str, projection: str, kind: str, suffix: str
-    ) -> Iterator[tuple[str, _OfExpert]]:
+    ) -> Iterator[tuple[str, Piece]]:
         """The tensors of each expert in this one, by the names that they would have in other families."""
         if suffix == "_scales":  # read with the blocks
             return
@@ -72,8 +62,9 @@ class GptOssCheckpoint(Rearranged[_OfExpert]):
         for expert in range(count):
             for turn, of in enumerate(PROJECTIONS[kind]):
                 to = f"{experts}.{expert}.{of}_proj.{'bias' if suffix == '_bias' else 'weight'}"
-                part = Part(expert, expert + 1, count)
-                yield to, _OfExpert(name, part, turn, turns, (rows // turns, *columns))
+                read = self._read_blocks if suffix == BLOCKS else self._read_plain
+                of_expert = partial(read, name, Part(expert, expert + 1, count), slice(turn, None, turns))
+                yield to, Piece(name, (rows // turns, *columns), of_expert)
 
     def _check_scales(self, stored: str, blocks: tuple[int, ...]) -> None:
         name = f"{stored}_scales"
@@ -85,24 +76,19 @@ class GptOssCheckpoint(Rearranged[_OfExpert]):
                 f"does not fit blocks of {list(blocks)}"
             )
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        found = self._pieces.get(name)
-        if found is None:
-            return self._files.read(name, parts)
+    def _read_plain(self, stored: str, expert: Part, of_turn: slice, parts: Sequence[Part]) -> Tensor:
+        """One tensor of one expert: its rows are those `of_turn` among the stored ones."""
         rows, *columns = parts
-        all_turns = rows.of(found.turns)
-        if found.stored.endswith(BLOCKS):
-            return self._dequantized(found, all_turns, *columns)
-        read = self._files.read(found.stored, [found.expert, *columns, all_turns])[0]
-        return (read.T if columns else read)[found.turn :: found.turns]
+        read = self._files.read(stored, [expert, *columns, rows.of(of_turn.step)])[0]
+        return (read.T if columns else read)[of_turn]
 
-    def _dequantized(self, found: _OfExpert, rows: Part, columns: Part) -> Tensor:
+    def _read_blocks(self, stored: str, expert: Part, of_turn: slice, parts: Sequence[Part]) -> Tensor:
+        rows, columns = parts
         first = columns.start // GROUP
         groups = Part(first, -(-columns.stop // GROUP), columns.size // GROUP)
-        of_turn = slice(found.turn, None, found.turns)
-        names = found.stored, f"{found.stored.removesuffix(BLOCKS)}_scales"
+        names = stored, f"{stored.removesuffix(BLOCKS)}_scales"
         blocks, scales = (
-            self._files.read(name, [found.expert, rows, groups, *inside])[0, of_turn]
+            self._files.read(name, [expert, rows.of(of_turn.step), groups, *inside])[0, of_turn]
             for name, inside in zip(names, ([whole(GROUP // 2)], []), strict=True)
         )
         for tensor, name in zip((blocks, scales), names, strict=True):

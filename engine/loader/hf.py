@@ -1,10 +1,12 @@
-"""Checkpoints in Hugging Face format: config.json, generation_config.json, *.safetensors."""
+"""Checkpoints in Hugging Face format: config.json, generation_config.json, *.safetensors or dummy weights."""
 
+import hashlib
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -74,6 +76,36 @@ class HFCheckpoint(Checkpoint):
             return self._handles[path].get_tensor(name)[tuple(part.indices for part in parts)]
         except SafetensorError as error:
             raise ValueError(f"{path}: tensor {name} cannot be read: {error}") from error
+
+
+class DummyCheckpoint(Checkpoint):
+    """Random weights in a model's shape, for benchmarks without a download. Each tensor depends only on seed,
+    name and kind of device."""
+
+    def __init__(self, config: ModelConfig, source: str, seed: int, device: torch.device) -> None:
+        self.config = config
+        self.source = source
+        self._seed = seed
+        self._device = device
+
+    def names(self) -> Collection[str]:
+        return ()
+
+    def file_of(self, name: str) -> str:
+        return self.source
+
+    def shape(self, name: str) -> None:
+        return None
+
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        return self._whole(name, [part.size for part in parts])[tuple(part.indices for part in parts)]
+
+    def _whole(self, name: str, shape: Sequence[int]) -> Tensor:
+        if name.endswith("norm.weight") or name == "rope_freqs.weight":
+            return torch.ones(shape, device=self._device)
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.empty(shape, device=self._device).normal_(std=0.02, generator=generator)
 
 
 def _read_index(path: Path) -> dict[str, str]:

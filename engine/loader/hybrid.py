@@ -10,13 +10,13 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
 
 from torch import Tensor
 
 from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint
-from baton.engine.loader.rearranged import Rearranged, rotated_first
+from baton.engine.loader.rearranged import Piece, Rearranged, rotated_first
 
 RENAMED = {
     "model.final_layernorm.": "model.norm.",
@@ -28,31 +28,21 @@ ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
 FUSED = re.compile(r"(.*)\.(block_sparse_moe|shared_mlp)\.(input|output)_linear\.weight$")
 
 
-class _Matrix(NamedTuple):
-    """Rows of a stored tensor [rows, columns], or of one expert in [experts, rows, columns]."""
-
-    stored: str
-    experts: list[Part]
-    rows: Part
-    columns: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows.length, self.columns
-
-
-class HybridCheckpoint(Rearranged[_Matrix]):
+class HybridCheckpoint(Rearranged):
     """The `Checkpoint` of a model with state layers: reads `files`."""
 
     def __init__(self, files: Checkpoint) -> None:
         super().__init__(files)
+        head_dim, rotary_dim = self.config.head_dim, self.config.rotary_dim
         for stored in files.names():
             if fused := FUSED.match(stored):
                 self._pieces.update(self._split(stored, *fused.groups()))
+            elif rotary_dim and ROTATED.search(stored):
+                self._pieces[_renamed(stored)] = self._in_order(stored, rotated_first(head_dim, rotary_dim))
             else:
                 self._stored[_renamed(stored)] = stored
 
-    def _split(self, stored: str, layer: str, of: str, kind: str) -> Iterator[tuple[str, _Matrix]]:
+    def _split(self, stored: str, layer: str, of: str, kind: str) -> Iterator[tuple[str, Piece]]:
         """The matrices in this tensor, by the names that they would have in other families."""
         shape, names = self._files.shape(stored) or (), ["gate", "up"] if kind == "input" else ["down"]
         if len(shape) != (3 if of == "block_sparse_moe" else 2) or 0 in shape or shape[-2] % len(names):
@@ -63,24 +53,19 @@ class HybridCheckpoint(Rearranged[_Matrix]):
             owners = {f"{layer}.mlp.shared_expert" if self.config.experts else f"{layer}.mlp": []}
         for owner, experts in owners.items():
             for i, name in enumerate(names):
-                matrix = _Matrix(stored, experts, Part(i * size, (i + 1) * size, shape[-2]), shape[-1])
-                yield f"{owner}.{name}_proj.weight", matrix
+                read = partial(self._read_matrix, stored, experts, i * size, shape[-2])
+                yield f"{owner}.{name}_proj.weight", Piece(stored, (size, shape[-1]), read)
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        if matrix := self._pieces.get(name):
-            rows, columns = parts
-            first, size = matrix.rows.start, matrix.rows.size
-            stored_rows = Part(first + rows.start, first + rows.stop, size)
-            read = self._files.read(matrix.stored, [*matrix.experts, stored_rows, columns])
-            return read[0] if matrix.experts else read
-        stored, size = self._stored[name], self.config.head_dim
-        if not self.config.rotary_dim or not ROTATED.search(name):
-            return self._files.read(stored, parts)
-        rows, *others = parts
-        begin, end = rows.start // size * size, -(-rows.stop // size) * size
-        heads = self._files.read(stored, [Part(begin, end, rows.size), *others]).unflatten(0, (-1, size))
-        ordered = heads[:, rotated_first(size, self.config.rotary_dim)].flatten(0, 1)
-        return ordered[rows.start - begin : rows.stop - begin]
+    def _read_matrix(
+        self, stored: str, experts: Sequence[Part], first: int, size: int, parts: Sequence[Part]
+    ) -> Tensor:
+        """Rows from `first` on of a stored tensor [rows, columns], or of one expert in [experts, rows,
+        columns]."""
+        rows, columns = parts
+        read = self._files.read(
+            stored, [*experts, Part(first + rows.start, first + rows.stop, size), columns]
+        )
+        return read[0] if experts else read
 
 
 def _renamed(name: str) -> str:

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import Fp8Experts
-from baton.engine.layers.fp8_linear import OUTPUT
-from baton.engine.layers.grouped_linear import bytes_per_parameter, grouped_linear
-from baton.engine.layers.linear import PlainFormat, PlainLinear
+from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
 from baton.engine.layers.ranks import Part, whole
-from baton.engine.layers.weights import Groups, LinearMethod, Weights, stacked
+from baton.engine.layers.weights import Groups, Weights, stacked
 
 WORD = 8
 """Integers in a word."""
@@ -32,52 +30,44 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
+Reader = Callable[[Weights, str, Part, Part], Groups]
+"""Reads rows × columns of a projection; the columns are whole groups."""
 
-@dataclass(frozen=True)
-class Int4Format:
-    """The `WeightFormat` of INT4 matrices in groups."""
 
-    name: str
+@dataclass(frozen=True, kw_only=True)
+class Int4Format(GroupsFormat):
+    """INT4 matrices in groups."""
+
     size: int
     """Columns of a group."""
     marker: str
     """Suffix of a tensor that each quantized matrix has; matrices without it are plain."""
-    read: Callable[[Weights, str, Part, Part], Groups]
-    """Reads rows × columns of a projection; the columns are whole groups."""
-    device: torch.device
-
-    @property
-    def identity(self) -> str:
-        return self.name
+    read: Reader
+    extra_biases = True  # of AutoGPTQ
 
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         return dtype.itemsize if output else bytes_per_parameter(4, self.size, dtype, self.device)
 
-    def linear(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool
-    ) -> LinearMethod:
+    def read_groups(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
+    ) -> Groups | None:
         quantized = [name for name in names if weights.has(f"{name}.{self.marker}")]
         if not quantized:
-            return PlainFormat().linear(weights, names, rows, columns, bias=bias)
+            return None
         if len(quantized) < len(names):
             raise ValueError(f"{weights.source}: of {', '.join(names)} only some are quantized")
         columns.check_groups(self.size, f"{names[0]} in {weights.source}")
         parts = [self.read(weights, name, part, columns) for name, part in zip(names, rows, strict=True)]
         groups = stacked(parts)
         assert groups is not None, "all are read with one size"
-        bias = bias or weights.has(f"{names[0]}.bias")  # AutoGPTQ writes biases that the model has not
-        added = weights.bias(names, rows, columns) if bias else None
-        return grouped_linear(groups, added, weights, output=names == [OUTPUT])
+        return groups
 
     def experts(
         self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
     ) -> Tensor | Fp8Experts:
         if any(weights.has(f"{name}.{self.marker}") for expert in names for name in expert):
             raise ValueError(f"{weights.source}: experts in the format {self.name} are not supported")
-        return PlainFormat().experts(weights, names, rows, columns)
-
-    def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        return PlainLinear(embedding)
+        return super().experts(weights, names, rows, columns)
 
 
 def gptq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
@@ -87,15 +77,13 @@ def gptq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4
         raise ValueError(f"{source}: quantization_config: checkpoint_format {version!r} is not supported")
     size = _size(settings.get("group_size"), source)
     less = 1 if version == "gptq" else 0
-    return Int4Format(
-        f"{version} int4 in groups of {size}", size, "qweight", partial(_gptq, size, less), device
-    )
+    return _format(version, size, "qweight", partial(_gptq, size, less), device)
 
 
 def awq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
     _require(settings, source, bits=(4,), version=("gemm", "GEMM", None))
     size = _size(settings.get("group_size", settings.get("q_group_size")), source)
-    return Int4Format(f"awq int4 in groups of {size}", size, "qweight", partial(_awq, size), device)
+    return _format("awq", size, "qweight", partial(_awq, size), device)
 
 
 def compressed_int(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:
@@ -115,8 +103,12 @@ def compressed_int(settings: Mapping[str, Any], source: str, device: torch.devic
             f"{source}: quantization_config: one size of groups is supported, not {sorted(sizes)}"
         )
     (size,) = sizes
-    read = partial(_compressed, size)
-    return Int4Format(f"compressed-tensors int4 in groups of {size}", size, "weight_packed", read, device)
+    return _format("compressed-tensors", size, "weight_packed", partial(_compressed, size), device)
+
+
+def _format(stored: str, size: int, marker: str, read: Reader, device: torch.device) -> Int4Format:
+    name = f"{stored} int4 in groups of {size}"
+    return Int4Format(name=name, identity=name, size=size, marker=marker, read=read, device=device)
 
 
 def _require(settings: Mapping[str, Any], source: str, **allowed: tuple[Any, ...]) -> None:

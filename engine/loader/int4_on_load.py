@@ -11,27 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.layers.fp8_linear import ALIGNED, OUTPUT, Fp8Format
-from baton.engine.layers.grouped_linear import bytes_per_parameter, grouped_linear
-from baton.engine.layers.linear import PlainFormat, PlainLinear
+from baton.engine.layers.fp8_linear import ALIGNED, Fp8Format
+from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
+from baton.engine.layers.linear import LinearMethod
 from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import Groups, LinearMethod, Weights
+from baton.engine.layers.weights import OUTPUT, Groups, Weights
+from baton.engine.loader.fp8_formats import fp8_output
 
 SIZES = (128, 64, 32)
 """Columns of a group: the first of these that divides the columns of the matrix."""
 
 
-@dataclass(frozen=True)
-class Int4OnLoad:
-    """The `WeightFormat` that rounds matrices to INT4."""
+@dataclass(frozen=True, kw_only=True)
+class Int4OnLoad(GroupsFormat):
+    """Rounds matrices to INT4."""
 
     output: Fp8Format
-    device: torch.device
-    identity = "int4 on load"
-
-    @property
-    def name(self) -> str:
-        return f"int4 in groups of {SIZES[0]}, quantized on load; output projection {self.output.name}"
+    identity: str = "int4 on load"
 
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         if output:
@@ -44,22 +40,29 @@ class Int4OnLoad:
         aligned = not any(part.length % ALIGNED for part in (*rows, columns))
         if names == [OUTPUT] and aligned:
             return self.output.linear(weights, names, rows, columns, bias=bias)
+        return super().linear(weights, names, rows, columns, bias=bias)
+
+    def read_groups(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
+    ) -> Groups | None:
         size = next((size for size in SIZES if columns.size % size == 0), None)
         if names == [OUTPUT] or size is None:
-            return PlainFormat().linear(weights, names, rows, columns, bias=bias)
+            return None
         columns.check_groups(size, f"{names[0]} in {weights.source}")
         parts = [(part, columns) for part in rows]
         weight = weights.stack([f"{name}.weight" for name in names], parts, scratch=True)
-        added = weights.bias(names, rows, columns) if bias else None
-        return grouped_linear(rounded(weight, size), added, weights)
+        return rounded(weight, size)
 
     def experts(
         self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
     ) -> Tensor:
         raise ValueError(f"--quantization int4: {weights.source} has experts, which can be in fp8")
 
-    def tied(self, weights: Weights, name: str, rows: Part, columns: Part, embedding: Tensor) -> LinearMethod:
-        return PlainLinear(embedding)
+
+def int4_on_load(device: torch.device) -> Int4OnLoad:
+    output = fp8_output(device)
+    name = f"int4 in groups of {SIZES[0]}, quantized on load; output projection {output.name}"
+    return Int4OnLoad(name=name, output=output, device=device)
 
 
 def rounded(weight: Tensor, size: int) -> Groups:

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,22 +12,19 @@ from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint
 
 
-class Piece(Protocol):
-    """A tensor that is a part of a stored one."""
+class Piece(NamedTuple):
+    """A tensor that is a part of a stored one, or has its rows in another order."""
 
-    @property
-    def stored(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-P = TypeVar("P", bound=Piece)
+    stored: str
+    shape: tuple[int, ...]
+    read: Callable[[Sequence[Part]], Tensor]
+    """Reads these parts of its dimensions."""
 
 
-class Rearranged(Checkpoint, Generic[P]):
+class Rearranged(Checkpoint):
     """The base of a checkpoint with the tensors of `files` in the form of most families.
 
-    A subclass fills `_stored` and `_pieces`, and reads them."""
+    A subclass fills `_stored` and `_pieces`."""
 
     def __init__(self, files: Checkpoint) -> None:
         self.config = files.config
@@ -36,7 +34,7 @@ class Rearranged(Checkpoint, Generic[P]):
             raise ValueError(f"{self.source}: quantized checkpoints of {family} are not supported")
         self._files = files
         self._stored: dict[str, str] = {}  # names in `files` of tensors that are whole there
-        self._pieces: dict[str, P] = {}
+        self._pieces: dict[str, Piece] = {}
 
     def names(self) -> Collection[str]:
         return self._stored.keys() | self._pieces.keys()
@@ -49,16 +47,20 @@ class Rearranged(Checkpoint, Generic[P]):
         piece = self._pieces.get(name)
         return piece.shape if piece else self._files.shape(self._stored[name])
 
+    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
+        piece = self._pieces.get(name)
+        return piece.read(parts) if piece else self._files.read(self._stored[name], parts)
 
-class Rows(NamedTuple):
-    """Some rows of a stored tensor, in our order."""
+    def _in_order(self, stored: str, order: Tensor) -> Piece:
+        """The projection of queries or keys, with the dimensions of each head in this order."""
 
-    stored: str
-    rows: Tensor
-    shape: tuple[int, ...]
+        def read(parts: Sequence[Part]) -> Tensor:
+            return read_heads(lambda whole: self._files.read(stored, whole), order, parts)
+
+        return Piece(stored, self._files.shape(stored) or (), read)
 
 
-class ByRows(Rearranged[Rows]):
+class ByRows(Rearranged):
     """The base of a checkpoint that reads some tensors of `files` by rows."""
 
     tensor: ClassVar[re.Pattern[str]]
@@ -75,7 +77,9 @@ class ByRows(Rearranged[Rows]):
                 if sum(map(len, parts.values())) != shape[0]:
                     raise ValueError(f"{files.file_of(stored)}: tensor {stored} is {list(shape)}")
                 for name, rows in parts.items():
-                    self._pieces[f"{module}.{name}.{what}"] = Rows(stored, rows, (len(rows), *shape[1:]))
+                    read = partial(self._read_rows, stored, rows)
+                    piece = Piece(stored, (len(rows), *shape[1:]), read)
+                    self._pieces[f"{module}.{name}.{what}"] = piece
             elif not stored.startswith(self.left_out):
                 self._stored[stored] = stored
 
@@ -83,13 +87,10 @@ class ByRows(Rearranged[Rows]):
         """The tensors that the rows of a stored one belong to."""
         raise NotImplementedError
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        found = self._pieces.get(name)
-        if found is None:
-            return self._files.read(name, parts)
-        rows = found.rows[parts[0].indices]
-        first, size = int(rows.min()), (self._files.shape(found.stored) or ())[0]
-        read = self._files.read(found.stored, [Part(first, int(rows.max()) + 1, size), *parts[1:]])
+    def _read_rows(self, stored: str, rows: Tensor, parts: Sequence[Part]) -> Tensor:
+        rows = rows[parts[0].indices]
+        first, size = int(rows.min()), (self._files.shape(stored) or ())[0]
+        read = self._files.read(stored, [Part(first, int(rows.max()) + 1, size), *parts[1:]])
         return read[rows - first]
 
 
@@ -101,14 +102,19 @@ def rotated_first(head_dim: int, rotary_dim: int, *, interleaved: bool = False) 
     return torch.cat([half for pair in zip(halves, rest.chunk(2), strict=True) for half in pair])
 
 
-def read_halves(read: Callable[[Sequence[Part]], Tensor], parts: Sequence[Part], head_dim: int) -> Tensor:
-    """These parts of the query's or key's projection. `read` reads parts of the stored tensor.
+def halves(head_dim: int) -> Tensor:
+    """The stored dimensions of a head in our order, if the checkpoint interleaves its rotated halves a and
+    b: (a0, b0, a1, b1, …). The kernels rotate heads in the order (a0, a1, …, b0, b1, …)."""
+    return torch.arange(head_dim).view(-1, 2).T.flatten()
 
-    The checkpoint interleaves the two rotated halves a and b of a head: (a0, b0, a1, b1, …). The kernels
-    rotate heads in the order (a0, a1, …, b0, b1, …). Attention does not change, since it only needs products
-    of query and key heads, which both take this order."""
+
+def read_heads(read: Callable[[Sequence[Part]], Tensor], order: Tensor, parts: Sequence[Part]) -> Tensor:
+    """These parts of the query's or key's projection, with the dimensions of each head in this order. `read`
+    reads parts of the stored tensor.
+
+    Attention does not change: it only needs products of query and key heads, which both take the order."""
     rows, *others = parts
+    head_dim = len(order)
     begin, end = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
-    heads = read([Part(begin, end, rows.size), *others])
-    halves = heads.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(heads.shape)
-    return halves[rows.start - begin : rows.stop - begin]
+    heads = read([Part(begin, end, rows.size), *others]).unflatten(0, (-1, head_dim))
+    return heads[:, order].flatten(0, 1)[rows.start - begin : rows.stop - begin]

@@ -15,13 +15,12 @@ Llama 4:
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
-from baton.engine.layers.ranks import Part, whole
+from baton.engine.layers.ranks import Part
 from baton.engine.layers.weights import Checkpoint
-from baton.engine.loader.rearranged import Piece, Rearranged, read_halves
+from baton.engine.loader.rearranged import Piece, Rearranged, halves
 
 TEXT = "language_model."
 ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.(weight|bias)$")
@@ -35,7 +34,7 @@ def of_text(files: Checkpoint) -> dict[str, str]:
     return {name.removeprefix(prefix): name for name in files.names() if name.startswith(prefix)}
 
 
-class Gemma3Checkpoint(Rearranged[Piece]):
+class Gemma3Checkpoint(Rearranged):
     """The `Checkpoint` of a Gemma 3 text model: reads `files`."""
 
     def __init__(self, files: Checkpoint) -> None:
@@ -43,24 +42,11 @@ class Gemma3Checkpoint(Rearranged[Piece]):
         self._stored = of_text(files)
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        tensor = self._files.read(self._stored[name], parts)
+        tensor = super().read(name, parts)
         return tensor.float() + 1 if name.endswith("norm.weight") else tensor
 
 
-class _Matrix(NamedTuple):
-    """One matrix of one expert, in a stored tensor [experts, columns, rows]."""
-
-    stored: str
-    expert: Part
-    columns: Part
-    rows: Part
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rows.length, self.columns.size
-
-
-class Llama4Checkpoint(Rearranged[_Matrix]):
+class Llama4Checkpoint(Rearranged):
     """The `Checkpoint` of a Llama 4 text model: reads `files`, and gives each expert its tensors."""
 
     def __init__(self, files: Checkpoint) -> None:
@@ -68,10 +54,12 @@ class Llama4Checkpoint(Rearranged[_Matrix]):
         for name, stored in of_text(files).items():
             if fused := FUSED.match(name):
                 self._pieces.update(self._split(stored, *fused.groups()))
+            elif ROTATED.search(name):
+                self._pieces[name] = self._in_order(stored, halves(self.config.head_dim))
             else:
                 self._stored[name] = stored
 
-    def _split(self, stored: str, experts: str, kind: str) -> Iterator[tuple[str, _Matrix]]:
+    def _split(self, stored: str, experts: str, kind: str) -> Iterator[tuple[str, Piece]]:
         """The matrices of a tensor with all experts, by the names that they would have alone."""
         shape = self._files.shape(stored)
         names = ["gate", "up"] if kind == "gate_up" else ["down"]
@@ -81,15 +69,11 @@ class Llama4Checkpoint(Rearranged[_Matrix]):
         size = rows // len(names)
         for expert in range(count):
             for i, name in enumerate(names):
-                part = Part(i * size, (i + 1) * size, rows)
-                matrix = _Matrix(stored, Part(expert, expert + 1, count), whole(columns), part)
-                yield f"{experts}.{expert}.{name}_proj.weight", matrix
+                read = partial(self._read_matrix, stored, Part(expert, expert + 1, count), i * size, rows)
+                yield f"{experts}.{expert}.{name}_proj.weight", Piece(stored, (size, columns), read)
 
-    def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        if matrix := self._pieces.get(name):
-            rows, columns = parts
-            first, size = matrix.rows.start, matrix.rows.size
-            stored_rows = Part(first + rows.start, first + rows.stop, size)
-            return self._files.read(matrix.stored, [matrix.expert, columns, stored_rows])[0].T
-        read = partial(self._files.read, self._stored[name])
-        return read_halves(read, parts, self.config.head_dim) if ROTATED.search(name) else read(parts)
+    def _read_matrix(self, stored: str, expert: Part, first: int, size: int, parts: Sequence[Part]) -> Tensor:
+        """Of one expert, in a stored tensor [experts, columns, rows]: rows from `first` on."""
+        rows, columns = parts
+        stored_rows = Part(first + rows.start, first + rows.stop, size)
+        return self._files.read(stored, [expert, columns, stored_rows])[0].T

@@ -63,9 +63,9 @@ def state_caches(cache: Sequence[CacheSpec]) -> list[StateCache]:
 
 def cache_bytes_per_token(cache: Sequence[CacheSpec]) -> int:
     """Bytes that the cache of all layers needs for one token."""
-    return sum(layer.bytes_per_token for layer in attention_caches(cache))
+    return sum(part.bytes for layer in cache for part in layer.parts if part.per_token)
 
 
 def state_bytes_per_request(cache: Sequence[CacheSpec]) -> int:
     """Bytes that the states of all layers need for one request. 0: no layer has states."""
-    return sum(layer.bytes_per_request for layer in state_caches(cache))
+    return sum(part.bytes for layer in cache for part in layer.parts if not part.per_token)

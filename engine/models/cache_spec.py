@@ -1,14 +1,13 @@
-"""What a layer caches. Pools, memory planning and the layout on the wire read only this."""
+"""What a layer caches, for each kind in `content.cache_kinds`. Pools, memory planning and the layout on the
+wire read only the parts."""
 
 from dataclasses import dataclass
 
 import torch
 
-from baton.engine.kernels import FP8, KV, Fp8KV, LayerState
+from baton.content.cache_kinds import CachePart
+from baton.engine.kernels import FP8, KV, Fp8KV, LayerState, parts
 from baton.engine.model_config import Span
-
-SCALE_BYTES = 4
-"""Of each K and V vector in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +24,8 @@ class AttentionCache:
     """The keys that a query sees. None: all up to its own."""
 
     @property
-    def bytes_per_token(self) -> int:
-        scale = SCALE_BYTES if self.dtype is FP8 else 0
-        return 2 * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
+    def parts(self) -> tuple[CachePart, ...]:
+        return (CachePart("attention", "kv", 2, self.num_kv_heads, self.head_dim, _name(self.dtype)),)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KV:
         """Returns [2 (K, V), num_blocks, block_size, num_kv_heads, head_dim], not initialised. No kernel
@@ -39,6 +37,10 @@ class AttentionCache:
             return values
         return Fp8KV(values, torch.empty((2, num_blocks, heads, block_size), device=device))
 
+    def split(self, kv: KV) -> list[torch.Tensor]:
+        """Values, and scales in FP8. They share the memory of `kv`."""
+        return [part for part in parts(kv) if part is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
@@ -47,6 +49,8 @@ class StateCache:
     conv_inputs: int
     """Inputs of the convolution that a request keeps."""
     channels: int
+    """Of the convolution: those of the heads (x), then as many of B as of C, which belong to groups of
+    heads."""
     num_heads: int
     head_dim: int
     state_size: int
@@ -55,9 +59,16 @@ class StateCache:
     tokens."""
 
     @property
-    def bytes_per_request(self) -> int:
-        ssm = self.num_heads * self.head_dim * self.state_size
-        return self.conv_inputs * self.channels * self.dtype.itemsize + ssm * torch.float32.itemsize
+    def parts(self) -> tuple[CachePart, ...]:
+        """The last inputs of the convolution, and the state of each head."""
+        x, each, dtype = self.num_heads * self.head_dim, self.state_size, _name(self.dtype)
+        groups = (self.channels - x) // (2 * each)
+        return (
+            CachePart("state", "x", self.conv_inputs, self.num_heads, self.head_dim, dtype),
+            CachePart("state", "B", self.conv_inputs, groups, each, dtype),
+            CachePart("state", "C", self.conv_inputs, groups, each, dtype),
+            CachePart("state", "ssm", 1, self.num_heads, self.head_dim * each, "float32"),
+        )
 
     def allocate(self, num_slots: int, device: torch.device) -> LayerState:
         """Returns the states of `num_slots` requests, not initialised: no kernel reads what an earlier
@@ -66,5 +77,16 @@ class StateCache:
         heads = num_slots, self.num_heads, self.head_dim, self.state_size
         return LayerState(conv, torch.empty(heads, device=device))
 
+    def split(self, state: LayerState) -> list[torch.Tensor]:
+        """Each part, [slots, rows, heads, head_dim]. They share the memory of `state`."""
+        *inputs, _ = self.parts
+        conv = state.conv.split([part.heads * part.head_dim for part in inputs], dim=2)
+        parts = [x.unflatten(2, (-1, part.head_dim)) for x, part in zip(conv, inputs, strict=True)]
+        return [*parts, state.ssm.flatten(2)[:, None]]
+
 
 CacheSpec = AttentionCache | StateCache
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import HeadNorm
+from baton.engine.layers.linear import LinearMethod
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, OutputNorm, RMSNorm
 from baton.engine.layers.ranks import whole
 from baton.engine.layers.rotary import Rotary
 from baton.engine.layers.vocabulary import Embedding, OutputProjection
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.weights import Weights
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.cache_spec import AttentionCache, CacheSpec
 
-Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None, float | None], Tensor]
+Attend = Callable[[int, Tensor, Tensor, HeadNorm | None, Tensor | None, float], Tensor]
 """(layer, qkv [tokens, num_heads + 2 * num_kv_heads, head_dim], rotary, norm of heads, sinks, scale) → output
 of attention [tokens, num_heads, head_dim]. Rotates qkv, writes KV to the layer's cache, and attends to the
 cache, within the span of the layer's `AttentionCache`. `scale` is that of `Kernels.attention`."""
@@ -61,7 +62,7 @@ class LlamaAttention:
         )
         self.head_norm: HeadNorm | None = None
         self.sinks: Tensor | None = None  # [num_heads]
-        self.scale = config.multipliers.attention if config.multipliers else None
+        self.scale = config.multipliers.attention if config.multipliers else config.head_dim**-0.5
 
     def __call__(self, layer: int, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:
         qkv = self.input(x).unflatten(-1, (-1, self.head_dim))

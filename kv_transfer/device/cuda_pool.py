@@ -11,10 +11,9 @@ import torch
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import CudaError, DeviceMemory, PeerDeviceMemory, Slots, copy
-from baton.kv_transfer.device.pinned import pin, unpin
 from baton.kv_transfer.device.pool import Event, Outcome, Rest, Staged
 from baton.kv_transfer.device.slice_kernels import SliceKernels
-from baton.kv_transfer.device.tables import Tables
+from baton.kv_transfer.device.tables import Tables, pin, unpin
 from baton.kv_transfer.peer_memory import PeerMemories, Unreachable
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.staging import (
@@ -52,7 +51,6 @@ class CudaPool:
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._heads = kv.heads
-        self._state_heads = kv.state_heads
         self._slot_bytes = arena.slot_bytes
         self.gather_most = at_once(_SLICES, GATHER_BYTES, arena.slot_bytes)
         self._num_slots = arena.num_slots
@@ -159,7 +157,7 @@ class CudaPool:
         if export.slot_bytes > (most := exported_slot_bytes(self._slot_bytes)):
             raise Unreachable(f"the sender has slots of {export.slot_bytes} bytes, the receiver takes {most}")
         with torch.cuda.device(self._device), torch.cuda.stream(self._pulls):
-            memory = PeerMemories(export, self._layout, [self._heads, *self._state_heads], self._open_one)
+            memory = PeerMemories(export, self._layout, self._heads, self._open_one)
             try:
                 if dtype not in ("", self._layout.dtype):
                     self._make_landings()
@@ -250,8 +248,7 @@ class CudaPool:
                 source, number = places[item.slot]
                 mark = first[source.address] + 2 * number
                 generation, checksum = words[mark : mark + 2]
-                is_first = self._kernels.held(item.piece)[0] == item.piece.head_start
-                if not (is_first or self._kernels.is_converted(item)):
+                if not (self._kernels.window(item.piece).is_first or self._kernels.is_converted(item)):
                     checksum = 0  # another rank has it
                 right = generation == item.generation
                 rests.append((checksum - sums[item.slot]) % (1 << 64) if right else None)

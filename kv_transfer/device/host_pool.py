@@ -1,4 +1,9 @@
-"""KV between paged memory of the host and arena slots."""
+"""KV between paged memory of the host and arena slots, and the pool of an engine on any device: `open_pool`.
+
+In FP8 a head of a position stands for values · scale. To FP8: scale = largest |x| of the head / 448, and
+values = x / scale, rounded to the nearest FP8 number. A NaN or infinite number gives NaN in its own head
+only.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,39 @@ import numpy as np
 import torch
 import xxhash
 
+from baton.content.cache_kinds import FP8, ITEM_BYTES, SCALE_BYTES, CachePart
 from baton.kv_transfer.arena import Arena
-from baton.kv_transfer.device.convert import Dense
-from baton.kv_transfer.device.pool import Event, Outcome, Rest, Staged, held_heads, of_each_dtype
+from baton.kv_transfer.device.pool import (
+    LARGEST_FP8,
+    LEAST_OF_HEAD,
+    Event,
+    Outcome,
+    Pool,
+    Rest,
+    Staged,
+    Window,
+    parts_sent,
+    planes,
+    window,
+)
 from baton.kv_transfer.layout import runs, slice_bytes
-from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, PeerMemory, Unreachable, export_arena, mark
+from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, Unreachable, export_arena, mark
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
+
+
+def open_pool(kv: PagedKV, arena: Arena, *, exported: bool = False) -> Pool:
+    """Opens the KV cache of an engine for one direction, on the device where it is. `exported`: `export`, or
+    `open` and `pull`, will be called."""
+    match torch.device(kv.device).type:
+        case "cuda":
+            from baton.kv_transfer.device.cuda_pool import CudaPool
+
+            return CudaPool(kv, arena, exported=exported)
+        case "meta":
+            return NoPool()
+        case _:
+            return HostPool(kv, arena)
 
 
 class HostPool:
@@ -25,21 +56,15 @@ class HostPool:
     gather_most = 1  # while the next is gathered, this one is on its way
 
     def __init__(self, kv: PagedKV, arena: Arena) -> None:
-        # layer → [2, rows, heads, bytes of a head], and [2, blocks, block_size, heads]
-        rows = [t.flatten(1, 2).view(torch.uint8).numpy() for t in kv.layers]
-        self._rows = dict(zip(kv.layout.kv_layers, rows, strict=True))
-        scales = [t.transpose(2, 3).numpy() for t in kv.scales]
-        self._scales = dict(zip(kv.layout.kv_layers, scales, strict=False))  # none, or of all layers
-        # state type → layer → [slots, rows, heads, bytes of a head]
-        self._states = [
-            dict(zip(kv.layout.state_layers, [t.view(torch.uint8).numpy() for t in layers], strict=True))
-            for layers in kv.states
-        ]
+        # As `planes`, of bytes.
+        self._planes = {
+            state: [{layer: _bytes(x) for layer, x in plane.items()} for plane in of_part]
+            for state, of_part in planes(kv).items()
+        }
         self._block_size = kv.block_size
         self._layout = kv.layout
-        self._layouts = of_each_dtype(kv.layout)
+        self._parts = parts_sent(kv.layout)
         self._heads = kv.heads
-        self._state_heads = kv.state_heads
         self._arena = arena
         self._exported = False
 
@@ -79,7 +104,7 @@ class HostPool:
         self._exported = True  # it is the arena
 
     def open(self, export: Export, dtype: str) -> PeerMemories[PeerArena]:
-        return PeerMemories(export, self._layout, [self._heads, *self._state_heads], PeerArena)
+        return PeerMemories(export, self._layout, self._heads, PeerArena)
 
     def opened(self, memory: Any) -> bool:
         return True
@@ -87,97 +112,93 @@ class HostPool:
     def pull(self, memory: PeerMemories[PeerArena], batch: Sequence[Staged]) -> tuple[Event, Outcome]:
         rests: list[Rest] = []
         for item, (arena, number) in [(item, memory.place(item.slot)) for item in batch]:
-            slot = arena.slot(number)[: slice_bytes(self._layouts[item.dtype], item.piece)]
+            part = self._parts[item.piece.state, item.dtype]
+            slot = arena.slot(number)[: part.bytes_of(item.piece.head_count, item.piece.token_count)]
             checksum = xxhash.xxh3_64_intdigest(slot)
             self._scatter(item, slot)
             right = arena.mark(number) == (item.generation, checksum)
             rests.append(0 if right else None)
         return None, lambda: rests
 
+    def close(self) -> None:
+        self._planes.clear()
+
     def _gather(self, item: Staged, slot: memoryview) -> None:
-        if item.piece.state is not None:
-            pool, staged = self._state(item, slot)
+        part = self._layout.parts[item.piece.state]
+        held = window(item.piece, part, self._heads[item.piece.state])
+        for pool, staged in self._runs(item, held, dense_planes(slot, held, part)):
             staged[:] = pool
-            return
-        dense = Dense.of(slot, item.piece, self._layout)
-        for pool, staged in self._rows_of(item, dense.values):
-            staged[:] = pool
-        if dense.scales is not None:
-            for places, staged in self._scales_of(item, dense.scales):
-                staged[:] = self._scales[item.piece.layer][places]
 
     def _scatter(self, item: Staged, slot: memoryview) -> None:
-        if item.piece.state is not None:
-            pool, staged = self._state(item, slot)
+        kept, part = self._layout.parts[item.piece.state], self._parts[item.piece.state, item.dtype]
+        held = window(item.piece, part, self._heads[item.piece.state])
+        dense = dense_planes(slot, held, part)
+        if part.dtype != kept.dtype:
+            dense = converted(dense, part.dtype, kept.dtype)
+        for pool, staged in self._runs(item, held, dense):
             pool[:] = staged
-            return
-        dtype = item.dtype or self._layout.dtype
-        dense = Dense.of(slot, item.piece, self._layouts[dtype])
-        if dtype != self._layout.dtype:
-            dense = dense.converted(dtype, self._layout.dtype)
-        for pool, staged in self._rows_of(item, dense.values):
-            pool[:] = staged
-        if dense.scales is not None:
-            for places, staged in self._scales_of(item, dense.scales):
-                self._scales[item.piece.layer][places] = staged
 
-    def close(self) -> None:
-        self._rows.clear()
-        self._scales.clear()
-        self._states.clear()
-
-    def _state(self, item: Staged, slot: memoryview) -> tuple[np.ndarray, np.ndarray]:
-        """The heads of a slice of a state that this rank holds: in the pool, and in `slot`."""
-        piece = item.piece
-        assert piece.state is not None
-        pool = self._states[piece.state][piece.layer][item.table[-1]]
-        shape = len(pool), piece.head_count, pool.shape[2]
-        staged = np.frombuffer(slot, np.uint8, math.prod(shape)).reshape(shape)
-        first_head, _ = self._state_heads[piece.state]
-        first, last = held_heads(piece, self._state_heads[piece.state])
-        pool = pool[:, first - first_head : last - first_head]
-        return pool, staged[:, first - piece.head_start : last - piece.head_start]
-
-    def _rows_of(self, item: Staged, staged: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Neighbouring rows of the pool, and where they are in `staged` [2, tokens, heads, …]."""
-        for row, heads, part in self._runs(item, staged):
-            yield self._rows[item.piece.layer][:, row : row + part.shape[1], heads], part
-
-    def _scales_of(self, item: Staged, staged: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
-        """Places in the scales of the layer, and where they are in `staged` [2, tokens, heads]."""
-        for row, heads, part in self._runs(item, staged):
-            rows = np.arange(row, row + part.shape[1])
-            yield (slice(None), rows // self._block_size, rows % self._block_size, heads), part
-
-    def _runs(self, item: Staged, staged: np.ndarray) -> Iterator[tuple[int, slice, np.ndarray]]:
-        """The first of neighbouring rows of the pool, the heads there, and the same part of `staged`."""
-        piece = item.piece
-        first, last = held_heads(piece, self._heads)
-        staged = staged[:, :, first - piece.head_start : last - piece.head_start]
-        heads = slice(first - self._heads[0], last - self._heads[0])
-        start, stop = piece.token_start, piece.token_start + piece.token_count
-        for position, row, count in runs(item.table, self._block_size, start, stop):
-            at = position - start
-            yield row, heads, staged[:, at : at + count]
+    def _runs(
+        self, item: Staged, held: Window, dense: Sequence[np.ndarray]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Neighbouring positions of the pool with the heads that are held, and where they are in `dense`."""
+        blocks, block_size = item.table, self._block_size
+        if not self._layout.parts[item.piece.state].per_token:
+            first, last = self._heads[item.piece.state]
+            blocks, block_size = blocks[-1:], last - first
+        heads = slice(held.first_head, held.first_head + held.heads)
+        for plane, whole in zip(self._planes[item.piece.state], dense, strict=True):
+            pool = plane[item.piece.layer]
+            staged = whole[:, held.dense_start :, held.dense_head : held.dense_head + held.heads]
+            is_joined, stop = pool.shape[1] == 1, held.start + held.count
+            for position, row, count in runs(blocks, block_size, held.start, stop, joined=is_joined):
+                block, offset = (0, row) if is_joined else divmod(row, block_size)
+                at = position - held.start
+                yield pool[:, block, offset : offset + count, heads], staged[:, at : at + count]
 
 
-class NoPool:
+def _bytes(x: torch.Tensor) -> np.ndarray:
+    """[rows, blocks, positions, heads, bytes of a head]. Blocks that lie behind each other are one."""
+    if x.stride(1) == x.shape[2] * x.stride(2):
+        x = x.flatten(1, 2).unsqueeze(1)
+    return x.view(torch.uint8).numpy()
+
+
+def dense_planes(slot: memoryview, held: Window, part: CachePart) -> list[np.ndarray]:
+    """A slice in a slot: values, and scales in FP8, each [rows, positions, heads, bytes of a head]."""
+    shape = part.rows, held.dense_positions, held.dense_heads
+    values = np.frombuffer(slot, np.uint8, math.prod(shape) * part.head_dim * ITEM_BYTES[part.dtype])
+    if part.dtype != FP8:
+        return [values.reshape(*shape, -1)]
+    scales = np.frombuffer(slot, np.uint8, math.prod(shape) * SCALE_BYTES, values.size)
+    return [values.reshape(*shape, -1), scales.reshape(*shape, -1)]
+
+
+def converted(dense: Sequence[np.ndarray], dtype: str, to: str) -> list[np.ndarray]:
+    """The slice in new memory, from one dtype to the other."""
+    values, *scales = [torch.from_numpy(x) for x in dense]
+    exact = values.view(getattr(torch, dtype)).to(torch.float32, copy=True)
+    if scales:
+        exact *= scales[0].view(torch.float32)
+    found = []
+    if to == FP8:
+        scale = exact.abs().amax(dim=-1, keepdim=True).clamp_min(LEAST_OF_HEAD) / LARGEST_FP8
+        exact /= scale
+        found = [scale]
+    return [x.view(torch.uint8).numpy() for x in (exact.to(getattr(torch, to)), *found)]
+
+
+class NoPool(HostPool):
     """For KV on torch's device "meta", which has no bytes: slots travel as they are. What remains is what
     moving KV costs without the copies of either device; `bench.kv` measures it."""
 
     gather_most = 8  # as on CUDA
 
-    def enter_thread(self) -> None:
-        pass
+    def __init__(self) -> None:
+        self._planes = {}
 
     def table(self, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> Sequence[int]:
         return block_ids
-
-    def record(self) -> Event:
-        return None
-
-    def passed(self, event: Event) -> bool:
-        return True
 
     def gather(self, batch: Sequence[Staged], after: Sequence[Event] = ()) -> Event:
         return None
@@ -191,14 +212,5 @@ class NoPool:
     def adopt(self, export: Export) -> None:
         raise Unreachable("no KV")
 
-    def open(self, export: Export, dtype: str) -> PeerMemory:
+    def open(self, export: Export, dtype: str) -> PeerMemories[PeerArena]:
         raise Unreachable("no KV")
-
-    def opened(self, memory: Any) -> bool:
-        raise AssertionError("nothing was opened")
-
-    def pull(self, memory: Any, batch: Sequence[Staged]) -> tuple[Event, Outcome]:
-        raise AssertionError("nothing was opened")
-
-    def close(self) -> None:
-        pass

@@ -1,16 +1,24 @@
-"""The interface of a rank's KV cache, as a sender or a receiver uses it: `Pool`."""
+"""The interface of a rank's KV cache, as a sender or a receiver uses it: `Pool`. And what its implementations
+share: where the parts of a cache (`content.cache_kinds`) and of a slice lie."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
-from msgspec import Struct
-from msgspec.structs import replace
+import torch
 
-from baton.kv_transfer.layout import ITEM_BYTES, KVLayout, Range, Slice
+from baton.content.cache_kinds import FP8, ITEM_BYTES, CachePart, Range
+from baton.kv_transfer.layout import KVLayout, Slice
 from baton.kv_transfer.peer_memory import PeerMemory
+from baton.kv_transfer.protocol.local_messages import Staged
 from baton.kv_transfer.protocol.messages import Export
+from baton.kv_transfer.transport import PagedKV
+
+LARGEST_FP8 = 448.0
+LEAST_OF_HEAD = 2.0**-100
+"""In FP8 counts as the largest value of a head of zeros, so that its scale is not 0."""
 
 Event = Any  # torch.cuda.Event; None where everything is done at once
 Rest = int | None
@@ -21,16 +29,6 @@ The ranks of a worker may read different heads of a slice. Then only the rank wi
 from the checksum, the others from 0. So the slice is right if their rests add up to 0."""
 Outcome = Callable[[], list[Rest]]
 """Returns the rest of each slice that was pulled."""
-
-
-class Staged(Struct, frozen=True):
-    """A slice in an arena slot, on its way to or from the pool."""
-
-    piece: Slice
-    slot: int
-    table: Any
-    dtype: str | None = None  # of KV in the slot; None: that of the pool. `scatter` converts
-    generation: int = 0  # of a slot that peers read
 
 
 class Pool(Protocol):
@@ -94,11 +92,75 @@ class Pool(Protocol):
         ...
 
 
-def of_each_dtype(layout: KVLayout) -> dict[str | None, KVLayout]:
-    """The layout with each dtype of KV, by dtype. None: the layout's own dtype."""
-    return {dtype: replace(layout, dtype=dtype) for dtype in ITEM_BYTES} | {None: layout}
+class Window(NamedTuple):
+    """The part of a slice that a rank holds: positions × heads, in a pool and in the slice.
+
+    The slice is dense: [rows, dense_positions, dense_heads, head_dim]. Of a part that each request has, the
+    heads take the place of positions, and each of these has one head."""
+
+    start: int  # position in the request's blocks, or in its slot
+    count: int  # of positions
+    first_head: int  # among those of this rank
+    heads: int
+    dense_start: int
+    dense_head: int
+    dense_positions: int
+    dense_heads: int
+
+    @property
+    def dense_size(self) -> int:
+        """Heads of all positions of the slice, in one row."""
+        return self.dense_positions * self.dense_heads
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the rank holds the first head of the slice."""
+        return not (self.dense_start or self.dense_head)
 
 
-def held_heads(piece: Slice, heads: Range) -> Range:
-    """The heads of a slice that are among `heads`."""
-    return max(piece.head_start, heads[0]), min(piece.head_start + piece.head_count, heads[1])
+def window(piece: Slice, part: CachePart, held: Range) -> Window:
+    """`held`: the heads of the part that this rank holds."""
+    first, last = max(piece.head_start, held[0]), min(piece.head_start + piece.head_count, held[1])
+    here, there, count = first - held[0], first - piece.head_start, last - first
+    if part.per_token:
+        tokens = piece.token_count
+        return Window(piece.token_start, tokens, here, count, 0, there, tokens, piece.head_count)
+    return Window(here, count, 0, 1, there, 0, piece.head_count, 1)
+
+
+def planes(kv: PagedKV) -> dict[int | None, list[dict[int, torch.Tensor]]]:
+    """The tensors of each part of the layout, by layer: values, and scales in FP8.
+
+    Each is [rows, blocks, positions of a block, heads, head_dim] and shares the memory of the cache, in any
+    order of dimensions. Slots are blocks, and heads are their positions, as in `Window`. A scale is a head of
+    one value."""
+
+    def by_layer(state: int | None, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        return dict(zip(kv.layout.layers_of(state), tensors, strict=True))
+
+    found: dict[int | None, list[dict[int, torch.Tensor]]] = {None: [by_layer(None, kv.layers)]}
+    if kv.layout.dtype == FP8:
+        found[None].append(by_layer(None, [x.transpose(2, 3).unsqueeze(4) for x in kv.scales]))
+    for state, tensors in enumerate(kv.states):
+        found[state] = [by_layer(state, [x.transpose(0, 1).unsqueeze(3) for x in tensors])]
+    for state, part in kv.layout.parts.items():
+        heads = kv.heads[state][1] - kv.heads[state][0]
+        sizes = (kv.block_size, heads) if part.per_token else (heads, 1)
+        dtypes = (part.head_dim, getattr(torch, part.dtype)), (1, torch.float32)
+        for plane, (head_dim, dtype) in zip(found[state], dtypes, strict=False):
+            for x in plane.values():
+                shape = part.rows, x.shape[1], *sizes, head_dim
+                assert tuple(x.shape) == shape, f"{part.name}: {tuple(x.shape)} is not {shape}"
+                assert x.dtype is dtype, f"{part.name} is {x.dtype}, layout says {dtype}"
+                assert x.stride(4) == 1, f"{part.name}: the values of a head must be neighbours"
+    return found
+
+
+def parts_sent(layout: KVLayout) -> dict[tuple[int | None, str | None], CachePart]:
+    """Each part as it may come, by `Slice.state` and `Staged.dtype`. A receiver converts only what each token
+    has."""
+    return {
+        (state, dtype): replace(part, dtype=dtype) if dtype and part.per_token else part
+        for state, part in layout.parts.items()
+        for dtype in (None, *ITEM_BYTES)
+    }

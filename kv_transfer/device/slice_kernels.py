@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import torch
 
+from baton.content.cache_kinds import ITEM_BYTES
 from baton.kv_transfer.device import copy_kernels
-from baton.kv_transfer.device.pool import Staged, held_heads, of_each_dtype
+from baton.kv_transfer.device.copy_kernels import Pages
+from baton.kv_transfer.device.pool import Staged, Window, parts_sent, planes, window
 from baton.kv_transfer.device.tables import Table, Tables
-from baton.kv_transfer.layout import ITEM_BYTES, Range, Slice, convertible, slice_bytes
+from baton.kv_transfer.layout import Slice, convertible, slice_bytes
 from baton.kv_transfer.transport import PagedKV
 
 _Summed = tuple[Staged, int, int]
@@ -22,8 +25,8 @@ _Launch = tuple[Callable[..., None], list[list[int]]]
 class SliceKernels:
     """Copies slices between the KV pool of a rank and dense memory on its GPU, on the stream of `tables`.
 
-    However many slices a call has, it launches one kernel for KV and one for each type of states. An *item*
-    is a slice with the address of its dense memory.
+    However many slices a call has, it launches one kernel for each tensor of each part of the cache. An
+    *item* is a slice with the address of its dense memory.
     """
 
     def __init__(self, kv: PagedKV, tables: Tables, table: torch.Tensor, *, exported: bool) -> None:
@@ -32,32 +35,26 @@ class SliceKernels:
         `table`: of a request that has block 0 and state slot 0. `exported`: peers read slots, so kernels also
         compute checksums."""
         layout = kv.layout
-        kv_layers = layout.kv_layers
         self._tables = tables
-        self._layers = dict(zip(kv_layers, kv.layers, strict=True))
-        self._scales = dict(zip(kv_layers, kv.scales, strict=False))  # none, or of all layers
-        # Of values and of scales, if there are any: their addresses by layer, any of them, words of a head.
-        self._rows = [
-            (
-                {layer: tensor.data_ptr() for layer, tensor in of.items()},
-                tensor,
-                copy_kernels.head_words(tensor),
-            )
-            for of in (self._layers, self._scales)
-            for tensor in list(of.values())[:1]
-        ]
-        self._states = [dict(zip(layout.state_layers, layers, strict=True)) for layers in kv.states]
+        self._planes = planes(kv)
+        # Of each plane: its addresses by layer.
+        self._pools = {
+            state: [
+                ({layer: x.data_ptr() for layer, x in plane.items()}, Pages.of(next(iter(plane.values()))))
+                for plane in of_part
+            ]
+            for state, of_part in self._planes.items()
+        }
         self._layout = layout
-        self._head_bytes = {dtype: of.head_bytes for dtype, of in of_each_dtype(layout).items()}
+        self._parts = parts_sent(layout)
         self._heads = kv.heads
-        self._state_heads = kv.state_heads
         # Compile now, not during the first transfer: copies of one position of block 0, and a head of each
         # state in slot 0, there and back. None for the kernels that convert, since they would not give back
         # the same bytes.
-        layer, device = kv_layers[0], table.device
-        pieces = [Slice(layer, 0, layout.num_kv_heads, 0, 1)]
-        pieces += [
-            Slice(layout.state_layers[0], first, 1, 1, 0, i) for i, (first, _) in enumerate(kv.state_heads)
+        device = table.device
+        pieces = [
+            Slice(layout.layers_of(state)[0], first, last - first if part.per_token else 1, 0, 1, state)
+            for (state, part), (first, last) in zip(layout.parts.items(), kv.heads.values(), strict=True)
         ]
         size = max(slice_bytes(layout, piece) for piece in pieces)
         dense = torch.empty((len(pieces), -(-size // 16) * 16), dtype=torch.uint8, device=device)
@@ -70,7 +67,7 @@ class SliceKernels:
             for into_pool in (False, True):
                 self.copy(items, into_pool=into_pool, sums=[at] * len(items))
             copy_kernels.launch_sums(tables.send([dense.data_ptr(), 1, at]).view(1, -1), 1)
-        nothing = Staged(Slice(layer, 0, layout.num_kv_heads, 0, 0), 0, table)
+        nothing = Staged(msgspec.structs.replace(pieces[0], token_count=0), 0, table)
         for dtype in ITEM_BYTES:
             if dtype != layout.dtype and convertible(dtype, layout.dtype):
                 self._convert([(nothing, dense.data_ptr())], dtype)
@@ -78,51 +75,43 @@ class SliceKernels:
     @property
     def fields(self) -> int:
         """Most words that a slice takes in the table of a kernel."""
-        return len(self._rows) * copy_kernels.FIELDS
+        return max(map(len, self._pools.values())) * copy_kernels.FIELDS
 
     def close(self) -> None:
-        self._layers.clear()
-        self._scales.clear()
-        self._rows.clear()
-        self._states.clear()
+        self._planes.clear()
+        self._pools.clear()
 
     def slice_bytes(self, item: Staged) -> int:
-        piece = item.piece
-        if piece.state is None:
-            return piece.token_count * piece.head_count * self._head_bytes[item.dtype]
-        return slice_bytes(self._layout, piece)
+        part = self._parts[item.piece.state, item.dtype]
+        return part.bytes_of(item.piece.head_count, item.piece.token_count)
 
     def is_converted(self, item: Staged) -> bool:
         """Whether the slice is in another dtype than the pool.
 
         If so, this rank computes the checksum of all of it. Else the kernel that scatters the slice sums the
         heads that this rank holds."""
-        return item.piece.state is None and item.dtype not in (None, self._layout.dtype)
+        return self._parts[item.piece.state, item.dtype] != self._layout.parts[item.piece.state]
+
+    def window(self, piece: Slice) -> Window:
+        return window(piece, self._layout.parts[piece.state], self._heads[piece.state])
 
     def into_pool(self, items: Sequence[tuple[Staged, int]], sums: Sequence[int] = ()) -> None:
         """As `copy`, into the pool, from memory in any dtype."""
-        by_dtype: dict[str, list[tuple[tuple[Staged, int], int]]] = {}
-        own = self._layout.dtype
+        by_dtype: dict[str | None, list[tuple[tuple[Staged, int], int]]] = {}
         for item, checksum in zip(items, sums or [0] * len(items), strict=True):
-            staged = item[0]
-            dtype = staged.dtype if staged.piece.state is None else None  # states are never converted
-            by_dtype.setdefault(dtype or own, []).append((item, checksum))
+            dtype = item[0].dtype if self.is_converted(item[0]) else None
+            by_dtype.setdefault(dtype, []).append((item, checksum))
         for dtype, some in by_dtype.items():
             of_dtype, checksums = [item for item, _ in some], [checksum for _, checksum in some]
-            convert = dtype != self._layout.dtype
-            if sums and convert:
+            if dtype is None:
+                self.copy(of_dtype, into_pool=True, sums=checksums if sums else ())
+                continue
+            if sums:
                 words = [self.slice_bytes(x) // 4 for x, _ in of_dtype]
                 lines = zip([address for _, address in of_dtype], words, checksums, strict=True)
                 table = self._tables.send([field for line in lines for field in line]).view(len(words), -1)
                 copy_kernels.launch_sums(table, max(words))
-            if convert:
-                self._convert(of_dtype, dtype)
-            else:
-                self.copy(of_dtype, into_pool=True, sums=checksums if sums else ())
-
-    def held(self, piece: Slice) -> Range:
-        """The heads of a slice that this rank holds."""
-        return held_heads(piece, self._heads if piece.state is None else self._state_heads[piece.state])
+            self._convert(of_dtype, dtype)
 
     def copy(
         self, items: Sequence[tuple[Staged, int]], *, into_pool: bool, sums: Sequence[int] = (),
@@ -132,11 +121,10 @@ class SliceKernels:
         address to which its checksum is added.
         `behind_sums`: begins with the checksums, and the lines of the kernels are sent with them."""
         summed = [(*item, checksum) for item, checksum in zip(items, sums or [0] * len(items), strict=True)]
-        kv = [item for item in summed if item[0].piece.state is None] if self._states else summed
-        launches = self._kv_launches(kv) if kv else []
-        for state in range(len(self._states)):
-            if of_state := [item for item in summed if item[0].piece.state == state]:
-                launches.append(self._state_launch(state, of_state))
+        launches: list[_Launch] = []
+        for state in self._pools:
+            if of_part := [item for item in summed if item[0].piece.state == state]:
+                launches += self._launches(state, of_part)
         fields = [field for _, lines in launches for line in lines for field in line]
         if behind_sums is None:
             table = self._tables.send(fields)
@@ -148,55 +136,43 @@ class SliceKernels:
             launch(part, into_pool=into_pool, sums=bool(sums))
             start += len(lines)
 
-    def _kv_launches(self, items: Sequence[_Summed]) -> list[_Launch]:
-        pieces = [x.piece for x, _, _ in items]
-        tokens = max([piece.token_count for piece in pieces])
-        held = [held_heads(piece, self._heads) for piece in pieces]
-        heads = max([stop - start for start, stop in held])
+    def _launches(self, state: int | None, items: Sequence[_Summed]) -> list[_Launch]:
+        """For slices of one part."""
+        part = self._layout.parts[state]
+        windows = [self.window(x.piece) for x, _, _ in items]
+        most = max([held.count for held in windows]), max([held.heads for held in windows])
+        tables = [_blocks(x, per_token=part.per_token) for x, _, _ in items]
         before = 0  # bytes of a head that stand before these in a slice: scales follow values
         launches: list[_Launch] = []
-        for addresses, pool, words in self._rows:
+        for addresses, pages in self._pools[state]:
             lines = [
-                copy_kernels.line_at(
-                    addresses[piece.layer], words, x.table.data_ptr(), address + before * _heads(piece),
-                    piece, some, self._heads[0], checksum, before // 4 * _heads(piece),
+                pages.line(
+                    addresses[x.piece.layer], blocks, address + before * held.dense_size, held, checksum,
+                    before // 4 * held.dense_size,
                 )
-                for (x, address, checksum), piece, some in zip(items, pieces, held, strict=True)
+                for (x, address, checksum), blocks, held in zip(items, tables, windows, strict=True)
             ]  # fmt: skip
-            launches.append(
-                (partial(copy_kernels.launch, pool=pool, most_tokens=tokens, most_heads=heads), lines)
-            )
-            before = 2 * self._layout.head_dim * ITEM_BYTES[self._layout.dtype]
+            launches.append((partial(copy_kernels.launch, pages=pages, most=most), lines))
+            before = part.rows * part.head_dim * ITEM_BYTES[part.dtype]
         return launches
-
-    def _state_launch(self, state: int, items: Sequence[_Summed]) -> _Launch:
-        pool, own = self._states[state], self._state_heads[state]
-        heads = max(x.piece.head_count for x, _, _ in items)
-        lines = [
-            copy_kernels.state_line(
-                pool[x.piece.layer], x.table[-1:], address, x.piece, held_heads(x.piece, own), own[0],
-                checksum=checksum,
-            )
-            for x, address, checksum in items
-        ]  # fmt: skip
-        layer = next(iter(pool.values()))
-        return partial(copy_kernels.launch_states, pool=layer, most_heads=heads), lines
 
     def _convert(self, items: Sequence[tuple[Staged, int]], dtype: str) -> None:
         """As `into_pool`, from memory in another dtype."""
+        values, *scales = self._pools[None]
+        windows = [self.window(x.piece) for x, _ in items]
         lines = [
             copy_kernels.line_to_convert(
-                self._layers[x.piece.layer], self._scales.get(x.piece.layer), x.table,
-                address, x.piece, held_heads(x.piece, self._heads), self._heads[0],
+                values[0][x.piece.layer], scales[0][0][x.piece.layer] if scales else 0, x.table.data_ptr(),
+                address, held,
             )
-            for x, address in items
+            for (x, address), held in zip(items, windows, strict=True)
         ]  # fmt: skip
         table = self._tables.send([field for line in lines for field in line]).view(len(lines), -1)
-        most = max(1, *(_heads(x.piece) for x, _ in items))
-        pool = next(iter(self._layers.values()))
-        copy_kernels.launch_converting(table, pool, getattr(torch, dtype), most)
+        pools = [next(iter(plane.values())) for plane in self._planes[None]]
+        most = max(1, *(held.dense_size for held in windows))
+        copy_kernels.launch_converting(table, pools, getattr(torch, dtype), most)
 
 
-def _heads(piece: Slice) -> int:
-    """Of all positions of a slice."""
-    return piece.token_count * piece.head_count
+def _blocks(item: Staged, *, per_token: bool) -> int:
+    """The address of the request's blocks, or of its slot behind them."""
+    return item.table.data_ptr() + (0 if per_token else 8 * (len(item.table) - 1))

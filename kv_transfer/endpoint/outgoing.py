@@ -11,17 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.kv_transfer.layout import (
-    KVLayout,
-    Range,
-    Slice,
-    cut,
-    cut_state,
-    heads_of,
-    intersect,
-    rank_of,
-    slice_bytes,
-)
+from baton.kv_transfer.layout import KVLayout, Range, Slice, cut, intersect, rank_of, slice_bytes
 from baton.kv_transfer.protocol.credits import SenderAccount
 from baton.kv_transfer.protocol.messages import FirstToken
 
@@ -63,8 +53,8 @@ class Slicing:
         self._ranks = ranks
         # Ranks may hold the same head. By state type; None: KV.
         self._heads = {
-            state: sorted({heads_of(layout, rank, ranks, state) for rank in range(ranks)})
-            for state in (None, *range(len(layout.states)))
+            state: sorted({part.heads_of(rank, ranks) for rank in range(ranks)})
+            for state, part in layout.parts.items()
         }
 
     def rank(self, piece: Slice) -> int:
@@ -75,24 +65,25 @@ class Slicing:
         """Whether the prefill has what the transfer asks for, and a slot holds the least that a frame has."""
         layout, (first_head, head) = self._layout, transfer.heads
         last = transfer.ranges[-1][1] if transfer.ranges else 0
-        least = [(head - first_head) * layout.head_bytes, *(state.head_bytes for state in layout.states)]
+        least = [
+            part.head_bytes * (head - first_head if part.per_token else 1) for part in layout.parts.values()
+        ]
         there = last <= transfer.prefill.num_tokens and head <= layout.num_kv_heads
         return there and max(least) <= transfer.slot_bytes
 
     def add(self, transfer: OutgoingTransfer, layer: int, start: int, stop: int, event: Any) -> None:
         """These positions of a layer are ready once `event` has passed: adds their slices to the transfer."""
-        layout = self._layout
-        if layer in layout.state_layers:  # in full, whatever positions the peer asks for
-            pieces = [
-                piece
-                for state in range(len(layout.states))
-                for held in self._heads[state]
-                for piece in cut_state(layout, layer, state, stop, held, transfer.slot_bytes)
-            ]
-        else:
-            heads, pieces = list(intersect(*transfer.heads, self._heads[None])), []
-            for tokens, held in itertools.product(intersect(start, stop, transfer.ranges), heads):
-                pieces += cut(layout, layer, tokens, held, transfer.slot_bytes)
+        layout, pieces = self._layout, []
+        for state, part in layout.parts.items():
+            if layer not in layout.layers_of(state):
+                continue
+            # A part of each request goes in full, whatever positions and heads the peer asks for.
+            ranges, heads = [(start, stop)], self._heads[state]
+            if part.per_token:
+                ranges = intersect(start, stop, transfer.ranges)
+                heads = list(intersect(*transfer.heads, heads))
+            for tokens, held in itertools.product(ranges, heads):
+                pieces += cut(layout, layer, tokens, held, transfer.slot_bytes, state)
         transfer.bytes += sum(slice_bytes(layout, piece) for piece in pieces)
         transfer.pending.extend((piece, event) for piece in pieces)
         transfer.frames += len(pieces)

@@ -35,11 +35,19 @@ from msgspec.structs import replace
 
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.device.open_pool import open_pool
-from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest, Staged
-from baton.kv_transfer.layout import Range, Slice, heads_of, rank_of
-from baton.kv_transfer.local_messages import Copied, Copy, Exported, ExportGone, ExportIn, Opened
+from baton.kv_transfer.device.host_pool import open_pool
+from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest
+from baton.kv_transfer.layout import Range, Slice, rank_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
+from baton.kv_transfer.protocol.local_messages import (
+    Copied,
+    Copy,
+    Exported,
+    ExportGone,
+    ExportIn,
+    Opened,
+    Staged,
+)
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
 from baton.kv_transfer.wait import wait
@@ -112,8 +120,8 @@ class RankedPool:
         self._layers_ready = kv.layers_ready
         # Of each rank. By state type; None: KV.
         self._heads = {
-            state: [heads_of(kv.layout, rank, kv.ranks, state) for rank in range(kv.ranks)]
-            for state in (None, *range(len(kv.layout.states)))
+            state: [part.heads_of(rank, kv.ranks) for rank in range(kv.ranks)]
+            for state, part in kv.layout.parts.items()
         }
         self._ordered = [0] * len(channels)
         self._copied = [0] * len(channels)
@@ -277,10 +285,9 @@ class RankedPool:
         piece, size = item.piece, self._block_size
         first, start = divmod(piece.token_start, size)
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
-        return Copy(
-            item.slot, piece.layer, piece.state, piece.head_start, piece.head_count, start, piece.token_count,
-            blocks, item.table.state_slot, ready.layers_ready, item.dtype, item.generation, memory,
-        )  # fmt: skip
+        table = blocks, item.table.state_slot
+        item = replace(item, piece=replace(piece, token_start=start), table=table)
+        return Copy(item, ready.layers_ready, memory)
 
     def _copies(self, own: Event | None) -> _Copies:
         return _Copies(own, tuple(self._ordered))

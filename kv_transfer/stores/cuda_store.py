@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from baton.kv_transfer.device import copy_kernels
-from baton.kv_transfer.device.pinned import pin, unpin
-from baton.kv_transfer.device.tables import Table
-from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.device.copy_kernels import Pages
+from baton.kv_transfer.device.pool import Window, planes
+from baton.kv_transfer.device.tables import Table, pin, unpin
+from baton.kv_transfer.stores import HostStore, Pair
 from baton.kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 64 << 20
@@ -27,25 +28,26 @@ PINNED_BYTES = 1 << 30
 
 
 class BlockLines:
-    """Lines of the table of `copy_kernels.launch`, for whole blocks and all layers."""
+    """Lines of the table of `copy_kernels.launch`, for whole blocks and all layers with KV."""
 
     def __init__(self, kv: PagedKV) -> None:
-        self.pools = [list(kv.layers), *([list(kv.scales)] if kv.scales else [])]
+        self._planes = planes(kv)[None]  # keeps the pools alive
         self.block_size = kv.block_size
-        self.heads = kv.heads[1] - kv.heads[0]
-        none = torch.empty(0, dtype=torch.int64)
+        first, last = kv.heads[None]
+        self.heads = last - first
+        block = Window(0, self.block_size, 0, self.heads, 0, 0, self.block_size, self.heads)
+        self._pages: list[Pages] = []
         lines: list[list[list[int]]] = []
         at = 0
-        for pool in self.pools:
+        for plane in self._planes:
+            pages = Pages.of(next(iter(plane.values())))
+            self._pages.append(pages)
             lines.append([])
-            for layer, tensor in enumerate(pool):
-                piece = Slice(layer, kv.heads[0], self.heads, 0, self.block_size)
-                lines[-1].append(
-                    copy_kernels.line(tensor, none, at, piece, kv.heads, kv.heads[0], first_word=at // 4)
-                )
-                at += 2 * tensor.stride(1) * tensor.itemsize
+            for pool in plane.values():
+                lines[-1].append(pages.line(pool.data_ptr(), 0, at, block, first_word=at // 4))
+                at += pool[:, 0].nbytes
         self.block_bytes = at
-        self._lines = np.array(lines, dtype=np.int64)[:, None]  # [pools, 1, layers, fields]
+        self._lines = np.array(lines, dtype=np.int64)[:, None]  # [planes, 1, layers, fields]
 
     def words(self, blocks: int) -> int:
         """Size of `fill`'s table for so many blocks: their numbers, their checksums, and the lines."""
@@ -58,7 +60,7 @@ class BlockLines:
         words[:count] = blocks
         words[count : 2 * count] = 0
         number = np.arange(count)[:, None]
-        table = words[2 * count :].reshape(len(self.pools), count, -1, copy_kernels.FIELDS)
+        table = words[2 * count :].reshape(len(self._pages), count, -1, copy_kernels.FIELDS)
         table[:] = self._lines
         table[..., 1] = address
         table[..., 2] += dense + stride * number
@@ -67,9 +69,12 @@ class BlockLines:
 
     def launch(self, words: torch.Tensor, count: int, *, into_pool: bool) -> None:
         """Copies the blocks of a table that is on the device, and adds up their checksums there."""
-        tables = words[2 * count :].view(len(self.pools), -1, copy_kernels.FIELDS)
-        for pool, table in zip(self.pools, tables, strict=True):
-            copy_kernels.launch(table, pool[0], self.block_size, self.heads, into_pool=into_pool, sums=True)
+        tables = words[2 * count :].view(len(self._pages), -1, copy_kernels.FIELDS)
+        for pages, table in zip(self._pages, tables, strict=True):
+            copy_kernels.launch(table, pages, (self.block_size, self.heads), into_pool=into_pool, sums=True)
+
+    def close(self) -> None:
+        self._planes.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +87,7 @@ class _Batch:
     is_load: bool = False
 
 
-class CudaStore:
+class CudaStore(HostStore):
     """Copies on a side stream: a kernel between the pool and dense memory on the device, and one copy a block
     between that and its place. The kernel adds up the checksums."""
 
@@ -123,18 +128,12 @@ class CudaStore:
     def room(self) -> int:
         return len(self._spare) * self.batch
 
-    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._start(pairs, is_load=False)
-
-    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._start(pairs, is_load=True)
-
-    def _start(self, pairs: Sequence[tuple[int, int]], *, is_load: bool) -> None:
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
         with torch.cuda.stream(self._stream):
             for first in range(0, len(pairs), self.batch):
                 self._start_batch(pairs[first : first + self.batch], is_load=is_load)
 
-    def _start_batch(self, pairs: Sequence[tuple[int, int]], *, is_load: bool) -> None:
+    def _start_batch(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
         count, size = len(pairs), self._lines.block_bytes
         batch = self._spare.pop()
         batch.places, batch.is_load = [place for _, place in pairs], is_load
@@ -179,4 +178,4 @@ class CudaStore:
         self._stream.synchronize()
         for part in self._pinned:
             unpin(part)
-        self._lines.pools.clear()
+        self._lines.close()

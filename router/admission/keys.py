@@ -191,6 +191,10 @@ class Account:
         self._left = self._per_minute or 0.0
         self._refilled_at = clock()
 
+    def among_keys(self, priority: int) -> int:
+        """Returns what a priority counts beside the requests of other keys."""
+        return max(priority, self.key.min_priority)
+
     def enter(self) -> None:
         """Counts a request, which must `leave`. Raises RateLimited."""
         name = self.key.name

@@ -139,7 +139,8 @@ class Parked:
 class Waits:
     """What one generation waits for outside the queue: a worker, retry budget, and its own deadline.
 
-    Owns two timers: `timeout` seconds in all, and `worker_wait` seconds while no worker is available.
+    Owns two timers: one until `deadline` (time.monotonic()), and `worker_wait` seconds while no worker is
+    available.
 
     Attributes:
         arrival: number of the generation in order of arrival.
@@ -155,7 +156,7 @@ class Waits:
         on_worker: Callable[[], None],
         on_retry: Callable[[], None],
         on_deadline: Callable[[ApiError], None],
-        timeout: float,
+        deadline: float,
         worker_wait: float,
     ) -> None:
         """`on_retry`: the generation got a retry from the budget. `on_deadline`: it has waited too long."""
@@ -169,7 +170,8 @@ class Waits:
         self.prefilled = False
         self._has_retry = False  # taken from the budget and not used yet
         self._began = time.monotonic()
-        self._deadline = self._began + timeout
+        self._deadline = deadline
+        timeout = max(0.0, self.seconds_left)
         loop = asyncio.get_running_loop()
         self._deadline_timer = loop.call_later(timeout, self._timed_out, timeout)
         self._worker_timer: asyncio.TimerHandle | None = None

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from baton.router.admission.drain_rate import DrainRate
+from baton.machine import Average
 from baton.router.admission.fairness import FairQueue
 from baton.router.admission.keys import MAX_RETRY_AFTER, Account, ApiKey, Clock
 from baton.router.admission.parked import Parked, RetryBudget
@@ -36,6 +36,8 @@ limits decode slots, KV positions, waiting tokens and bytes of bodies. Source: d
 and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998."""
 OUTPUT_WEIGHT = 2.0
 """Cost of an output token relative to a prompt token, when keys take turns."""
+DRAIN_SECONDS = 10.0
+"""Time constant of the rate at which waiting tokens get their first token."""
 
 
 class TurnResult(Enum):
@@ -62,7 +64,7 @@ class Turn:
         self.tokens = tokens
         self._admission = admission
         self._priority = priority
-        self._level = admission.among_keys(account, priority)
+        self._level = account.among_keys(priority) if admission.shared else priority
         self._ticket: int | None = None  # its number in the queue, from the first wait on
         self._computed = tokens  # of the prompt; the rest is cached
         self._positions = tokens
@@ -182,12 +184,24 @@ class Entry:
 
     def among_keys(self, priority: int) -> int:
         """Returns what a priority counts beside the requests of other keys."""
-        return self._admission.among_keys(self._account, priority)
+        return self._account.among_keys(priority) if self._admission.shared else priority
 
     def receive(self, size: int) -> None:
         """Counts bytes of its body; a negative size corrects the count. Raises Overloaded and RateLimited."""
-        self._admission.receive(self._account, size)
+        admission, account = self._admission, self._account
+        left = admission.max_body_bytes - admission.body_bytes - size
+        if size > 0 and admission.shared and account.body_bytes + size > KEY_SHARE * left:
+            raise RateLimited(
+                f"key {account.key.name!r} has {account.body_bytes} bytes of requests under way; the rest of "
+                f"{admission.max_body_bytes} is kept for other keys",
+                retry_after=1,
+            )
+        if left < 0:
+            text = f"{admission.body_bytes} bytes of requests are under way"
+            raise Overloaded(f"{text}, and {admission.max_body_bytes} may be", retry_after=1)
         self._bytes += size
+        admission.body_bytes += size
+        account.body_bytes += size
 
     def expect(self, tokens: int) -> None:
         """Counts an estimate of its prompt tokens, once. Raises Overloaded and RateLimited."""
@@ -211,9 +225,9 @@ class Entry:
             turn.end()
 
     def _drop_body(self) -> None:
-        self._admission.receive(self._account, -self._bytes)
+        self.receive(-self._bytes)
         self._admission.release(self._account, self._estimate)
-        self._bytes = self._estimate = 0
+        self._estimate = 0
 
 
 def _unlimited() -> FreeCapacity:
@@ -228,9 +242,9 @@ class Admission:
         window: takes the length of a prompt that waits. Returns the prompt tokens of one key that workers may
             have without a first token.
         free_capacity: returns the free capacity of all decode workers.
-        max_body_bytes: bound of `body_bytes`.
 
     Attributes:
+        max_body_bytes: bound of `body_bytes`.
         body_bytes: bytes of bodies that are read or prepared.
         waiting_tokens: prompt tokens of generations without a first token, in the router and at workers. Only
             a single request that is larger than the bound exceeds it.
@@ -254,11 +268,13 @@ class Admission:
         self.parked = Parked(RetryBudget())
         self._sent_tokens = 0
         self._max = max_waiting_tokens
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self._window = window
         self._free_capacity = free_capacity
         self.shared = shared
-        self._rate = DrainRate(clock)
+        self._clock = clock
+        self._drained = Average(math.exp(-1 / DRAIN_SECONDS))  # tokens in the time in which some waited
+        self._drained_at = 0.0
         self._dispatching = False
         self._window_full = False  # a generation waits for its key's window, as of the last dispatch
 
@@ -285,30 +301,12 @@ class Admission:
         finally:
             account.leave()
 
-    def among_keys(self, account: Account, priority: int) -> int:
-        """Returns a priority, or the lowest that the key may have if there are other keys."""
-        return max(priority, account.key.min_priority) if self.shared else priority
-
-    def receive(self, account: Account, size: int) -> None:
-        """Counts bytes of a body, which came or are given back. Raises Overloaded and RateLimited."""
-        left = self._max_body_bytes - self.body_bytes - size
-        if size > 0 and self.shared and account.body_bytes + size > KEY_SHARE * left:
-            text = (
-                f"key {account.key.name!r} has {account.body_bytes} bytes of requests under way; the rest of"
-            )
-            raise RateLimited(f"{text} {self._max_body_bytes} is kept for other keys", retry_after=1)
-        if left < 0:
-            text = f"{self.body_bytes} bytes of requests are under way, and {self._max_body_bytes} may be"
-            raise Overloaded(text, retry_after=1)
-        self.body_bytes += size
-        account.body_bytes += size
-
     def reserve(self, account: Account, tokens: int) -> None:
         """Counts prompt tokens as waiting. Raises Overloaded and RateLimited."""
         self._check(account, tokens)
         account.spend(tokens)
         if not self.waiting_tokens:
-            self._rate.began()
+            self._drained_at = self._clock()
         self.waiting_tokens += tokens
         account.waiting_tokens += tokens
 
@@ -333,9 +331,16 @@ class Admission:
             )
 
     def _retry_after(self) -> int:
-        rate = self._rate.tokens_per_s()
+        self._drain(0)
+        rate = self._drained.value
         wait = self.waiting_tokens / rate if rate > 0 else 1.0
         return min(MAX_RETRY_AFTER, max(1, round(wait)))
+
+    def _drain(self, tokens: int) -> None:
+        """Counts tokens that got their first token now."""
+        now = self._clock()
+        passed, self._drained_at = now - self._drained_at, now
+        self._drained.add(tokens, passed, steps=passed)
 
     def dispatch(self) -> None:
         """Starts the generations whose conditions hold. Called whenever workers may have become less busy."""
@@ -386,4 +391,4 @@ class Admission:
             self._sent_tokens -= tokens
             account.sent_tokens -= tokens
         if drained:
-            self._rate.add(tokens)
+            self._drain(tokens)

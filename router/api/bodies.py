@@ -77,28 +77,16 @@ class GenerationBody(OpenAIBody):
     _refuse_unsupported = refusing(GENERATION)
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Self:
+    def _check_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream to be true", "stream_options")
-        return self
-
-    @model_validator(mode="after")
-    def _check_prompt_logprobs(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
             raise unsupported("prompt_logprobs is not supported together with stream", "prompt_logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _check_named(self) -> Self:
         named = self.logprob_token_ids
         if named and self.logprobs_wanted is None:
             raise invalid("logprob_token_ids needs logprobs", "logprob_token_ids")
         if named and len(set(named)) < len(named):
             raise invalid("logprob_token_ids must have each token once", "logprob_token_ids")
-        return self
-
-    @model_validator(mode="after")
-    def _check_structure(self) -> Self:
         if self.structured_outputs is not None and self.response_format is not None:
             raise invalid("structured_outputs excludes response_format", "structured_outputs")
         if self.ignore_eos and (self.structure is not None or self.must_call):
@@ -244,13 +232,9 @@ class ChatOptions(RenderedBody, GenerationBody):
     _refuse_completion_fields = refusing(CHAT)
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> Self:
+    def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

@@ -1,20 +1,18 @@
 """Types of request fields: their validators, and the JSON schemas of what clients may send."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     GetCoreSchemaHandler,
     PlainValidator,
-    Tag,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault, core_schema
@@ -181,25 +179,29 @@ def text(value: Any, kinds: Sequence[str] = ("text",)) -> str:
     return "\n".join(texts)
 
 
-def tag(kind: str) -> Tag:
-    """Returns the tag of one model of a union, where the member `type` of a value says which one it is.
+@dataclass(frozen=True)
+class ByType:
+    """Annotates a union of models, where the member `type` of a value says which one it is."""
 
-    The brackets tell it from the name of a field in the location of an error.
-    """
-    return Tag(f"<{kind}>")
+    default: str | None = None
+    """The type of a value that has none."""
 
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        # The brackets tell a type from the name of a field in the location of an error.
+        choices = {
+            f"<{get_args(model.model_fields['type'].annotation)[0]}>": handler.generate_schema(model)
+            for model in get_args(union)
+        }
 
-def union_of(*kinds: str, default: str | None = None) -> tuple[Discriminator, BeforeValidator]:
-    """Returns the annotations of such a union. `default`: the type of a value that has none."""
+        def tag(value: Any) -> str:
+            return f"<{value.get('type') or self.default}>"
 
-    def kind_of(value: Any) -> Any:
-        return value.get("type") or default if isinstance(value, dict) else None
+        def check(value: Any) -> Any:
+            if not isinstance(value, dict):
+                raise invalid("must be an object")
+            if tag(value) not in choices:
+                raise unsupported(f"parts of type {value.get('type') or self.default!r} are not supported")
+            return value
 
-    def check(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise invalid("must be an object")
-        if kind_of(value) not in kinds:
-            raise unsupported(f"parts of type {kind_of(value)!r} are not supported")
-        return value
-
-    return Discriminator(lambda value: f"<{kind_of(value)}>"), BeforeValidator(check)
+        tagged = core_schema.tagged_union_schema(choices, tag)
+        return core_schema.no_info_before_validator_function(check, tagged)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from baton.router.api.bodies import MAX_CHOICES, ChatOptions, CompletionOptions,
 from baton.router.api.structured import Structure
 from baton.router.api.validation import validate
 from baton.router.errors import ContextLengthExceeded, InvalidRequest
-from baton.router.job import Job
 from baton.rpc import worker_pb2 as pb
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -24,6 +24,26 @@ FILE = "generation_config.json"
 NONE = "vllm"
 """The value of --generation-config without any recommended defaults."""
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one generation computes: token ids and sampling parameters, without text."""
+
+    prompt_ids: list[int]
+    sampling: pb.SamplingParams
+    session_key: int
+    """64-bit hash of the session."""
+    chunks: list[int]
+    """Hashes of the prompt's full 64-token chunks."""
+    priority: int = 0
+    cache_salt: bytes = b""
+    tenant: bytes = b""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt are asked for."""
+        return self.sampling.HasField("prompt_logprobs")
 
 
 class SamplingDefaults(GenerationBody):

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
+from baton.machine.tracing import valid_traceparent
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.keys import ANY_CLIENT, Account, ApiKey, KeyRing
 from baton.router.admission.queue import Entry
@@ -20,12 +21,10 @@ from baton.router.api.validation import named_as_in
 from baton.router.config import RouterConfig
 from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
-from baton.router.preparation.peek import Peek
-from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
+from baton.router.preparation.prepare import Converted, Generated, Peek, Prepared, Served
 from baton.router.preparation.preparer import Preparer
 from baton.router.tools.reasoning import END, START
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import valid_traceparent
 
 TOKEN_BYTES = 4
 """Bytes of a body for each prompt token, as an estimate before the prompt is tokenized."""
@@ -113,7 +112,7 @@ class Frontend:
 
     async def peek(self, raw: bytes | bytearray, entry: Entry) -> Peek:
         """Looks at a body of /v1/responses. Raises ApiError."""
-        async with _deadline(self._services.request_timeout, time.monotonic()):
+        async with _deadline(self._services.config.request_timeout, time.monotonic()):
             return await self._preparer.peek(raw, self._served, entry.key)
 
     async def prepare(
@@ -145,7 +144,7 @@ class Frontend:
         entry.receive(len(history))
         entry.expect(max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity)))
         with self._services.active.preparing():
-            limit = min(self._services.request_timeout, math.inf if timeout is None else timeout)
+            limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
             async with _deadline(limit, began):
                 prepared = await self._preparer.prepare(kind, raw, self._served, entry.key, history)
             assert isinstance(prepared, Prepared)
@@ -181,7 +180,7 @@ class Frontend:
 
     async def convert(self, kind: Converted, raw: bytes | bytearray, entry: Entry) -> bytes:
         """Returns the JSON response to an endpoint that only counts or converts. Raises ApiError."""
-        async with _deadline(self._services.request_timeout, time.monotonic()):
+        async with _deadline(self._services.config.request_timeout, time.monotonic()):
             response = await self._preparer.prepare(kind, raw, self._served, entry.key)
         assert isinstance(response, bytes)
         return response

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from baton.machine.system import cannot_listen, url_host
 from baton.router.active_request import ActiveRequest
 from baton.router.admission.queue import Entry
 from baton.router.config import RouterConfig
@@ -16,9 +17,10 @@ from baton.router.endpoints.frontend import Frontend, request_name
 from baton.router.errors import ApiError, TooSlow
 from baton.router.generation.output import Delta
 from baton.router.workers.pool import WorkerPool
-from baton.rpc import HealthServicer, add_port, cannot_listen, create_public_server, url_host
 from baton.rpc import inference_pb2 as pb
-from baton.rpc.patience import message_of
+from baton.rpc.channel import create_public_server, message_of
+from baton.rpc.health import HealthServicer
+from baton.rpc.tls import add_port
 
 log = logging.getLogger(__name__)
 

@@ -16,16 +16,32 @@ from baton.router.admission.queue import Entry
 from baton.router.api.bodies import ChatOptions
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.config import RouterConfig
-from baton.router.endpoints.builders import AnthropicBuilder, ChatBuilder, CompletionBuilder, ResponseBuilder
-from baton.router.endpoints.builders.base import encode
+from baton.router.endpoints.builders.anthropic import AnthropicBuilder
+from baton.router.endpoints.builders.base import ResponseBuilder, encode
+from baton.router.endpoints.builders.completions import ChatBuilder, CompletionBuilder
 from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.http_runner import ENCODINGS, unsupported_encoding
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.preparation.prepare import Generated
 
+log = logging.getLogger(__name__)
+
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")
 ACCOUNT: ContextVar[Account] = ContextVar("account")
+KEEPALIVE_SECONDS = 5.0
+"""Without a delta for this time, a stream sends a comment."""
+LOW_WATER_BYTES = 16 << 10
+"""A transport with fewer buffered bytes never makes a writer wait (low-water mark of asyncio and uvloop)."""
+_KEEPALIVE = b": waiting\n\n"
+_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no",
+}  # fmt: skip
+_BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[AnthropicBuilder]] = {
+    "chat": ChatBuilder,
+    "completion": CompletionBuilder,
+    "messages": AnthropicBuilder,
+}
 
 
 def authorization(request: web.Request) -> str:
@@ -86,126 +102,8 @@ def _check_type(header: str | None) -> None:
         raise errors.UnsupportedMediaType(f"{text}: curl needs -H 'Content-Type: application/json'")
 
 
-log = logging.getLogger(__name__)
-
-KEEPALIVE_SECONDS = 5.0
-"""Without a delta for this time, a stream sends a comment."""
-LOW_WATER_BYTES = 16 << 10
-"""A transport with fewer buffered bytes never makes a writer wait (low-water mark of asyncio and uvloop)."""
-_KEEPALIVE = b": waiting\n\n"
-
-
-async def respond(
-    request: web.Request,
-    active: ActiveRequest,
-    builder: ResponseBuilder,
-    headers: dict[str, str],
-    client_timeout: float,
-) -> web.StreamResponse:
-    """Generates, and sends the response. Raises ApiError if nothing has been sent yet.
-
-    Cuts the connection when the client reads nothing for `client_timeout` seconds.
-    """
-    with active.generating():
-        if active.body.stream:
-            return await _stream(request, active, builder, headers, client_timeout)
-        await _collect(active, builder)
-        body = encode(builder.whole())
-    response = web.Response(body=body, content_type="application/json", headers=headers)
-    try:
-        async with asyncio.timeout(client_timeout):
-            await response.prepare(request)
-            await response.write_eof()
-    except TimeoutError:
-        _cut(request, active)
-    return response
-
-
-async def collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
-    """Generates, and gives all deltas to the builder. Raises ApiError."""
-    with active.generating():
-        await _collect(active, builder)
-
-
-async def _collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
-    while not active.finished:
-        for index, delta in await _deltas(active, builder):
-            builder.add(index, delta)
-
-
-async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple[int, Delta]]:
-    """Takes deltas. The builder has what comes before them: log probabilities of their prompts."""
-    deltas = await active.take(KEEPALIVE_SECONDS)
-    for index, delta in deltas:
-        for part in delta.token.prompt:
-            builder.add_prompt(index, part)
-            await asyncio.sleep(0)  # other tasks run between the parts of a long prompt
-    return deltas
-
-
-async def _stream(
-    request: web.Request,
-    active: ActiveRequest,
-    builder: ResponseBuilder,
-    headers: dict[str, str],
-    client_timeout: float,
-) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={
-            **headers,
-            "Content-Type": "text/event-stream",
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",
-        }
-    )
-    try:
-        while not active.finished:
-            deltas = await _deltas(active, builder)
-            if not response.prepared:
-                await response.prepare(request)
-            events = b"".join(builder.events(index, delta) for index, delta in deltas)
-            await _write(request, response, events or _KEEPALIVE, client_timeout)
-        end = builder.end()
-    except ApiError as error:
-        if not response.prepared:
-            raise
-        active.metrics.failed(error)
-        end = builder.failed(error)
-    except ConnectionResetError:
-        return response  # the client disconnected, and aiohttp has not cancelled this task yet
-    except TimeoutError:
-        _cut(request, active)
-        return response
-    try:
-        await _write(request, response, end, client_timeout)
-    except TimeoutError:
-        _cut(request, active)
-    return response
-
-
-async def _write(
-    request: web.Request, response: web.StreamResponse, data: bytes, client_timeout: float
-) -> None:
-    """Raises TimeoutError when the transport's buffer is full and stays full for `client_timeout` seconds."""
-    transport = request.transport
-    if transport is not None and transport.get_write_buffer_size() + len(data) < LOW_WATER_BYTES:
-        await response.write(data)  # a timer for each token would cost more than the write
-    else:
-        async with asyncio.timeout(client_timeout):
-            await response.write(data)
-
-
-def _cut(request: web.Request, active: ActiveRequest) -> None:
-    log.info("request %s: the client does not read its response", active.name)
-    if request.transport is not None:
-        request.transport.abort()
-
-
-_BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[AnthropicBuilder]] = {
-    "chat": ChatBuilder,
-    "completion": CompletionBuilder,
-    "messages": AnthropicBuilder,
-}
+def json_response(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
 
 
 class HttpGeneration:
@@ -217,18 +115,15 @@ class HttpGeneration:
         self._tokenizer = services.tokenizer
         self._frontend = frontend
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "chat")
-
-    async def completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "completion")
-
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, "messages")
-
-    async def invocation(self, request: web.Request) -> web.StreamResponse:
-        """The one endpoint that Amazon SageMaker calls."""
-        return await self._generate(request, "invocation")
+    async def generate(self, request: web.Request, kind: Generated) -> web.StreamResponse:
+        """Handles a request to an endpoint that keeps no responses."""
+        with self._frontend.admit(ACCOUNT.get()) as entry:
+            raw = await read_body(request, self._config, entry)
+            active = await self.prepare(request, kind, raw, entry)
+            del raw  # frees the body, which may be large, before the generation, which may be long
+            if kind == "invocation":
+                kind = "chat" if isinstance(active.body, ChatOptions) else "completion"
+            return await self.respond(request, active, _BUILDERS[kind](active, self._model, self._tokenizer))
 
     async def prepare(
         self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
@@ -248,14 +143,76 @@ class HttpGeneration:
     async def respond(
         self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
     ) -> web.StreamResponse:
-        headers = {"x-request-id": REQUEST_ID.get()}
-        return await respond(request, active, builder, headers, self._config.client_timeout)
+        """Generates, and sends the response. Raises ApiError if nothing has been sent yet.
 
-    async def _generate(self, request: web.Request, kind: Generated) -> web.StreamResponse:
-        with self._frontend.admit(ACCOUNT.get()) as entry:
-            raw = await read_body(request, self._config, entry)
-            active = await self.prepare(request, kind, raw, entry)
-            del raw  # frees the body, which may be large, before the generation, which may be long
-            if kind == "invocation":
-                kind = "chat" if isinstance(active.body, ChatOptions) else "completion"
-            return await self.respond(request, active, _BUILDERS[kind](active, self._model, self._tokenizer))
+        Cuts the connection when the client reads nothing for `client_timeout` seconds.
+        """
+        with active.generating():
+            if active.body.stream:
+                return await self._stream(request, active, builder)
+            await collect(active, builder)
+            response = json_response(encode(builder.whole()))
+        try:
+            async with asyncio.timeout(self._config.client_timeout):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            _cut(request, active)
+        return response
+
+    async def _stream(
+        self, request: web.Request, active: ActiveRequest, builder: ResponseBuilder
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        try:
+            try:
+                while not active.finished:
+                    deltas = await _deltas(active, builder)
+                    if not response.prepared:
+                        await response.prepare(request)
+                    events = b"".join(builder.events(index, delta) for index, delta in deltas)
+                    await self._write(request, response, events or _KEEPALIVE)
+                end = builder.end()
+            except ApiError as error:
+                if not response.prepared:
+                    raise
+                active.metrics.failed(error)
+                end = builder.failed(error)
+            await self._write(request, response, end)
+        except ConnectionResetError:
+            pass  # the client disconnected, and aiohttp has not cancelled this task yet
+        except TimeoutError:
+            _cut(request, active)
+        return response
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+        """Raises TimeoutError when the transport's buffer is full and stays so for the client's timeout."""
+        transport = request.transport
+        if transport is not None and transport.get_write_buffer_size() + len(data) < LOW_WATER_BYTES:
+            await response.write(data)  # a timer for each token would cost more than the write
+        else:
+            async with asyncio.timeout(self._config.client_timeout):
+                await response.write(data)
+
+
+async def collect(active: ActiveRequest, builder: ResponseBuilder) -> None:
+    """Gives all deltas to the builder. Raises ApiError."""
+    while not active.finished:
+        for index, delta in await _deltas(active, builder):
+            builder.add(index, delta)
+
+
+async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple[int, Delta]]:
+    """Takes deltas. The builder has what comes before them: log probabilities of their prompts."""
+    deltas = await active.take(KEEPALIVE_SECONDS)
+    for index, delta in deltas:
+        for part in delta.token.prompt:
+            builder.add_prompt(index, part)
+            await asyncio.sleep(0)  # other tasks run between the parts of a long prompt
+    return deltas
+
+
+def _cut(request: web.Request, active: ActiveRequest) -> None:
+    log.info("request %s: the client does not read its response", active.name)
+    if request.transport is not None:
+        request.transport.abort()

@@ -17,16 +17,23 @@ from typing import Any
 
 from aiohttp import web
 
+from baton.machine.system import url_host
 from baton.router.active_request import ActiveRequest, Services
 from baton.router.admission.queue import Entry
 from baton.router.config import RouterConfig
-from baton.router.endpoints.builders import OpenAIResponsesBuilder
 from baton.router.endpoints.builders.base import encode
+from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.http_generation import ACCOUNT, REQUEST_ID, HttpGeneration, collect, read_body
+from baton.router.endpoints.http_generation import (
+    ACCOUNT,
+    REQUEST_ID,
+    HttpGeneration,
+    collect,
+    json_response,
+    read_body,
+)
 from baton.router.endpoints.stored_responses import StoredResponse, StoredResponses, home_tag
 from baton.router.errors import ApiError, BodyTooLarge, InvalidRequest, Unsupported
-from baton.rpc.ports import url_host
 
 log = logging.getLogger(__name__)
 
@@ -67,25 +74,31 @@ class OpenAIResponses:
             entry = admitted.enter_context(self._frontend.admit(ACCOUNT.get()))
             raw = await read_body(request, self._config, entry)
             turn = await self._turn(raw, entry)
-            if turn.background:
-                return await self._create_in_background(request, raw, turn, entry, admitted.pop_all())
             active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
             del raw  # frees the body, which may be large, before the generation, which may be long
-            return await self._generation.respond(request, active, self._builder(request, active, turn))
+            builder = self._builder(request, active, turn)
+            if not turn.background:
+                return await self._generation.respond(request, active, builder)
+            until_end = admitted.pop_all()
+        until_end.callback(self._running.pop, (turn.key, builder.id))
+        task = asyncio.create_task(self._generate_unseen(active, builder))
+        self._running[turn.key, builder.id] = task, builder
+        task.add_done_callback(lambda _: until_end.close())
+        return json_response(encode(builder.response("queued")))
 
     async def retrieve(self, request: web.Request) -> web.Response:
         if request.query.get("stream", "false").lower() not in ("false", "0"):
             raise Unsupported("stream is not supported here: ask again for the response", param="stream")
         key, id = ACCOUNT.get().key.name, request.match_info["id"]
         if (running := self._running.get((key, id))) is not None:
-            return _json(running[1].response("in_progress" if running[1].begun else "queued"))
-        return _bytes(self._stored.get(key, id).response)
+            return json_response(encode(running[1].response("in_progress" if running[1].begun else "queued")))
+        return json_response(self._stored.get(key, id).response)
 
     async def delete(self, request: web.Request) -> web.Response:
         key, id = ACCOUNT.get().key.name, request.match_info["id"]
         await self._cancel(key, id)
         self._stored.delete(key, id)
-        return _json({"id": id, "object": "response", "deleted": True})
+        return json_response(encode({"id": id, "object": "response", "deleted": True}))
 
     async def cancel(self, request: web.Request) -> web.Response:
         key, id = ACCOUNT.get().key.name, request.match_info["id"]
@@ -93,7 +106,7 @@ class OpenAIResponses:
         stored = self._stored.get(key, id)
         if not stored.background:
             raise InvalidRequest(f"Cannot cancel a synchronous response: {id} was not made with background")
-        return _bytes(stored.response)
+        return json_response(stored.response)
 
     async def _cancel(self, key: str, id: str) -> None:
         if (running := self._running.get((key, id))) is not None:
@@ -126,76 +139,24 @@ class OpenAIResponses:
         model, tokenizer = self._config.model_name, self._services.tokenizer
         return OpenAIResponsesBuilder(active, model, tokenizer, _new_id(request), keep)
 
-    async def _create_in_background(
-        self,
-        request: web.Request,
-        raw: bytearray,
-        turn: _Turn,
-        entry: Entry,
-        admitted: contextlib.ExitStack,
-    ) -> web.Response:
-        """`admitted` ends the entry."""
-        prepared: asyncio.Future[OpenAIResponsesBuilder] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._generate_unseen(request, raw, turn, entry, prepared))
-        task.add_done_callback(lambda _: admitted.close())
+    async def _generate_unseen(self, active: ActiveRequest, builder: OpenAIResponsesBuilder) -> None:
+        """Generates in the background."""
         try:
-            builder = await prepared
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        return _json(builder.response("queued"))
-
-    async def _generate_unseen(
-        self,
-        request: web.Request,
-        raw: bytearray,
-        turn: _Turn,
-        entry: Entry,
-        prepared: "asyncio.Future[OpenAIResponsesBuilder]",
-    ) -> None:
-        """Generates in the background. `prepared` gets the builder, or the error that comes before it."""
-        task = asyncio.current_task()
-        assert task is not None
-        builder: OpenAIResponsesBuilder | None = None
-        try:
-            active = await self._generation.prepare(request, "responses", raw, entry, turn.history)
-            del raw
-            if prepared.cancelled():
-                return  # the client disconnected, and this task is not cancelled yet
-            builder = self._builder(request, active, turn)
-            self._running[turn.key, builder.id] = task, builder
-            prepared.set_result(builder)
-            await collect(active, builder)
+            with active.generating():
+                await collect(active, builder)
             builder.whole()
         except asyncio.CancelledError:
-            if builder is not None:
-                builder.cancelled()
+            builder.cancelled()
         except Exception as raised:
-            if isinstance(raised, ApiError):
-                error = raised
-            else:
+            error = raised
+            if not isinstance(error, ApiError):
                 error = ApiError(f"request {REQUEST_ID.get()} failed inside the router")
                 log.exception("request %s", REQUEST_ID.get())
-            if builder is not None:
-                self._services.metrics.failed(error)
-                builder.failed(error)
-            elif not prepared.cancelled():
-                prepared.set_exception(error)
-        finally:
-            if builder is not None:
-                del self._running[turn.key, builder.id]
+            self._services.metrics.failed(error)
+            builder.failed(error)
 
 
 def _new_id(request: web.Request) -> str:
     """Returns an id that leads an endpoint picker back to this router."""
     host, port, *_ = request.get_extra_info("sockname", ("", 0))
     return home_tag(f"{url_host(host)}:{port}") + os.urandom(14).hex()
-
-
-def _json(payload: dict[str, Any]) -> web.Response:
-    return _bytes(encode(payload))
-
-
-def _bytes(body: bytes) -> web.Response:
-    headers = {"x-request-id": REQUEST_ID.get()}
-    return web.Response(body=body, content_type="application/json", headers=headers)

@@ -10,6 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
+from baton import version
+from baton.machine.system import url_host
 from baton.router import errors
 from baton.router.active_request import Services
 from baton.router.api.anthropic.reply import error_body
@@ -22,13 +24,12 @@ from baton.router.endpoints.http_generation import (
     REQUEST_ID,
     HttpGeneration,
     authorization,
+    json_response,
     read_body,
 )
 from baton.router.endpoints.http_openai_responses import OpenAIResponses
 from baton.router.preparation.prepare import Converted
 from baton.router.status import router_status, scrape_targets
-from baton.rpc.ports import url_host
-from baton.rpc.version import version
 
 
 class Cors:
@@ -92,18 +93,19 @@ class HttpEndpoints:
         generation = HttpGeneration(config, services, frontend)
         responses = OpenAIResponses(config, services, frontend, generation)
         self.app = web.Application(middlewares=[self._guard])
-        self.app.on_response_prepare.append(self._cors.add_headers)
+        self.app.on_response_prepare.extend([_add_request_id, self._cors.add_headers])
         self.app.add_routes(
             [
-                web.post("/v1/chat/completions", generation.chat),
-                web.post("/v1/completions", generation.completion),
+                web.post("/v1/chat/completions", partial(generation.generate, kind="chat")),
+                web.post("/v1/completions", partial(generation.generate, kind="completion")),
                 web.post("/v1/responses", responses.create),
                 web.get("/v1/responses/{id:resp_[^/]+}", responses.retrieve),
                 web.delete("/v1/responses/{id:resp_[^/]+}", responses.delete),
                 web.post("/v1/responses/{id:resp_[^/]+}/cancel", responses.cancel),
-                web.post("/v1/messages", generation.messages),
+                web.post("/v1/messages", partial(generation.generate, kind="messages")),
                 web.post("/v1/messages/count_tokens", partial(self._convert, kind="count_tokens")),
-                web.post("/invocations", generation.invocation),
+                # The one endpoint that Amazon SageMaker calls.
+                web.post("/invocations", partial(generation.generate, kind="invocation")),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{id:.+}", self._model),
                 web.post("/tokenize", partial(self._convert, kind="tokenize")),
@@ -163,24 +165,24 @@ class HttpEndpoints:
     def _refuse(self, request: web.Request, error: errors.ApiError, **more: str) -> web.Response:
         """Returns the error in the shape of the endpoint: Anthropic's, or OpenAI's."""
         self._services.metrics.failed(error)
-        request_id = REQUEST_ID.get()
         anthropic = request.path.startswith("/v1/messages")
-        body = error_body(error, request_id) if anthropic else error.body
-        headers = {"x-request-id": request_id, **more}
+        body = error_body(error, REQUEST_ID.get()) if anthropic else error.body
         if error.retry_after is not None:
-            headers["Retry-After"] = str(error.retry_after)
-        return web.json_response(body, status=error.status, headers=headers)
+            more["Retry-After"] = str(error.retry_after)
+        return web.json_response(body, status=error.status, headers=more)
 
     # ------------------------------------------------------------ the model
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._card(name) for name in self._config.model_names]})
+        return web.json_response(
+            {"object": "list", "data": [self._card(name) for name in self._config.model_names]}
+        )
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         if name not in self._config.model_names:
             raise errors.ModelNotFound.of(name, self._config.model_names)
-        return _json(self._card(name))
+        return web.json_response(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
         return {
@@ -192,9 +194,7 @@ class HttpEndpoints:
     async def _convert(self, request: web.Request, kind: Converted) -> web.Response:
         with self._frontend.admit(ACCOUNT.get()) as entry:
             raw = await read_body(request, self._config, entry)
-            body = await self._frontend.convert(kind, raw, entry)
-        headers = {"x-request-id": REQUEST_ID.get()}
-        return web.Response(body=body, content_type="application/json", headers=headers)
+            return json_response(await self._frontend.convert(kind, raw, entry))
 
     # ------------------------------------------------------------ the router
 
@@ -213,44 +213,41 @@ class HttpEndpoints:
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _load(self, request: web.Request) -> web.Response:
-        return _json({"server_load": len(self._services.active)})
+        return web.json_response({"server_load": len(self._services.active)})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         tokenizer = self._services.tokenizer
-        tools, reasoning = tokenizer.tool_format, tokenizer.reasoning_parser
+        tools = tokenizer.tool_format
         info = {
             "version": version(),
             "model": self._config.model_name,
             "max_model_len": self._frontend.capacity,
             "tool_call_parser": None if tools is None else tools.name,
-            "reasoning_parser": None if reasoning is None else reasoning.name,
+            "reasoning_parser": tokenizer.reasoning_parser,
             "default_sampling_params": shown(self._services.defaults),
         }
-        return _json(info)
+        return web.json_response(info)
 
     async def _tokenizer_info(self, request: web.Request) -> web.Response:
-        return _json(self._services.tokenizer.info)
+        return web.json_response(self._services.tokenizer.info)
 
     async def _version(self, request: web.Request) -> web.Response:
-        return _json({"version": version()})
+        return web.json_response({"version": version()})
 
     async def _openapi(self, request: web.Request) -> web.Response:
         keys, admin = bool(self._config.api_keys), not self._config.supervised
-        body = await asyncio.to_thread(encoded, version(), keys=keys, admin=admin)
-        headers = {"x-request-id": REQUEST_ID.get()}
-        return web.Response(body=body, content_type="application/json", headers=headers)
+        return json_response(await asyncio.to_thread(encoded, version(), keys=keys, admin=admin))
 
     async def _page(self, page: bytes, request: web.Request) -> web.Response:
         return web.Response(body=page, content_type="text/html", charset="utf-8")
 
     async def _status(self, request: web.Request) -> web.Response:
-        return _json(await router_status(self._config, self._services, self._frontend.draining))
+        return web.json_response(await router_status(self._services, self._frontend.draining))
 
     async def _targets(self, request: web.Request) -> web.Response:
-        return _json(
-            scrape_targets(await router_status(self._config, self._services, self._frontend.draining))
-        )
+        return web.json_response(scrape_targets(await router_status(self._services, self._frontend.draining)))
 
 
-def _json(payload: Any) -> web.Response:
-    return web.json_response(payload, headers={"x-request-id": REQUEST_ID.get()})
+async def _add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Handles the signal `on_response_prepare`."""
+    response.headers["x-request-id"] = REQUEST_ID.get()

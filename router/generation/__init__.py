@@ -1,15 +1,14 @@
 """The life of one generation, from the prompt to the last token, through failures of workers.
 
 1. A `Generation` gets a `Job`: the token ids of a prompt and the sampling parameters.
-2. It asks one prefill and one decode worker (`attempts`), which `Chooser` finds. `AttemptPair` sends the
-   messages.
-3. `output` makes sure that each output token is emitted exactly once. It puts the token into the queue of the
-   request, measures latency, and turns tokens into text.
+2. It asks one prefill and one decode worker. `AttemptPair` finds them, sends the messages, and makes sure
+   that each output token is emitted exactly once.
+3. `output` puts the token into the queue of the request, measures latency, and turns tokens into text.
 4. If a worker fails, it starts new attempts from prompt + output. `FailureCount` ends that after too many
    failures. `admission.parked.Waits` bounds the waits for a worker, for retry budget, and in all.
 
-`Generation` is a state machine without tasks. `_advance` requests what it needs next; the worker connections
-tell it what happened to its attempts (`_on_event`). Nothing waits in between.
+`Generation` is a state machine without tasks. `advance` requests what it needs next; the streams to the
+workers tell it what happened to its attempts (`_on_event`). Nothing waits in between.
 
     decode   none ─ submitted ─ reserved ─ joined (its first token came) ─ finished
     prefill  none ─ planned ─ sent ─ answered (its token came) ─ over (decode has the KV, or needs none)
@@ -29,7 +28,7 @@ What waits for what, between the two workers:
     running decode         ──▶ nothing
 
 This forms no circle. If a reserved decode waits for a queued prefill, the worker of that prefill drops held
-prefills without a decode until it can start (`engine.core.making_room`). So decodes always end, and a held
+prefills without a decode until it can start (`engine.core.request_lives`). So decodes always end, and a held
 prefill gets their capacity. If that takes longer than the hold deadline, the prefill is dropped, and computed
 again under a reservation.
 

@@ -1,68 +1,69 @@
 """The attempts of a generation: at most one prefill and one decode at a time, each with a new id.
 
-1. `Chooser` says which workers the generation may ask for what it needs next.
-2. `AttemptPair` starts the two attempts that may be open with messages to workers, and ends them.
-3. `FailureCount` says when there were too many.
+1. `AttemptPair` asks the pool which workers may do what the generation needs next. It starts and ends the
+   attempts there, and decides which tokens of theirs become output.
+2. `FailureCount` says when there were too many.
 
-`Generation` decides whether to ask, and when.
+`Generation` decides what it needs, and when.
 """
 
 import os
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from baton.router.generation.output import EmitOnce
-from baton.router.job import Job
-from baton.router.policy import PrefillWork, patience
+from baton.machine.tracing import Span
+from baton.router.admission.parked import Waits
+from baton.router.api.jobs import Job
+from baton.router.policy import PrefillRequest, PrefillWork
 from baton.router.workers.attempts import OnEvent
-from baton.router.workers.candidates import PrefillTarget
-from baton.router.workers.connection import WorkerConnection
-from baton.router.workers.pool import Place, WorkerPool
+from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
+from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import Span
+
+
+def _new_id() -> bytes:
+    return os.urandom(16)
 
 
 @dataclass(slots=True)
 class PrefillAttempt:
-    id: bytes
-    worker: WorkerConnection
+    worker: Worker
     work: PrefillWork
+    within: float
+    """Seconds in which the prompt should be computed. 0: it is in no hurry."""
     base: int
     """Output tokens emitted before it, which is the output index of its own token."""
     handover: bool = True
     """A decode worker takes over the KV. False if the prefill's token is the last one."""
+    id: bytes = field(default_factory=_new_id)
     queued: bool = False
     """The first decode for it is submitted when it starts."""
-    within: float = 0.0
-    """Seconds in which the prompt should be computed. 0: it is in no hurry."""
     sent: bool = False
     answered: bool = False
     over: bool = False
-    """The decode worker has the KV. Only the prefill's token may still come."""
+    """The decode worker has the KV. Only the prefill's token may still come, which the decode repeats."""
     replaces: bool = False
     """The decode worker was told to fetch from another prefill before."""
     refetched: bool = False
     """A second decode worker fetches the KV, which the prefill worker may have released."""
 
-    def source(self, attempt: int) -> pb.PrefillSource:
-        """`attempt`: its number among the sources of the request, from 1."""
-        described = self.worker.description
-        return pb.PrefillSource(
-            prefill_id=self.id,
-            kv_address=described.kv_address,
-            incarnation=described.incarnation,
-            attempt=attempt,
-        )
-
 
 @dataclass(slots=True)
 class DecodeAttempt:
-    id: bytes
-    worker: WorkerConnection
+    worker: Worker
     prefills: bool = False
     """The decode worker computes the prompt itself (overflow)."""
+    id: bytes = field(default_factory=_new_id)
     joined: bool = False
     """Its first token came."""
+
+
+class Verdict(Enum):
+    """What becomes of a token."""
+
+    EMIT = auto()  # the next token of the output
+    DROP = auto()  # emitted before, or from an attempt that was replaced
+    BROKEN = auto()  # the decode continues another text than the emitted one: end the attempt
 
 
 class AttemptPair:
@@ -70,14 +71,24 @@ class AttemptPair:
 
     Attributes:
         prefill, decode: the current attempts; None if there is none.
-        emit: what tokens of the attempts become output.
+        output_ids: emitted tokens in order. Only this class changes it.
+        failures: of the attempts before.
+        retried: an attempt ended before its time.
     """
 
-    def __init__(self, on_event: OnEvent, span: Span, job: Job, pool: WorkerPool) -> None:
-        """`on_event` is told what happens to the attempts. `span`: of the request."""
+    def __init__(
+        self, on_event: OnEvent, span: Span, job: Job, name: str, pool: WorkerPool, waits: Waits
+    ) -> None:
+        """`on_event` is told what happens to the attempts. `span`: of the request. `name`: the request id
+        that the client knows. `waits`: with the deadline."""
         self.prefill: PrefillAttempt | None = None
         self.decode: DecodeAttempt | None = None
-        self.emit = EmitOnce()
+        self.output_ids: list[int] = []
+        self.failures = FailureCount()
+        self.retried = False
+        self._id = _new_id()
+        self._name = name
+        self._waits = waits
         self._on_event = on_event
         self._span = span
         self._job = job
@@ -87,67 +98,160 @@ class AttemptPair:
     @property
     def length(self) -> int:
         """Tokens of the prompt and the output so far."""
-        return len(self._job.prompt_ids) + len(self.emit.output_ids)
+        return len(self._job.prompt_ids) + len(self.output_ids)
+
+    @property
+    def tokens_left(self) -> int:
+        return self._job.sampling.max_tokens - len(self.output_ids)
+
+    @property
+    def next_token_alone(self) -> bool:
+        """A prefill computes the next token without a handover.
+
+        It is the last one, or log probabilities of the prompt come before it.
+        """
+        return (not self.output_ids and self._job.scores_prompt) or self.tokens_left == 1
+
+    def offer(self, attempt_id: bytes, output_index: int, token_id: int) -> Verdict:
+        """Decides about one token, and records it if it is emitted.
+
+        Prefill and decode both send the first token, and messages of replaced attempts may come late. So a
+        token counts only if it comes from the current prefill or the current decode. The first of both to
+        send the next output index wins.
+        """
+        prefill, decode, emitted = self.prefill, self.decode, len(self.output_ids)
+        if decode is not None and attempt_id == decode.id:
+            if output_index > emitted:
+                return Verdict.BROKEN
+            if output_index < emitted:
+                known = self.output_ids[output_index] == token_id
+                return Verdict.DROP if known else Verdict.BROKEN
+        else:
+            wanted = None if prefill is None or prefill.over else (prefill.id, prefill.base, prefill.base)
+            if (attempt_id, output_index, emitted) != wanted:
+                return Verdict.DROP
+        self.output_ids.append(token_id)
+        return Verdict.EMIT
+
+    # ------------------------------------------------------------ choices
+
+    def choose_prefill(self) -> PrefillTarget | None:
+        return self._pool.choose_prefill(self._wanted(self.length, self.decode))
+
+    def choose_decode(self, tokens: int) -> Worker | None:
+        """Returns a worker with capacity for `tokens` KV positions, or the prefill worker that has them."""
+        prefill = self.prefill
+        promised = prefill is not None and prefill.queued
+        found = self._pool.choose_decode(self._wanted(tokens, prefill), promised=promised)
+        if found is None and prefill is not None and self._pool.decodes_instead(prefill.worker):
+            return prefill.worker
+        return found
+
+    def place(self, worker: Worker, target: PrefillTarget | None) -> Place | None:
+        """Returns where the request goes: `worker` decodes if there is a handover from `target`."""
+        wanted = self._wanted(self.length, None)
+        return self._traced(self._pool.place(worker, wanted, self.tokens_left, target))
+
+    def place_without_room(self) -> Place | None:
+        """Returns where the request goes while no decode worker has room for it. None: it waits."""
+        return self._traced(self._pool.place_without_room(self._wanted(self.length, self.decode)))
+
+    def _traced(self, place: Place | None) -> Place | None:
+        if place is not None:
+            self._span.set(place.why.attributes())
+        return place
+
+    def _wanted(self, tokens: int, other: PrefillAttempt | DecodeAttempt | None) -> PrefillRequest:
+        """A worker of the other attempt, or one that failed, is chosen only if there is no other."""
+        avoid = self.failures.avoid if other is None else self.failures.avoid | {other.worker.address}
+        return PrefillRequest(self._job.session_key, tokens, self._job.chunks, avoid)
 
     # ------------------------------------------------------------ start
 
     def plan_prefill(self, target: PrefillTarget, *, handover: bool) -> PrefillAttempt:
         """Makes the prefill attempt, and sends nothing yet."""
-        prefill_id = os.urandom(16)
-        base = self.emit.begin_prefill(prefill_id)
-        within = patience(target.alone)
-        self.prefill = PrefillAttempt(prefill_id, target.worker, target.work, base, handover, within=within)
+        base = len(self.output_ids)
+        self.prefill = PrefillAttempt(target.worker, target.work, target.within, base, handover)
         return self.prefill
 
-    def send_prefill(self, request: pb.Request) -> None:
+    def send_prefill(self) -> None:
         prefill = self.prefill
         assert prefill is not None
         prefill.sent = True
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id,
-            request=request,
+            request=self._request(self.output_ids, prefill.within, last=not prefill.handover),
             handover=prefill.handover,
             report_start=prefill.queued,
-            content=self._pool.prefix_source(prefill.worker, self._job.chunks, self.length),
+            content=self._pool.content_source(prefill.worker, self._job.chunks, self.length),
         )
         prefill.worker.submit_prefill(submit, self._on_event, self._span, prefill.work)
 
-    def submit_decode(
-        self,
-        worker: WorkerConnection,
-        request: pb.Request,
-        source: pb.PrefillSource | None,
-        place: Place | None = None,
-    ) -> None:
-        """Without a source the decode worker prefills, as `place` says."""
-        decode = self.decode = DecodeAttempt(os.urandom(16), worker, prefills=source is None)
-        self.emit.begin_decode(decode.id)
-        length = len(request.prompt_ids) + len(request.output_ids)
-        submit = pb.SubmitDecode(
-            decode_id=decode.id,
-            request=request,
-            source=source,
-            content=self._pool.prefix_source(worker, self._job.chunks, length) if source is None else None,
-        )
-        work = None if place is None else place.work
+    def submit_decode(self, worker: Worker, output_ids: list[int], place: Place | None = None) -> None:
+        """The worker fetches the KV of the current prefill, or computes the prompt itself, as `place` says.
+
+        `output_ids` were emitted before."""
+        work, within = (None, 0.0) if place is None else (place.work, place.within)
+        decode = self.decode = DecodeAttempt(worker, prefills=work is not None)
+        length = len(self._job.prompt_ids) + len(output_ids)
+        submit = pb.SubmitDecode(decode_id=decode.id, request=self._request(output_ids, within))
+        if work is None:
+            submit.source.CopyFrom(self._next_source())
+        elif content := self._pool.content_source(worker, self._job.chunks, length):
+            submit.content.CopyFrom(content)
         worker.submit_decode(submit, self._on_event, self._span, length + 1, work)
+
+    def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
+        """Builds the message to a worker. `output_ids` were emitted before.
+
+        `within`: seconds in which the prompt should be computed. 0: it is in no hurry.
+        `last`: the worker generates no more than one token.
+        """
+        job = self._job
+        request = pb.Request(
+            request_id=self._id,
+            prompt_ids=job.prompt_ids,
+            output_ids=output_ids,
+            sampling=job.sampling,
+            timeout_ms=max(1, int(1000 * self._waits.seconds_left)),
+            priority=job.priority,
+            alone=self.failures.alone,
+            retried=self.retried,
+            first_token_within=within,
+            waited=0.0 if output_ids else self._waits.waited,
+            cache_salt=job.cache_salt,
+            tenant=job.tenant,
+            name=self._name,
+        )
+        sampling = request.sampling
+        if output_ids:  # they came after all log probabilities of the prompt
+            sampling.ClearField("prompt_logprobs")
+        if last:
+            sampling.max_tokens = len(output_ids) + 1
+            sampling.min_tokens = min(sampling.min_tokens, sampling.max_tokens)
+        return request
 
     def retarget(self) -> None:
         """Tells the decode worker to fetch the KV of the planned prefill of prompt + output."""
         assert self.prefill is not None
         assert self.decode is not None
         self.prefill.replaces = True
-        source, output_ids = self.next_source(), self.emit.output_ids
-        self.decode.worker.retarget(
-            pb.Retarget(decode_id=self.decode.id, source=source, output_ids=output_ids)
-        )
+        source, output_ids = self._next_source(), self.output_ids
+        message = pb.Retarget(decode_id=self.decode.id, source=source, output_ids=output_ids)
+        self.decode.worker.send(pb.RouterMessage(retarget=message))
 
-    def next_source(self) -> pb.PrefillSource:
+    def _next_source(self) -> pb.PrefillSource:
         """Names the current prefill for a decode worker."""
         assert self.prefill is not None
         self._source_count += 1
         self._fulfilled(self.prefill)
-        return self.prefill.source(self._source_count)
+        described = self.prefill.worker.description
+        return pb.PrefillSource(
+            prefill_id=self.prefill.id,
+            kv_address=described.kv_address,
+            incarnation=described.incarnation,
+            attempt=self._source_count,
+        )
 
     def promise(self) -> None:
         """The prompt queues, and its decode is submitted when it starts."""
@@ -173,7 +277,6 @@ class AttemptPair:
             return
         prefill.over = True
         prefill.worker.attempt_succeeded()
-        self.emit.end_prefill()
         if prefill.answered:
             prefill.worker.forget(prefill.id)
         elif prefill.replaces:
@@ -184,21 +287,17 @@ class AttemptPair:
         prefill, self.prefill = self.prefill, None
         if prefill is not None:
             self._fulfilled(prefill)
-            self.emit.end_prefill()
             prefill.worker.cancel(prefill.id, failure)
 
     def end_decode(self, *, cancel: bool, failure: str = "") -> None:
         decode, self.decode = self.decode, None
-        if decode is not None:
-            self.emit.end_decode()
-            if cancel:
-                decode.worker.cancel(decode.id, failure)
-            else:
-                decode.worker.forget(decode.id)
+        if decode is not None and cancel:
+            decode.worker.cancel(decode.id, failure)
+        elif decode is not None:
+            decode.worker.forget(decode.id)
 
     def end(self) -> None:
-        """Drops all tokens from now on, and cancels both."""
-        self.emit.end()
+        """Cancels both. All tokens that come now are dropped."""
         self.end_prefill()
         self.end_decode(cancel=True)
 
@@ -267,68 +366,3 @@ class FailureCount:
         """Records an attempt whose worker was lost."""
         self._losses += 1
         self.avoid.add(worker)
-
-
-class Chooser:
-    """Finds workers: asks the pool, with what is known of the job, its attempts and its failures.
-
-    Sends nothing.
-    """
-
-    def __init__(
-        self, job: Job, pool: WorkerPool, pair: AttemptPair, failures: FailureCount, span: Span
-    ) -> None:
-        self._job = job
-        self._pool = pool
-        self._pair = pair
-        self._failures = failures
-        self._span = span
-
-    @property
-    def tokens_left(self) -> int:
-        return self._job.sampling.max_tokens - len(self._pair.emit.output_ids)
-
-    @property
-    def next_token_alone(self) -> bool:
-        """A prefill computes the next token without a handover.
-
-        It is the last one, or log probabilities of the prompt come before it.
-        """
-        first = not self._pair.emit.output_ids
-        return (first and self._job.scores_prompt) or self.tokens_left == 1
-
-    def prefill(self) -> PrefillTarget | None:
-        job, pair = self._job, self._pair
-        return self._pool.choose_prefill(job.session_key, job.chunks, pair.length, self._avoid(pair.decode))
-
-    def decode(self, tokens: int) -> WorkerConnection | None:
-        """Returns a worker with capacity for `tokens` KV positions, or the prefill worker that has them."""
-        prefill = self._pair.prefill
-        promised = prefill is not None and prefill.queued
-        found = self._pool.choose_decode(self._job.chunks, tokens, self._avoid(prefill), promised=promised)
-        if found is None and prefill is not None and self._pool.decodes_instead(prefill.worker):
-            return prefill.worker
-        return found
-
-    def place(self, worker: WorkerConnection, target: PrefillTarget | None) -> Place | None:
-        """Returns where the request goes: `worker` decodes if there is a handover from `target`."""
-        place = self._pool.place(
-            worker, self._job.chunks, self._pair.length, self.tokens_left, target, self._failures.avoid
-        )
-        if place is not None:
-            self._span.set(place.why.attributes())
-        return place
-
-    def place_without_room(self) -> Place | None:
-        """Returns where the request goes while no decode worker has room for it. None: it waits."""
-        job, pair = self._job, self._pair
-        avoid = self._avoid(pair.decode)
-        place = self._pool.place_without_room(job.session_key, job.chunks, pair.length, avoid)
-        if place is not None:
-            self._span.set(place.why.attributes())
-        return place
-
-    def _avoid(self, other: PrefillAttempt | DecodeAttempt | None) -> Collection[str]:
-        """Workers to choose only if there is no other: those that failed, and that of the other attempt."""
-        avoid = self._failures.avoid
-        return avoid if other is None else avoid | {other.worker.address}

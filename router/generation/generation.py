@@ -4,31 +4,22 @@ The docstring of the package shows the states, and what waits for what.
 """
 
 import logging
-import os
 
+from baton.machine.logs import of_request
+from baton.machine.tracing import Span
 from baton.router import prompt_logprobs
 from baton.router.admission.parked import Parked, Waits
 from baton.router.admission.queue import Turn, TurnResult
+from baton.router.api.jobs import Job
 from baton.router.errors import ApiError, Failed, InvalidRequest, TimedOut
-from baton.router.generation.attempts import (
-    AttemptPair,
-    Chooser,
-    DecodeAttempt,
-    FailureCount,
-    PrefillAttempt,
-    is_failure,
-)
-from baton.router.generation.output import TokenQueue, TokenWriter, Verdict
-from baton.router.job import Job
+from baton.router.generation.attempts import AttemptPair, DecodeAttempt, PrefillAttempt, Verdict, is_failure
+from baton.router.generation.output import TokenQueue, TokenWriter
 from baton.router.metrics import Metrics
 from baton.router.policy import Placement, PrefillWork
 from baton.router.workers.attempts import AttemptEvent, Lost
-from baton.router.workers.candidates import PrefillTarget
-from baton.router.workers.connection import WorkerConnection
-from baton.router.workers.pool import Place, WorkerPool
+from baton.router.workers.pool import Place, PrefillTarget, WorkerPool
+from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.logs import of_request
-from baton.rpc.tracing import Span
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +45,9 @@ class Generation:
         index: int,
         name: str,
         span: Span,
-        timeout: float,
+        deadline: float,
         worker_wait: float,
     ) -> None:
-        self.id = os.urandom(16)
         self.name = name
         self.cached_tokens = 0
         self.done = False
@@ -66,39 +56,29 @@ class Generation:
         self._pool = pool
         self._writer = TokenWriter(tokens, index, job.sampling.max_tokens, metrics, span)
         self._metrics = metrics
-        self._pair = AttemptPair(self._on_event, span, job, pool)
-        self._failures = FailureCount()
-        self._choose = Chooser(job, pool, self._pair, self._failures, span)
         self._waits = Waits(
             parked,
             name=name,
             on_worker=self._on_worker,
-            on_retry=self._advance,
+            on_retry=self.advance,
             on_deadline=self._waited_too_long,
-            timeout=timeout,
+            deadline=deadline,
             worker_wait=worker_wait,
         )
-        self._retried = False
+        self._pair = AttemptPair(self._on_event, span, job, name, pool, self._waits)
         self._scores = prompt_logprobs.Received()
-
-    def start(self) -> None:
-        """Joins the admission queue."""
-        self._advance()
 
     def __repr__(self) -> str:
         return f"request {self.name}"
 
     @property
     def output_ids(self) -> list[int]:
-        return self._pair.emit.output_ids
-
-    def cancel(self) -> None:
-        """Ends the generation, because its client left or a stop string was found. Idempotent."""
-        self._end()
+        return self._pair.output_ids
 
     # ------------------------------------------------------------ starting attempts
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Requests what the generation needs next: at first a turn in the admission queue."""
         prefill, decode = self._pair.prefill, self._pair.decode
         if self.done or (decode is not None and (decode.prefills or decode.joined)):
             return
@@ -106,15 +86,15 @@ class Generation:
             return
         if decode is None:
             self._turn.wait(self._on_turn)
-        elif prefill is None and self._choose.next_token_alone:
+        elif prefill is None and self._pair.next_token_alone:
             self._pair.end_decode(cancel=True)
-            self._prefill_alone(self._choose.prefill())
+            self._prefill_alone(self._pair.choose_prefill())
         elif prefill is None:
             self._retarget(decode)
 
     def _on_turn(self) -> TurnResult:
-        alone = self._pair.prefill is None and self._choose.next_token_alone
-        target = self._choose.prefill() if alone else None
+        alone = self._pair.prefill is None and self._pair.next_token_alone
+        target = self._pair.choose_prefill() if alone else None
         return self._reserve() if target is None else self._prefill_alone(target)
 
     def _prefill_alone(self, target: PrefillTarget | None) -> TurnResult:
@@ -130,10 +110,10 @@ class Generation:
             # The prefill worker still holds the KV. The new decode repeats the prefill's token.
             output_ids = output_ids[: self._pair.prefill.base]
         tokens = len(self._job.prompt_ids) + len(output_ids) + 1
-        worker = self._choose.decode(tokens)
+        worker = self._pair.choose_decode(tokens)
         if worker is None:
-            if self._pair.prefill is None and (place := self._choose.place_without_room()) is not None:
-                return self._prefill_on_prefill_worker(place)
+            if self._pair.prefill is None and (place := self._pair.place_without_room()) is not None:
+                return self._prefill_and_decode_on(place)
             if self._pool.can_ever_hold(tokens):
                 self._waits.worker_found()
                 return TurnResult.NO_CAPACITY
@@ -143,26 +123,18 @@ class Generation:
             return self._fetch(self._pair.prefill, worker, output_ids)
         return self._prefill_and_decode(worker)
 
-    def _prefill_on_prefill_worker(self, place: Place) -> TurnResult:
-        """No decode worker has room, or there is none, so a prefill worker also decodes."""
+    def _prefill_and_decode(self, worker: Worker) -> TurnResult:
         if not self._waits.may_prefill():
             return TurnResult.PARKED
-        self._prefill_and_decode_on(place)
-        return TurnResult.SENT
-
-    def _prefill_and_decode(self, worker: WorkerConnection) -> TurnResult:
-        if not self._waits.may_prefill():
-            return TurnResult.PARKED
-        target = self._choose.prefill()
-        place = self._choose.place(worker, target)
+        target = self._pair.choose_prefill()
+        place = self._pair.place(worker, target)
         if place is not None and place.work is not None:
-            self._prefill_and_decode_on(place)
-            return TurnResult.SENT
+            return self._prefill_and_decode_on(place)
         if not self._plan_prefill(target):
             return TurnResult.PARKED
         assert self._pair.prefill is not None
         assert target is not None
-        if not self._retried:
+        if not self._pair.retried:
             if target.queues:
                 self._pair.promise()
             self._send_prefill()  # first: the client waits for its token
@@ -171,7 +143,7 @@ class Generation:
         self._submit_decode(worker, self.output_ids)
         return TurnResult.SENT
 
-    def _fetch(self, prefill: PrefillAttempt, worker: WorkerConnection, output_ids: list[int]) -> TurnResult:
+    def _fetch(self, prefill: PrefillAttempt, worker: Worker, output_ids: list[int]) -> TurnResult:
         """Submits a decode for a prefill that was planned before."""
         if prefill.worker is not worker or prefill.answered:
             prefill.refetched = prefill.sent and not prefill.queued
@@ -182,16 +154,19 @@ class Generation:
             return TurnResult.PARKED
         return TurnResult.SENT
 
-    def _prefill_and_decode_on(self, place: Place) -> None:
+    def _prefill_and_decode_on(self, place: Place) -> TurnResult:
         """One worker computes the prompt and decodes."""
         assert place.work is not None
+        if not self._waits.may_prefill():
+            return TurnResult.PARKED
         self._prompt_sent(place.work)
         if place.why.reason is not None:
             self._metrics.overflow[place.why.reason].inc()
         self._waits.worker_found()
-        self._pair.submit_decode(place.decode, self._request(self.output_ids, place.within), None, place)
+        self._pair.submit_decode(place.worker, self.output_ids, place)
+        return TurnResult.SENT
 
-    def _prefill_here(self, worker: WorkerConnection) -> None:
+    def _prefill_here(self, worker: Worker) -> None:
         """The only worker left computes the prompt and decodes."""
         self._pair.end_prefill()
         self._pair.end_decode(cancel=True)
@@ -212,7 +187,7 @@ class Generation:
         prefill = self._pair.prefill
         assert prefill is not None
         self._prompt_sent(prefill.work)
-        self._pair.send_prefill(self._request(self.output_ids, prefill.within, last=not prefill.handover))
+        self._pair.send_prefill()
 
     def _prompt_sent(self, work: PrefillWork) -> None:
         if not self._waits.prefilled:
@@ -221,42 +196,29 @@ class Generation:
         if not self.output_ids:  # a prompt that is computed again after that costs its key nothing
             self._turn.computes(work.tokens)
 
-    def _submit_decode(self, worker: WorkerConnection, output_ids: list[int]) -> None:
+    def _submit_decode(self, worker: Worker, output_ids: list[int]) -> None:
         """The worker fetches the KV of the current prefill."""
         self._waits.worker_found()
-        self._pair.submit_decode(worker, self._request(output_ids, 0.0), self._pair.next_source())
+        self._pair.submit_decode(worker, output_ids)
 
     def _retarget(self, decode: DecodeAttempt) -> None:
         """Keeps the reservation. The decode worker fetches the KV of a new prefill of prompt + output."""
         if not self._waits.may_prefill():
             return
-        target = self._choose.prefill()
+        target = self._pair.choose_prefill()
         same = target is not None and target.worker is decode.worker
         if same and not self._pool.has_decode:
             self._prefill_here(decode.worker)
-        elif same or (target is None and self._choose.place(decode.worker, None) is not None):
+        elif same or (target is None and self._pair.place(decode.worker, None) is not None):
             self._pair.end_decode(cancel=True)
-            self._advance()
+            self.advance()
         elif self._plan_prefill(target):
             self._pair.retarget()
             self._send_prefill()
 
-    def _request(self, output_ids: list[int], within: float, *, last: bool = False) -> pb.Request:
-        return self._job.request(
-            self.id,
-            self.name,
-            output_ids,
-            seconds=self._waits.seconds_left,
-            within=within,
-            waited=0.0 if output_ids else self._waits.waited,
-            retried=self._retried,
-            alone=self._failures.alone,
-            last=last,
-        )
-
     def _on_worker(self) -> None:
         """The wait for a worker has ended."""
-        self._advance()
+        self.advance()
         if self._turn.waits:  # in the queue, and no longer for a worker
             self._waits.worker_found()
 
@@ -272,7 +234,7 @@ class Generation:
                 self._on_reserved(event.decode_id)
             case pb.PrefillStarted():
                 if self._pair.prefill is not None and self._pair.prefill.queued:
-                    self._advance()
+                    self.advance()
             case pb.AttemptFailed():
                 self._on_failed(event)
             case Lost():
@@ -292,7 +254,7 @@ class Generation:
             if decode.prefills and not self.output_ids:
                 self._found_cached(event.cached_tokens)
             self._pair.prefill_served()
-        verdict = self._pair.emit.offer(event.attempt_id, event.output_index, event.token_id)
+        verdict = self._pair.offer(event.attempt_id, event.output_index, event.token_id)
         if verdict is Verdict.BROKEN:
             about = of_request(self.name)
             worker = decode and decode.worker
@@ -308,16 +270,16 @@ class Generation:
         self._turn.computes(max(0, len(self._job.prompt_ids) - tokens))
 
     def _emitted(self, event: pb.TokenEvent, *, from_prefill: bool) -> None:
-        self._failures.token()
+        self._pair.failures.token()
         self._turn.generated()
         prompt: list[pb.PromptLogprobs] = []
         if len(self.output_ids) == 1 and self._job.scores_prompt:
             prompt = self._scores.take()
             if sum(map(prompt_logprobs.tokens, prompt)) != len(self._job.prompt_ids) - 1:
-                text = "log probabilities of the prompt are missing: the worker may be of an older version"
+                text = "the worker sent no log probabilities for a part of the prompt"
                 self.fail(Failed(f"{self}: {text}"))
                 return
-        if from_prefill and self._choose.tokens_left and event.finish_reason == pb.FINISH_REASON_LENGTH:
+        if from_prefill and self._pair.tokens_left and event.finish_reason == pb.FINISH_REASON_LENGTH:
             self._prompt_scored()
             event.finish_reason = pb.FINISH_REASON_NONE
         handed_over = self._pair.prefill is not None
@@ -327,9 +289,9 @@ class Generation:
                 ended = self._pair.prefill if from_prefill else self._pair.decode
                 assert ended is not None
                 ended.worker.forget(ended.id)
-            self._end()
+            self.cancel()
         elif self._pair.decode is None:
-            self._advance()
+            self.advance()
 
     def _prompt_scored(self) -> None:
         """Ends a prefill without a handover whose token is not the last one."""
@@ -346,7 +308,7 @@ class Generation:
             self._send_prefill()
         else:
             self._pair.end_prefill()
-            self._advance()
+            self.advance()
 
     def _on_failed(self, failure: pb.AttemptFailed) -> None:
         prefill, decode = self._pair.prefill, self._pair.decode
@@ -395,22 +357,22 @@ class Generation:
             self._pair.end_prefill()
         self._failed(cause, decode.worker, counts=counts, message=message)
 
-    def _failed(self, cause: str, worker: WorkerConnection, *, counts: bool, message: str) -> None:
+    def _failed(self, cause: str, worker: Worker, *, counts: bool, message: str) -> None:
         self._metrics.retries[cause].inc()
-        self._retried = True
+        self._pair.retried = True
         if counts:
-            self._failures.failed(worker.address, crashed=cause == "engine")
+            self._pair.failures.failed(worker.address, crashed=cause == "engine")
             worker.attempt_failed()
         elif cause == "lost":
-            self._failures.lost(worker.address)
+            self._pair.failures.lost(worker.address)
         if counts or cause == "lost":
-            total, about = self._failures.total, of_request(self.name)
+            total, about = self._pair.failures.total, of_request(self.name)
             log.info("%r: attempt %d failed (%s): %s", self, total, cause, message, extra=about)
-        if self._failures.exhausted:
-            times = f"{self._failures.total} times without a new token"
+        if self._pair.failures.exhausted:
+            times = f"{self._pair.failures.total} times without a new token"
             self.fail(Failed(f"{self} failed {times}; the last failure: {message}"))
             return
-        self._advance()
+        self.advance()
 
     # ------------------------------------------------------------ the end of the generation
 
@@ -419,14 +381,14 @@ class Generation:
             if error.status >= 500:
                 log.warning("%r: %s", self, error.message, extra=of_request(self.name))
             self._writer.error(error)
-            self._end()
+            self.cancel()
 
     def _waited_too_long(self, error: ApiError) -> None:
         self._metrics.deadlines["request" if isinstance(error, TimedOut) else "worker_wait"].inc()
         self.fail(error)
 
-    def _end(self) -> None:
-        """Cancels all attempts and waits. Idempotent."""
+    def cancel(self) -> None:
+        """Ends the generation with all its attempts and waits. Idempotent."""
         if self.done:
             return
         self.done = True

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.router.policy.chunk_index import ChunkIndex
+from baton.router.policy.prefill import PrefillRequest
 
 
 class FreeCapacity(NamedTuple):
@@ -150,29 +151,26 @@ class DecodeCaches:
         bit = 1 << row
         self._serving = self._serving | bit if serving else self._serving & ~bit
 
-    def candidates(
-        self, chosen: int, *, chunks: Sequence[int], tokens: int, rng: random.Random, avoid: Collection[str]
-    ) -> list[tuple[int, int]]:
+    def candidates(self, chosen: int, request: PrefillRequest, rng: random.Random) -> list[tuple[int, int]]:
         """Returns the rows of workers that may prefill a prompt, each with its number of cached tokens.
 
         The first is `chosen`. The second, if there is one, has more cached than any other, and capacity.
         """
         if not len(self._index):
             return [(chosen, 0)]
-        cached = self._index.overlap(chunks, tokens, self._block_size, self._serving | 1 << chosen)
+        among = self._serving | 1 << chosen
+        cached = self._index.overlap(request.chunks, request.tokens, self._block_size, among)
         found = [(chosen, cached.of(chosen))]
         if cached.of(chosen) < cached.most:
             rows = {self.loads[row].worker: row for row in cached.holders()}
-            loads = [self.loads[row] for name, row in rows.items() if name not in avoid]
-            if (best := two_choices(loads, tokens=tokens + 1, rng=rng)) is not None:
+            loads = [self.loads[row] for name, row in rows.items() if name not in request.avoid]
+            if (best := two_choices(loads, tokens=request.tokens + 1, rng=rng)) is not None:
                 found.append((rows[best], cached.most))
         return found
 
-    def nearest(
-        self, chosen: int, *, chunks: Sequence[int], tokens: int, rng: random.Random, avoid: Collection[str]
-    ) -> int:
+    def nearest(self, chosen: int, request: PrefillRequest, rng: random.Random) -> int:
         """Returns the row of the worker to decode a prompt: `chosen`, or the one with the most of it cached.
 
         The latter gets less KV, and shares its blocks. But it must not be much more loaded than `chosen`."""
-        row, _ = self.candidates(chosen, chunks=chunks, tokens=tokens, rng=rng, avoid=avoid)[-1]
+        row, _ = self.candidates(chosen, request, rng)[-1]
         return row if self.loads[row].pressure <= self.loads[chosen].pressure + CACHED_PRESSURE else chosen

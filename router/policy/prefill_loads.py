@@ -11,7 +11,7 @@ seems idle: `sticky` spreads sessions by a ring, `two_choices` draws.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,6 +38,27 @@ class PrefillWork:
     chunks: Sequence[int] = ()
 
 
+@dataclass(slots=True)
+class _Worker:
+    name: str
+    block_size: int
+    at: float
+    """Time at which `tokens` were waiting."""
+    reported_at: float
+    serving: bool = True
+    tokens: float = 0.0
+    own: int = 0
+    """Tokens of prefills that this router sent, without a first token."""
+    sent: list[PrefillWork] = field(default_factory=list)
+    """These prefills, in order."""
+    others: int = 0
+    """Tokens of the prefills of other routers in the last report."""
+    load_speeds: Mapping[Tier, float] = field(default_factory=dict)
+    computed: int = 0
+    """Prompt tokens since its start, as last reported."""
+    utilisation: Average = field(default_factory=lambda: Average(_UTILISATION_DECAY))
+
+
 class PrefillLoads:
     """Owned by one router, or a simulated one. A worker's row is its number from `join` to `leave`.
 
@@ -49,24 +70,13 @@ class PrefillLoads:
 
     def __init__(self) -> None:
         self.index = ChunkIndex()
-        self._names: list[str] = []  # by row; "": free
-        self._serving: list[bool] = []
-        self._tokens: list[float] = []  # waiting at time `_at`
-        self._at: list[float] = []
-        self._own: list[int] = []  # tokens of prefills that this router sent, without a first token
-        self._sent: list[list[PrefillWork]] = []  # these prefills, in order
-        self._others: list[int] = []  # those of other routers in the last report
+        self._workers: list[_Worker | None] = []  # by row; None: free
         self._speed = np.ones(0)
-        self._clear_at = np.zeros(0)  # time at which `_tokens` will be computed
-        self._own_seconds = np.zeros(0)  # time to compute `_own`; infinite if it does not serve
+        self._clear_at = np.zeros(0)  # time at which the waiting tokens will be computed
+        self._own_seconds = np.zeros(0)  # time to compute `own`; infinite if it does not serve
         self._first_seconds = np.zeros(0)  # of these, what may be over
-        self._first_at = np.zeros(0)  # time at which the first of `_sent` began, or can begin
+        self._first_at = np.zeros(0)  # time at which the first of `sent` began, or can begin
         self._measured = np.zeros(0, bool)
-        self._load_speeds: list[Mapping[Tier, float]] = []
-        self._computed: list[int] = []  # prompt tokens since its start, as last reported
-        self._utilisation: list[Average] = []
-        self._reported_at: list[float] = []
-        self._block_sizes: list[int] = []
         self._block_size = 1  # the largest, so that the cached tokens are not overestimated
         self._ring = Ring({})
         self._rows = np.zeros(0, np.int64)
@@ -75,17 +85,9 @@ class PrefillLoads:
 
     def join(self, name: str, *, block_size: int, now: float) -> int:
         """Adds a worker with an empty queue and an empty cache, which serves. Returns its row."""
-        assert name
-        row = self._names.index("") if "" in self._names else self._new_row()
-        self._names[row], self._serving[row], self._stale = name, True, True
-        self._own[row] = self._others[row] = 0
-        self._sent[row], self._first_at[row] = [], now
-        self._tokens[row], self._at[row] = 0.0, now
-        self._load_speeds[row] = {}
-        self._computed[row], self._utilisation[row] = 0, Average(_UTILISATION_DECAY)
-        self._reported_at[row] = now
-        self._measured[row] = False
-        self._block_sizes[row] = block_size
+        row = self._workers.index(None) if None in self._workers else self._new_row()
+        self._workers[row] = _Worker(name, block_size, at=now, reported_at=now)
+        self._first_at[row], self._measured[row], self._stale = now, False, True
         self._speed[row] = self._guessed_speed()
         self._changed(row)
         return row
@@ -93,28 +95,23 @@ class PrefillLoads:
     def leave(self, row: int) -> None:
         self.index.forget(row)
         self.serve(row, False)
-        self._names[row] = ""
+        self._workers[row] = None
 
     def serve(self, row: int, serving: bool) -> None:
         """Whether it takes new work of the prefill pool."""
-        if self._serving[row] is not serving:
-            self._serving[row], self._stale = serving, True
+        worker = self._worker(row)
+        if worker.serving is not serving:
+            worker.serving, self._stale = serving, True
             self._changed(row)
 
+    def _worker(self, row: int) -> _Worker:
+        worker = self._workers[row]
+        assert worker is not None
+        return worker
+
     def _new_row(self) -> int:
-        row = len(self._names)
-        self._names.append("")
-        self._serving.append(False)
-        self._block_sizes.append(1)
-        self._load_speeds.append({})
-        self._computed.append(0)
-        self._utilisation.append(Average(_UTILISATION_DECAY))
-        self._reported_at.append(0.0)
-        self._tokens.append(0.0)
-        self._at.append(0.0)
-        self._own.append(0)
-        self._sent.append([])
-        self._others.append(0)
+        row = len(self._workers)
+        self._workers.append(None)
         for array in ("_speed", "_clear_at", "_own_seconds", "_first_seconds", "_first_at", "_measured"):
             setattr(self, array, np.append(getattr(self, array), 1).astype(getattr(self, array).dtype))
         self.index.grow(row + 1)
@@ -128,10 +125,10 @@ class PrefillLoads:
         return float(self._speed[self._measured].mean()) if self._measured.any() else UNKNOWN_SPEED
 
     def _changed(self, row: int) -> None:
-        speed = self._speed[row]
-        self._clear_at[row] = self._at[row] + self._tokens[row] / speed
-        self._own_seconds[row] = self._own[row] / speed if self._serving[row] else np.inf
-        first = self._sent[row][0].tokens if self._sent[row] else 0
+        worker, speed = self._worker(row), self._speed[row]
+        self._clear_at[row] = worker.at + worker.tokens / speed
+        self._own_seconds[row] = worker.own / speed if worker.serving else np.inf
+        first = worker.sent[0].tokens if worker.sent else 0
         self._first_seconds[row] = FIRST_SHARE * first / speed
 
     # ------------------------------------------------------------ changes
@@ -154,60 +151,66 @@ class PrefillLoads:
         decodes, which says nothing about other workers. `load_speeds`: tokens/s of copies to the device from
         each tier below, 0 if unknown.
         """
-        self._load_speeds[row] = load_speeds or {}
-        self._others[row] = max(0, tokens_waiting - self._own[row])
+        worker = self._worker(row)
+        worker.load_speeds = load_speeds or {}
+        worker.others = max(0, tokens_waiting - worker.own)
         if tokens_per_s > 0 and not alone:
             self._speed[row] = tokens_per_s
         elif tokens_per_s > 0:
             first = not self._measured[row]
             self._speed[row], self._measured[row] = tokens_per_s, True
             if first:
-                self._speed[~self._measured] = self._guessed_speed()
-                for other in np.flatnonzero(~self._measured).tolist():
-                    if self._tokens[other] or self._own[other]:
-                        self._changed(other)
+                self._guess_speeds()
         self._changed(row)  # at the new speed, which the next line needs
-        self._tokens[row], self._at[row] = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
+        worker.tokens, worker.at = max(0.0, tokens_waiting - self._tokens_of_first(row, now)), now
         self._changed(row)
-        passed = now - self._reported_at[row]
+        passed = now - worker.reported_at
         if passed > 0:
-            busy = min(passed, max(0, computed - self._computed[row]) / self._speed[row])
-            self._utilisation[row].add(busy, passed, steps=passed)
-            self._computed[row], self._reported_at[row] = computed, now
+            busy = min(passed, max(0, computed - worker.computed) / self._speed[row])
+            worker.utilisation.add(busy, passed, steps=passed)
+            worker.computed, worker.reported_at = computed, now
+
+    def _guess_speeds(self) -> None:
+        """Workers without a measured speed get the mean of the others."""
+        self._speed[~self._measured] = self._guessed_speed()
+        for row, worker in enumerate(self._workers):
+            if worker is not None and not self._measured[row] and (worker.tokens or worker.own):
+                self._changed(row)
 
     def sent(self, row: int, work: PrefillWork, now: float) -> None:
         """This router sent a prefill."""
-        self._tokens[row], self._at[row] = self.tokens_waiting(row, now) + work.tokens, now
-        if not self._sent[row]:
+        worker = self._worker(row)
+        worker.tokens, worker.at = self.tokens_waiting(row, now) + work.tokens, now
+        if not worker.sent:
             self._first_at[row] = now
-        self._own[row] += work.tokens
-        self._sent[row].append(work)
+        worker.own += work.tokens
+        worker.sent.append(work)
         self._changed(row)
         self.index.expect(row, work.chunks)
 
     def ended(self, row: int, work: PrefillWork, *, computed: bool, now: float) -> None:
         """The first token came (`computed`), or the prefill was cancelled. `work` is the object of `sent`."""
-        waiting = self.tokens_waiting(row, now)
-        self._own[row] -= work.tokens
-        place = next(i for i, sent in enumerate(self._sent[row]) if sent is work)
-        del self._sent[row][place]
+        worker, waiting = self._worker(row), self.tokens_waiting(row, now)
+        worker.own -= work.tokens
+        place = next(i for i, sent in enumerate(worker.sent) if sent is work)
+        del worker.sent[place]
         if computed or place == 0:  # otherwise the worker goes on with the first prompt
             self._first_at[row] = now
         if not computed:
             waiting -= work.tokens
-        self._tokens[row], self._at[row] = min(waiting, self._own[row] + self._others[row]), now
+        worker.tokens, worker.at = min(waiting, worker.own + worker.others), now
         self._changed(row)
         self.index.unexpect(row, work.chunks)
 
     def tokens_queued(self, row: int, now: float) -> float:
         """As `tokens_waiting`, but a prompt of this router counts as a whole until its first token."""
-        return max(self._own[row], self.tokens_waiting(row, now))
+        return max(self._worker(row).own, self.tokens_waiting(row, now))
 
     def tokens_waiting(self, row: int, now: float) -> float:
         """Prompt tokens that the worker has not computed yet, as estimated."""
-        speed = float(self._speed[row])
-        own = self._own[row] - self._tokens_of_first(row, now)
-        return max(own, self._tokens[row] - speed * (now - self._at[row]))
+        worker, speed = self._worker(row), float(self._speed[row])
+        own = worker.own - self._tokens_of_first(row, now)
+        return max(own, worker.tokens - speed * (now - worker.at))
 
     def _tokens_of_first(self, row: int, now: float) -> float:
         """Tokens of this router's first prompt that should be computed."""
@@ -221,12 +224,7 @@ class PrefillLoads:
 
     def utilisation(self, row: int) -> float:
         """Share of its recent time in which the worker computed prompts."""
-        return self._utilisation[row].value
-
-    @property
-    def serving(self) -> int:
-        """Number of workers that may be chosen."""
-        return sum(self._serving)
+        return self._worker(row).utilisation.value
 
     def tokens_per_s(self) -> float:
         """Measured speed of all workers that may be chosen; 0 if none is known."""
@@ -262,16 +260,17 @@ class PrefillLoads:
         """A worker computes what it would not load faster."""
         seconds = 0.0
         for tier, count in self.index.offloaded(row, chunks).items():
-            if speed := self._load_speeds[row].get(tier, 0.0):
+            if speed := self._worker(row).load_speeds.get(tier, 0.0):
                 seconds += count * CHUNK_TOKENS / max(speed, float(self._speed[row]))
         return seconds
 
     def _settle(self) -> None:
         if self._stale:
-            serving = {name: row for row, name in enumerate(self._names) if self._serving[row]}
+            known = [(row, worker) for row, worker in enumerate(self._workers) if worker is not None]
+            serving = {worker.name: row for row, worker in known if worker.serving}
             self._ring = Ring(serving)
             self._rows = np.array([serving[name] for name in sorted(serving)], np.int64)
-            self._block_size = max((self._block_sizes[row] for row in serving.values()), default=1)
+            self._block_size = max((worker.block_size for _, worker in known if worker.serving), default=1)
             self._among = _set_of(self._rows)
             self._stale = False
 

@@ -9,8 +9,8 @@ from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.placement import DecodeOffer, MixedPace, PrefillOffer
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads
+from baton.rpc import bounded_report
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.reports import bounded_report
 
 REPORTS_PER_SECOND = 500
 """From all workers together. A report takes a router up to 0.1 ms."""

@@ -24,10 +24,10 @@ from baton.router.api.openai_responses.body import ResponsesBody
 from baton.router.api.sampling import Body
 from baton.router.api.validation import named_as_in, parse
 from baton.router.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
-from baton.router.preparation.peek import kind_of, peek
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools import Beginning, continues_reasoning
+from baton.router.tools.reasoning import Beginning, beginning_after, continues_reasoning
 
+Raw = bytes | bytearray
 Generated = Literal["chat", "completion", "responses", "messages", "invocation", "grpc"]
 Converted = Literal["tokenize", "detokenize", "count_tokens"]
 Kind = Generated | Converted | Literal["peek"]
@@ -71,9 +71,59 @@ class Prepared:
     """The fields of /v1/responses that the response repeats, as a JSON object."""
 
 
+class _Invocation(msgspec.Struct):
+    """A look at a field of a body, before it is validated. `Raw` skips over the value."""
+
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+class _Responses(msgspec.Struct):
+    input: msgspec.Raw = msgspec.Raw()
+    previous_response_id: str | None = None
+    background: bool | None = None
+    store: bool | None = None
+
+
+class Peek(msgspec.Struct, array_like=True):
+    """What /v1/responses must know of a body to prepare it."""
+
+    previous_response_id: str | None = None
+    background: bool = False
+    stored: bool = True
+    start: int = 0
+    """Where the JSON of the input begins in the body."""
+    stop: int = 0
+
+
+_invocation = msgspec.json.Decoder(_Invocation).decode
+_responses = msgspec.json.Decoder(_Responses).decode
+
+
+def kind_of(raw: Raw) -> Literal["chat", "completion"]:
+    """A body with messages is a chat. All others are completions, which refuse what is not valid."""
+    try:
+        return "chat" if bytes(_invocation(raw).messages) else "completion"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return "completion"
+
+
+def peek(raw: Raw) -> Peek:
+    """Raises InvalidRequest for bytes that are not JSON."""
+    try:
+        found = _responses(raw)
+    except msgspec.ValidationError:
+        return Peek()  # the body is not valid; `prepare` raises the error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # `prepare` might accept it, as it does NaN, and the fields here would have no effect.
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    input, stored = bytes(found.input), found.store is not False
+    start = raw.find(input)  # the same bytes may also stand before the input
+    return Peek(found.previous_response_id, bool(found.background), stored, start, start + len(input))
+
+
 def prepare(
     kind: Kind,
-    raw: bytes | bytearray,
+    raw: Raw,
     tokenizer: ModelTokenizer,
     served: Served,
     history: bytes = b"",
@@ -129,7 +179,7 @@ def _chat(body: ChatBody, tokenizer: ModelTokenizer, served: Served, salt: bytes
     beginning: Beginning = "answer"
     if tokenizer.reasoning_parser is not None:
         if not body.continue_final_message:
-            beginning = tokenizer.reasoning_parser.beginning(text)
+            beginning = beginning_after(text, tokenizer.reasoning_parser)
         elif continues_reasoning(body.messages[-1].content):
             beginning = "reasoning"
     return Prepared(body, [prompt], [], beginning)
@@ -211,7 +261,7 @@ def _rendered(tokenizer: ModelTokenizer, body: RenderedBody, messages: Sequence[
         text = "continue_final_message: the last message has tool_calls, and no text can follow them"
         raise InvalidRequest(text, param="continue_final_message")
     try:
-        return tokenizer.render_chat(
+        return tokenizer.chat_template.render(
             [message.for_template() for message in messages],
             [tool.for_template() for tool in tools],
             body.template_settings,

@@ -9,9 +9,8 @@ from baton.router.admission.keys import ApiKey
 from baton.router.child_pool import ChildDied, ChildPool
 from baton.router.errors import ApiError, InvalidRequest
 from baton.router.preparation import child
-from baton.router.preparation.peek import Peek
-from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
-from baton.router.preparation.wire import read_reply, request_head
+from baton.router.preparation.child import read_reply, request_head
+from baton.router.preparation.prepare import Kind, Peek, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)

@@ -9,26 +9,34 @@ and the processes end.
 """
 
 import asyncio
+import json
+import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from baton.rpc.ports import cannot_listen, family
+from baton.machine.system import cannot_listen, family
 
 REPLY_SECONDS = 10.0
 """A process that takes longer counts as hung."""
 _LENGTH_BYTES = 4
 _MAX_BYTES = 64 << 20
 
-Commands = Mapping[str, Callable[[], Awaitable[bytes]]]
-"""For each command the function that makes its reply."""
+
+def report(ready_fd: int | None, message: dict[str, Any], *, last: bool = False) -> None:
+    """Writes a line of JSON into the ready pipe: how far the start is, for the parent of this process."""
+    if ready_fd is not None:
+        os.write(ready_fd, json.dumps(message).encode() + b"\n")
+        if last:
+            os.close(ready_fd)
 
 
-async def serve_commands(control_fd: int, commands: Commands) -> None:
-    """Replies to commands until the supervisor ends."""
+async def serve_commands(control_fd: int, answer: Callable[[str], Awaitable[bytes]]) -> None:
+    """Replies to commands until the supervisor ends. `answer` makes the reply."""
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=control_fd))
     try:
         while command := (await reader.readline()).decode().strip():
-            payload = await commands[command]()
+            payload = await answer(command)
             writer.write(len(payload).to_bytes(_LENGTH_BYTES) + payload)
             await writer.drain()
     finally:

@@ -24,12 +24,11 @@ from typing import Any
 import setproctitle
 from aiohttp import web
 
+from baton.machine.system import process_end, url_host
 from baton.router.config import RouterConfig
 from baton.router.processes.merged_metrics import MergedMetrics
-from baton.router.processes.sockets import ControlClient, listen, reserve
+from baton.router.processes.sockets import ControlClient, listen, report, reserve
 from baton.router.status import scrape_targets
-from baton.rpc.ports import url_host
-from baton.rpc.process_end import process_end
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +79,8 @@ class _Process:
         self.pid = self._popen.pid
         self._client: ControlClient | None = None
 
-    async def follow(self, report: "_Report | None") -> None:
-        """Reads its ready pipe until it listens or the pipe ends. Passes its progress on to `report`."""
+    async def follow(self, ready_fd: int | None) -> None:
+        """Reads its ready pipe until it listens or the pipe ends. Passes its progress on to `ready_fd`."""
         loop = asyncio.get_running_loop()
         self._client = await ControlClient.connect(self._control)
         reader = asyncio.StreamReader()
@@ -93,8 +92,8 @@ class _Process:
                 message = json.loads(line)
                 self.ready = message.get("ready")
                 self.error = message.get("error", self.error)
-                if report is not None and "stage" in message:
-                    report.line(message)
+                if "stage" in message:
+                    report(ready_fd, message)
 
     async def ended(self) -> int:
         """Waits for its end. Returns the exit code."""
@@ -139,30 +138,13 @@ class _Process:
             self._client.close()
 
 
-class _Report:
-    """The ready pipe to the parent of the supervisor."""
-
-    def __init__(self, fd: int | None) -> None:
-        self._fd = fd
-        self.closed = False
-
-    def line(self, message: dict[str, Any]) -> None:
-        if self._fd is not None:
-            os.write(self._fd, json.dumps(message).encode() + b"\n")
-
-    def close(self) -> None:
-        self.closed = True
-        if self._fd is not None:
-            os.close(self._fd)
-
-
 class Supervisor:
     """Owns the processes, the reserved ports and the admin port."""
 
     def __init__(self, config: RouterConfig) -> None:
         assert config.command, "the command that starts a process"
         self._config = config
-        self._report = _Report(config.ready_fd)
+        self._reported = False  # to the parent, that all listen
         self._metrics = MergedMetrics()
         self._processes: dict[int, _Process] = {}
         self._signals: asyncio.Queue[int] = asyncio.Queue()
@@ -200,7 +182,7 @@ class Supervisor:
                 return 0
             error = next(life for life in lives if life.done()).exception()
             assert isinstance(error, _CannotServe), error
-            if not self._report.closed:
+            if not self._reported:
                 raise ValueError(str(error))
             log.error("%s", error)
             return 1
@@ -229,14 +211,14 @@ class Supervisor:
 
     async def _keep(self, number: int, ports: list[str]) -> None:
         """Keeps process `number` running. Raises _CannotServe when its first start fails."""
-        report = self._report if number == 0 else None
+        ready_fd = self._config.ready_fd if number == 0 else None
         has_listened, backoff = False, FIRST_BACKOFF
         while not self._stopping.is_set():
             try:
-                listened, why = await self._live(_Process(number, self._config, ports), report)
+                listened, why = await self._live(_Process(number, self._config, ports), ready_fd)
             except OSError as error:
                 listened, why = False, f"cannot be started: {error}"
-            report = None
+            ready_fd = None
             if self._stopping.is_set():
                 return
             if listened:
@@ -251,11 +233,11 @@ class Supervisor:
                     await self._stopping.wait()
             backoff = min(2 * backoff, LAST_BACKOFF)
 
-    async def _live(self, process: _Process, report: _Report | None) -> tuple[bool, str]:
+    async def _live(self, process: _Process, ready_fd: int | None) -> tuple[bool, str]:
         """Waits for the end of the process. Returns whether it listened, and why it ended."""
         number = process.number
         self._processes[number] = process
-        following = asyncio.create_task(process.follow(report))
+        following = asyncio.create_task(process.follow(ready_fd))
         following.add_done_callback(lambda _: self._listens.set())
         pinging = asyncio.create_task(self._ping(process))
         try:
@@ -290,8 +272,8 @@ class Supervisor:
             self._listens.clear()
         where = {**ready, "admin_url": admin_url, "pid": os.getpid()}
         log.info("%d processes listen on %s; admin: %s", self._config.processes, where["url"], admin_url)
-        self._report.line({"ready": where})
-        self._report.close()
+        report(self._config.ready_fd, {"ready": where}, last=True)
+        self._reported = True
 
     def _all_ready(self) -> dict[str, Any] | None:
         ready = [process.ready for process in self._processes.values() if process.ready is not None]

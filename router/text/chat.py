@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -56,7 +57,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         offered = {"raise_exception": _raise, "strftime_now": _now}
         try:
             self._template = environment.from_string(source, globals=offered)
@@ -116,18 +117,6 @@ def _cut_at_end(text: str) -> str:
     if not end:
         raise ChatTemplateError("the model's chat template leaves out the last message: it cannot continue")
     return content if rest.startswith("\v") else content.rstrip()
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _now(form: str) -> str:

@@ -31,8 +31,9 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
 
 
-def context_length(path: Path, metadata: dict[str, Any]) -> int:
+def context_length(path: Path) -> int:
     """Tokens of the model's context. Raises ValueError if the file does not say it."""
+    metadata = read_metadata(path)
     architecture = metadata.get("general.architecture")
     length = metadata.get(f"{architecture}.context_length")
     if length is None:

@@ -6,12 +6,12 @@ tokenizer.json of that model also splits off every digit, which changes the toke
 digit. For a GGUF file transformers does not do that. Baton gives the same tokens as transformers.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from baton.router.text.gguf_metadata import context_length, read_metadata
+from baton.router.text.gguf_metadata import read_metadata
+from baton.router.text.model_files import TextModel
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -28,18 +28,7 @@ _PLAIN = ("default", "gpt-2", "smollm")
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens in the file
 
 
-@dataclass(frozen=True)
-class GGUFModel:
-    """The part of a GGUF file that a router needs."""
-
-    tokenizer: Tokenizer
-    chat_template: str | None
-    bos_token: str | None
-    eos_token: str | None
-    max_model_len: int
-
-
-def read_gguf(path: Path) -> GGUFModel:
+def read_gguf(path: Path) -> TextModel:
     """Raises ValueError when it is not a GGUF file, or has a tokenizer that is not supported."""
     metadata = read_metadata(path)
     get = metadata.get
@@ -73,8 +62,7 @@ def read_gguf(path: Path) -> GGUFModel:
         if token_type in (_CONTROL, _USER_DEFINED):
             special = token_type == _CONTROL
             tokenizer.add_tokens([AddedToken(text, normalized=False, special=special)])
-    length = context_length(path, metadata)
-    return GGUFModel(tokenizer, get("tokenizer.chat_template"), bos, token("eos"), length)
+    return TextModel(tokenizer, get("tokenizer.chat_template"), bos, token("eos"))
 
 
 def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from baton.router.text import gguf_metadata
 
 HUB_FILES = [
@@ -20,34 +22,13 @@ CONTEXTS = {"gemma3_text": 131072}
 
 
 @dataclass(frozen=True)
-class ModelDirectory:
-    """The part of a Hugging Face directory that a router needs."""
+class TextModel:
+    """What a router reads from a Hugging Face directory or a GGUF file."""
 
-    path: Path
-    tokenizer_config: dict[str, Any]
-    config: dict[str, Any]
+    tokenizer: Tokenizer
     chat_template: str | None
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the model's context: what workers take by default."""
-        config = self.config
-        if isinstance(text := config.get("text_config"), dict):  # of a model that also sees images
-            config = config | {key: value for key, value in text.items() if value is not None}
-        length = config.get("max_position_embeddings", CONTEXTS.get(config.get("model_type", "")))
-        if not isinstance(length, int) or length < 1:
-            raise ValueError(f"{self.path / 'config.json'} has no max_position_embeddings")
-        rope = config.get("rope_parameters") or config.get("rope_scaling")
-        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
-            return length
-        original = rope.get("original_max_position_embeddings") or length
-        factor = rope.get("factor") or length / original
-        return max(length, round(factor * original))  # the length may be that before scaling
-
-    def special_token(self, name: str) -> str | None:
-        """Returns the text of "bos_token" or "eos_token". Older files keep it in an object."""
-        token = self.tokenizer_config.get(name)
-        return token.get("content") if isinstance(token, dict) else token
+    bos_token: str | None
+    eos_token: str | None
 
 
 def locate(model: str, revision: str | None, flag: str = "--model") -> Path:
@@ -73,23 +54,44 @@ def locate(model: str, revision: str | None, flag: str = "--model") -> Path:
 
 
 def context_length(model: str, revision: str | None) -> int:
-    """Tokens of the model's context. Raises ValueError if it is not known.
+    """Tokens of the model's context: what workers take by default. Raises ValueError if it is not known.
 
     Of a model on the hub it downloads the small files."""
     path = locate(model, revision)
-    if path.is_dir():
-        return read_directory(path).max_model_len
-    return gguf_metadata.context_length(path, gguf_metadata.read_metadata(path))
+    if not path.is_dir():
+        return gguf_metadata.context_length(path)
+    config = _read_json(path / "config.json")
+    if isinstance(text := config.get("text_config"), dict):  # of a model that also sees images
+        config = config | {key: value for key, value in text.items() if value is not None}
+    length = config.get("max_position_embeddings", CONTEXTS.get(config.get("model_type", "")))
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"{path / 'config.json'} has no max_position_embeddings")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+        return length
+    original = rope.get("original_max_position_embeddings") or length
+    factor = rope.get("factor") or length / original
+    return max(length, round(factor * original))  # the length may be that before scaling
 
 
-def read_directory(path: Path) -> ModelDirectory:
-    """Reads the directory. Raises ValueError when a file is malformed."""
-    tokenizer_config = _read_json(path / "tokenizer_config.json")
+def read_directory(path: Path) -> TextModel:
+    """Reads a Hugging Face directory. Raises ValueError when a file is missing or malformed."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"{path} has no tokenizer.json (slow tokenizers are not supported)")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"{file} cannot be loaded: {error}") from error
+    config = _read_json(path / "tokenizer_config.json")
     template_file = path / "chat_template.jinja"
-    template = template_file.read_text() if template_file.is_file() else tokenizer_config.get("chat_template")
+    template = template_file.read_text() if template_file.is_file() else config.get("chat_template")
     if isinstance(template, list):  # several templates, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return ModelDirectory(path, tokenizer_config, _read_json(path / "config.json"), template)
+    # Older files keep these tokens in objects.
+    tokens = [config.get(name) for name in ("bos_token", "eos_token")]
+    bos, eos = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    return TextModel(tokenizer, template, bos, eos)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from baton.content import vocabulary_fingerprint
 from baton.router.text.chat import ChatEncoder, ChatTemplate
 from baton.router.text.gguf_tokenizer import read_gguf
-from baton.router.text.model_files import locate, read_directory
-from baton.router.tools import FORMATS, REASONING, ReasoningParser, ToolParser, format_of, reasoning_of
-from baton.router.tools.reasoning import END, START
-from baton.rpc import vocabulary_fingerprint
+from baton.router.text.model_files import context_length, locate, read_directory
+from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.parser import ToolParser
+from baton.router.tools.reasoning import END, START, reasoning_of
 
 
 class ModelTokenizer:
@@ -23,7 +24,7 @@ class ModelTokenizer:
         max_model_len: context length of the model. Its workers may serve a shorter one.
         takes_tools: the chat template can describe tools.
         tool_format: the format of the model's tool calls. None: unknown.
-        reasoning_parser: finds the reasoning in the model's text. None: it is content.
+        reasoning_parser: the model's way to reason, one of `REASONING`. None: reasoning is content.
         vocab_size: every token id is below it.
         longest_token: characters of the longest token.
         vocabulary_fingerprint: differs from a worker's if the same ids mean other text there.
@@ -35,7 +36,7 @@ class ModelTokenizer:
         template: ChatTemplate | None,
         max_model_len: int,
         tool_format: type[ToolParser] | None = None,
-        reasoning_parser: type[ReasoningParser] | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_encoder = ChatEncoder(tokenizer)
@@ -81,7 +82,7 @@ class ModelTokenizer:
             "template": None if self._template is None else self._template.state,
             "max_model_len": self.max_model_len,
             "tool_format": None if self.tool_format is None else self.tool_format.name,
-            "reasoning_parser": None if self.reasoning_parser is None else self.reasoning_parser.name,
+            "reasoning_parser": self.reasoning_parser,
         }
         return json.dumps(state).encode()
 
@@ -89,13 +90,13 @@ class ModelTokenizer:
     def restored(cls, state: bytes) -> Self:
         """Returns a copy of the tokenizer with this `state`."""
         given = json.loads(state)
-        template, name, reasoning = given["template"], given["tool_format"], given["reasoning_parser"]
+        template, name = given["template"], given["tool_format"]
         return cls(
             Tokenizer.from_str(given["tokenizer"]),
             None if template is None else ChatTemplate(**template),
             given["max_model_len"],
             None if name is None else FORMATS[name],
-            None if reasoning is None else REASONING[reasoning],
+            given["reasoning_parser"],
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -108,25 +109,12 @@ class ModelTokenizer:
         client what others have sent."""
         return self._chat_encoder.encode(text, scope)
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        settings: dict[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """As `ChatTemplate.render`. Raises ValueError also when the model has no chat template."""
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Raises ValueError when the model has none."""
         if self._template is None:
             raise ValueError("this model has no chat template; use /v1/completions, or give --chat-template")
-        return self._template.render(
-            messages,
-            tools,
-            settings,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+        return self._template
 
     def token_id(self, text: str) -> int | None:
         """Returns the token that is this text. None: there is none."""
@@ -182,41 +170,25 @@ def load_tokenizer(
     """
     of_model = locate(model, revision)
     path = of_model if tokenizer is None else locate(tokenizer, None, "--tokenizer")
-    if path.is_dir():
-        directory = read_directory(path)
-        loaded = _from_directory(path)
-        source = directory.chat_template
-        bos, eos = directory.special_token("bos_token"), directory.special_token("eos_token")
-    else:
-        directory = read_gguf(path)
-        loaded, source = directory.tokenizer, directory.chat_template
-        bos, eos = directory.bos_token, directory.eos_token
-    if path != of_model:
-        directory = read_directory(of_model) if of_model.is_dir() else read_gguf(of_model)
-    max_model_len = directory.max_model_len
+    files = read_directory(path) if path.is_dir() else read_gguf(path)
+    max_model_len = context_length(str(of_model), None)
+    source = files.chat_template
     if chat_template is not None:
         try:
             source = Path(chat_template).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {chat_template} cannot be read: {error}") from error
-    template = None if source is None else ChatTemplate(source, bos_token=bos, eos_token=eos)
+    tokens = {"bos_token": files.bos_token, "eos_token": files.eos_token}
+    template = None if source is None else ChatTemplate(source, **tokens)
     tool_format = FORMATS[tool_call_parser] if tool_call_parser else format_of(source or "")
-    reasoning = REASONING.get(reasoning_parser) if reasoning_parser else reasoning_of(source or "")
-    if reasoning is not None and loaded.token_to_id(END) is None:
+    reasoning = reasoning_parser or reasoning_of(source or "")
+    if reasoning == "none":
+        reasoning = None
+    if reasoning is not None and files.tokenizer.token_to_id(END) is None:
         if reasoning_parser:
             raise ValueError(f"--reasoning-parser {reasoning_parser}: this model has no token {END}")
         reasoning = None
-    return ModelTokenizer(loaded, template, max_model_len, tool_format, reasoning)
-
-
-def _from_directory(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"{path} has no tokenizer.json (slow tokenizers are not supported)")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"{file} cannot be loaded: {error}") from error
+    return ModelTokenizer(files.tokenizer, template, max_model_len, tool_format, reasoning)
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str], bytes]:

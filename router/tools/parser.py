@@ -5,31 +5,35 @@ They read one character at a time, so the result does not depend on the pieces i
 
 import json
 import re
+import secrets
+import string
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from itertools import chain
+from typing import ClassVar, Literal, NamedTuple
 
 from baton.router.api.messages import FUNCTION_NAME, Tool
 
 SPACE = " \t\r\n"
 _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789eEtruefalsn' + SPACE)
 """The characters of JSON outside of strings."""
+_ALPHANUMERIC = string.ascii_letters + string.digits
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of content or of a tool call. Later text cannot change it."""
+class Part(NamedTuple):
+    """A part of an output. Later text cannot change it."""
 
-    text: str = ""
-    """Content, or arguments of a call."""
-    call: int | None = None
-    """The index of the call. None: this is content."""
+    kind: Literal["reasoning", "content", "call"]
+    text: str
+    """For a call, a part of its arguments."""
+    call: int = -1
+    """The index of the call."""
     name: str | None = None
-    """The name of the function, in the first piece of a call."""
+    """The name of the function. Only the first part of a call has it and `call_id`."""
+    call_id: str | None = None
 
 
 class ToolParser:
-    """Parses one text. A format implements `_take` for each character, and `_end` for the end of the text.
+    """Parses one text. A format says what is outside of the calls, and what ends a call.
 
     Attributes:
         num_calls: tool calls so far.
@@ -40,8 +44,16 @@ class ToolParser:
     specials: ClassVar[tuple[str, ...]] = ()
     """Special tokens of the format. The tokenizer leaves them in the text."""
 
+    key: ClassVar[str] = "arguments"
+    """The member of a call that has its arguments."""
+    one: ClassVar[str] = "call"
+    """The Lark rule of one call with its tags."""
+    separator: ClassVar[str]
+    """Between two calls, as a Lark string."""
+
     def __init__(self) -> None:
         self.num_calls = 0
+        self._call: CallReader | None = None  # that is read
 
     @classmethod
     def grammar(cls, tools: Sequence[Tool], *, many: bool, spell: Callable[[str], str]) -> str:
@@ -49,41 +61,83 @@ class ToolParser:
 
         `spell` turns a special token into its form in a grammar.
         """
-        raise NotImplementedError
+        start = cls._start(f'one ("{cls.separator}" one)*' if many else "one", spell)
+        calls, rules = [], []
+        for i, tool in enumerate(tools):
+            head = json.dumps(f'{{"name": "{tool.function.name}", "{cls.key}": ')
+            calls.append(f'{head} args{i} "}}"')
+            rules.append(f"args{i}: %json {tool.schema_text}")
+        return "\n".join([f"start: {start}", f"one: {cls.one}", f"call: {' | '.join(calls)}", *rules])
 
-    def push(self, text: str) -> list[Piece]:
-        """Takes the next text. Returns the pieces that are certain now."""
+    @classmethod
+    def _start(cls, calls: str, spell: Callable[[str], str]) -> str:
+        """Returns the Lark rule of an output with these calls."""
+        return calls
+
+    def push(self, text: str) -> list[Part]:
+        """Takes the next text. Returns the parts that are certain now."""
         return _joined(piece for character in text for piece in self._take(character))
 
-    def finish(self) -> list[Piece]:
-        """Returns the pieces that were held back, at the end of the text."""
-        return _joined(self._end())
+    def finish(self) -> list[Part]:
+        """Returns the parts that were held back, at the end of the text."""
+        if self._call is None:
+            return _joined(self._end())
+        if self._call.begun:
+            return []
+        return _joined(chain(self._give_up(self._call.raw), self._end()))
 
-    def _take(self, character: str) -> Iterator[Piece]:
-        raise NotImplementedError
-
-    def _end(self) -> Iterator[Piece]:
-        raise NotImplementedError
-
-    def _read(self, call: "CallReader", character: str) -> Iterator[Piece]:
-        """Passes a character on to a call. Yields the pieces that are certain now."""
+    def _take(self, character: str) -> Iterator[Part]:
+        call = self._call
+        if call is None:
+            yield from self._take_outside(character)
+            return
         before, new = call.begun, call.take(character)
         if call.begun and not before:
             self.num_calls += 1
-            yield Piece(call=self.num_calls - 1, name=call.name)
+            # Mistral's chat templates demand an id of nine letters and digits.
+            call_id = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+            yield Part("call", "", self.num_calls - 1, call.name, call_id)
         if new:
-            yield Piece(new, self.num_calls - 1)
-
-
-def _joined(pieces: Iterator[Piece]) -> list[Piece]:
-    """Joins adjacent pieces of the same content or call."""
-    joined: list[tuple[list[str], int | None, str | None]] = []
-    for piece in pieces:
-        if joined and joined[-1][1] == piece.call and piece.name is None:
-            joined[-1][0].append(piece.text)
+            yield Part("call", new, self.num_calls - 1)
+        if not self._is_over(call):
+            return
+        self._call = None
+        if call.begun:
+            self._end_call(call)
         else:
-            joined.append(([piece.text], piece.call, piece.name))
-    return [Piece("".join(texts), call, name) for texts, call, name in joined]
+            yield from self._give_up(call.raw[:-1])
+        if call.broken:
+            yield from self._take(character)
+
+    def _take_outside(self, character: str) -> Iterator[Part]:
+        """Takes a character outside of calls. It may begin a call (`_call`)."""
+        raise NotImplementedError
+
+    def _is_over(self, call: "CallReader") -> bool:
+        return call.over
+
+    def _end_call(self, call: "CallReader") -> None:
+        """Is called when a call is over, before the text behind it."""
+        raise NotImplementedError
+
+    def _give_up(self, raw: str) -> Iterator[Part]:
+        """Yields what was held back, and `raw`, which looked like a call."""
+        raise NotImplementedError
+
+    def _end(self) -> Iterator[Part]:
+        """Yields what was held back outside of calls, at the end of the text."""
+        raise NotImplementedError
+
+
+def _joined(parts: Iterator[Part]) -> list[Part]:
+    """Joins adjacent parts of the same content or call."""
+    joined: list[tuple[Part, list[str]]] = []
+    for part in parts:
+        if joined and joined[-1][0].call == part.call and part.name is None:
+            joined[-1][1].append(part.text)
+        else:
+            joined.append((part, [part.text]))
+    return [Part(p.kind, "".join(texts), p.call, p.name, p.call_id) for p, texts in joined]
 
 
 class Marker:
@@ -219,13 +273,3 @@ def _parsed(string: Sequence[str]) -> str | None:
     except ValueError:
         return None
     return value if isinstance(value, str) and value else None
-
-
-def arguments_grammar(tools: Sequence[Tool], key: str) -> str:
-    """Returns Lark rules in which `call` is a call of one of the tools, in the form that CallReader reads."""
-    calls, rules = [], []
-    for i, tool in enumerate(tools):
-        head = json.dumps(f'{{"name": "{tool.function.name}", "{key}": ')
-        calls.append(f'{head} args{i} "}}"')
-        rules.append(f"args{i}: %json {tool.schema_text}")
-    return "\n".join([f"call: {' | '.join(calls)}", *rules])

@@ -1,7 +1,7 @@
 """Reasoning in the text of a model: what it writes between <think> and </think>, before its answer."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from baton.router.tools.parser import SPACE, Marker
 
@@ -9,6 +9,35 @@ START, END = "<think>", "</think>"
 
 Beginning = Literal["reasoning", "answer", "either"]
 """What an output begins with. "either": it begins with reasoning if its first text is <think>."""
+
+REASONING: dict[str, Beginning] = {
+    # The model writes <think> itself, or the prompt ends with it. It may answer without reasoning.
+    "qwen3": "either",
+    # The model always reasons first. It may leave out <think>.
+    "deepseek_r1": "reasoning",
+}
+"""For each way to reason, by its name for --reasoning-parser, as in vLLM: what an output begins with if the
+prompt does not end with <think> or </think>."""
+
+
+def beginning_after(prompt: str, way: str) -> Beginning:
+    """Returns what follows this prompt. Only its end counts: messages may quote the marks."""
+    prompt = prompt.rstrip(SPACE)
+    if prompt.endswith(START):
+        return "reasoning"
+    return "answer" if prompt.endswith(END) else REASONING[way]
+
+
+def continues_reasoning(message: str) -> bool:
+    """True if this message of the assistant, which the output continues, ends inside its reasoning."""
+    return message.rfind(START) > message.rfind(END)
+
+
+def reasoning_of(template: str) -> str | None:
+    """Returns how a model with this chat template reasons. None: its template knows no reasoning."""
+    if START not in template and END not in template:
+        return None
+    return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +52,12 @@ class ReasoningParser:
     """Divides one text into reasoning and content. The result does not depend on the pieces in which the text
     arrives."""
 
-    name: ClassVar[str]
-    """The name for --reasoning-parser, as in vLLM."""
-    without_mark: ClassVar[Beginning]
-    """What an output begins with if the prompt does not end with <think> or </think>."""
-
     def __init__(self, beginning: Beginning) -> None:
         self._beginning = beginning
         self._state: Literal["begin", "reasoning", "answer"] = "answer" if beginning == "answer" else "begin"
         self._space: list[str] = []  # what the output begins with, before any other text
         self._mark = ""  # the text that may become <think>
         self._end = Marker(END)
-
-    @classmethod
-    def beginning(cls, prompt: str) -> Beginning:
-        """Returns what follows this prompt. Only its end counts: messages may quote the marks."""
-        prompt = prompt.rstrip(SPACE)
-        if prompt.endswith(START):
-            return "reasoning"
-        return "answer" if prompt.endswith(END) else cls.without_mark
 
     def push(self, text: str) -> Text:
         """Takes the next text. Returns what is certain now."""
@@ -76,32 +92,3 @@ class ReasoningParser:
             return ""
         self._state = "reasoning" if self._beginning == "reasoning" else "answer"
         return "".join(self._space) + self._mark
-
-
-class Qwen3Parser(ReasoningParser):
-    """The model writes <think> itself, or the prompt ends with it. It may answer without reasoning."""
-
-    name = "qwen3"
-    without_mark = "either"
-
-
-class DeepSeekR1Parser(ReasoningParser):
-    """The model always reasons first. It may leave out <think>."""
-
-    name = "deepseek_r1"
-    without_mark = "reasoning"
-
-
-def continues_reasoning(message: str) -> bool:
-    """True if this message of the assistant, which the output continues, ends inside its reasoning."""
-    return message.rfind(START) > message.rfind(END)
-
-
-REASONING: dict[str, type[ReasoningParser]] = {p.name: p for p in (Qwen3Parser, DeepSeekR1Parser)}
-
-
-def reasoning_of(template: str) -> type[ReasoningParser] | None:
-    """Returns the parser for a model with this chat template. None: its template knows no reasoning."""
-    if START not in template and END not in template:
-        return None
-    return DeepSeekR1Parser if "<｜Assistant｜>" in template else Qwen3Parser

@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from baton import rpc
 from baton.router.workers.checks import explain
 from baton.router.workers.discovery import Discovery
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 log = logging.getLogger(__name__)
@@ -22,67 +23,59 @@ CALL_TIMEOUT = 5.0
 RETRY_SECONDS = 0.5
 
 
-class _Asker:
-    """Asks every worker that discovery finds, until the first one answers."""
-
-    def __init__(self, discovery: Discovery, secret: bytes, tls: rpc.TlsFiles | None) -> None:
-        self._discovery = discovery
-        self._secret = secret
-        self._tls = tls
-        self._addresses: frozenset[str] = frozenset()
-        self._changed = asyncio.Event()
-        self._logged: dict[str, str] = {}  # address → the last logged reason
-
-    async def first_description(self) -> pb.WorkerDescription:
-        log.info("asking the workers which model they serve")
-        following = asyncio.create_task(self._follow())
+async def _ask(address: str, secret: bytes, tls: TlsFiles | None) -> pb.WorkerDescription:
+    logged = ""
+    while True:
         try:
-            while True:
-                calls = [asyncio.create_task(self._describe(address)) for address in self._addresses]
-                try:
-                    for call in asyncio.as_completed(calls):
-                        if (description := await call) is not None:
-                            return description
-                finally:
-                    for task in calls:
-                        task.cancel()
-                if following.done():
-                    following.result()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), RETRY_SECONDS)
-                self._changed.clear()
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-
-    async def _follow(self) -> None:
-        async for addresses in self._discovery.watch():
-            self._addresses = addresses
-            self._changed.set()
-
-    async def _describe(self, address: str) -> pb.WorkerDescription | None:
-        try:
-            async with rpc.connect(address, self._secret, self._tls) as channel:
+            async with connect(address, secret, tls) as channel:
                 return await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT)
         except grpc.aio.AioRpcError as error:
-            reason, remedy = explain(error, files=self._tls is not None)
-            if self._logged.get(address) != reason:
-                self._logged[address] = reason
+            reason, remedy = explain(error, files=tls is not None)
+            if reason != logged:  # not with each try
+                logged = reason
                 log.warning("worker at %s: %s. %s", address, reason, remedy)
-            return None
+        await asyncio.sleep(RETRY_SECONDS)
 
 
 async def first_description(
-    discovery: Discovery, secret: bytes, tls: rpc.TlsFiles | None
+    discovery: Discovery, secret: bytes, tls: TlsFiles | None
 ) -> pb.WorkerDescription:
-    """Waits until a worker answers, and returns its description."""
-    return await _Asker(discovery, secret, tls).first_description()
+    """Asks all workers that discovery finds, until one answers. Returns its description."""
+    log.info("asking the workers which model they serve")
+    found: asyncio.Future[pb.WorkerDescription] = asyncio.get_running_loop().create_future()
+    asking: dict[str, asyncio.Task[pb.WorkerDescription]] = {}
+
+    def settle(task: asyncio.Task[Any]) -> None:
+        if task.cancelled() or found.done():
+            return
+        if error := task.exception():
+            found.set_exception(error)
+        else:
+            found.set_result(task.result())
+
+    async def follow() -> None:
+        async for addresses in discovery.watch():
+            for gone in asking.keys() - addresses:
+                asking.pop(gone).cancel()
+            for address in addresses - asking.keys():
+                asking[address] = asyncio.create_task(_ask(address, secret, tls))
+                asking[address].add_done_callback(settle)
+        await asyncio.Event().wait()
+
+    following = asyncio.create_task(follow())
+    following.add_done_callback(settle)
+    try:
+        return await found
+    finally:
+        for task in (following, *asking.values()):
+            task.cancel()
+        await asyncio.gather(following, *asking.values(), return_exceptions=True)
 
 
 def ask_workers(
     discovery: Discovery,
     secret: bytes,
-    tls: rpc.TlsFiles | None,
+    tls: TlsFiles | None,
     logging_config: dict[str, Any],
     runner: asyncio.Runner,
 ) -> pb.WorkerDescription | None:

@@ -1,15 +1,12 @@
-"""What the router knows of its work at one worker: the open attempts, their load, and whether they fail.
-
-Pure: no I/O and no clock. `WorkerConnection` sends and receives the messages, and passes the time.
-"""
+"""An attempt at a worker, and whether the attempts there fail too often. Pure: no I/O and no clock."""
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.router.policy import DecodeLoad, PrefillWork
+from baton.machine.tracing import Span
+from baton.router.policy import PrefillWork
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.tracing import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +23,10 @@ OnEvent = Callable[[AttemptEvent], None]
 
 @dataclass(slots=True)
 class Attempt:
+    """submitted ─▶ first token (prefill work is over) ─▶ ended
+    └─ failed, cancelled, or lost with the stream ─▶ ended
+    """
+
     name: str
     """The request id that the client knows."""
     on_event: OnEvent
@@ -34,76 +35,6 @@ class Attempt:
     """KV positions that a decode reserves. 0 for a prefill."""
     work: PrefillWork | None = None
     """The prompt that the worker still computes. None after the first token, and if it fetches the KV."""
-
-
-class AttemptTable:
-    """The attempts that this router has open at one worker, by id, and the load that they add there.
-
-        submitted ─▶ first token (prefill work is over) ─▶ ended
-            └─ failed, cancelled, or lost with the stream ─▶ ended
-
-    Attributes:
-        load: the decode load of an attached worker, in either pool; None without a stream.
-    """
-
-    def __init__(self) -> None:
-        self.load: DecodeLoad | None = None
-        self._attempts: dict[bytes, Attempt] = {}
-
-    def __len__(self) -> int:
-        return len(self._attempts)
-
-    def get(self, attempt_id: bytes) -> Attempt | None:
-        return self._attempts.get(attempt_id)
-
-    def add(self, attempt_id: bytes, attempt: Attempt) -> None:
-        """A decode counts as load from now on."""
-        if attempt.tokens:
-            assert self.load is not None
-            self.load.sent(attempt.tokens)
-        self._attempts[attempt_id] = attempt
-
-    def prefilled(self, attempt: Attempt) -> PrefillWork | None:
-        """Records that a prompt is computed. Returns the finished work, once."""
-        work, attempt.work = attempt.work, None
-        if work is not None and not attempt.tokens:
-            attempt.span.end()
-        return work
-
-    def end(self, attempt_id: bytes, failure: str = "") -> Attempt | None:
-        """Removes an attempt; None if it ended before. `failure` goes into its span."""
-        attempt = self._attempts.pop(attempt_id, None)
-        if attempt is not None:
-            attempt.span.end(failure)
-            if self.load is not None and attempt.tokens:
-                self.load.ended(attempt.tokens)
-        return attempt
-
-    def fail(self, failure: pb.AttemptFailed) -> Attempt | None:
-        """Applies a failure that the worker reported. None if the attempt is not open.
-
-        After KV_FAILED the attempt stays: the worker keeps its reservation. All other failures end it. A code
-        of a newer worker becomes UNSPECIFIED.
-        """
-        attempt = self._attempts.get(failure.attempt_id)
-        if attempt is None:
-            return None
-        if failure.code not in pb.FailureCode.values():
-            failure.message = f"{failure.message} (unknown failure code {failure.code})"
-            failure.code = pb.FAILURE_CODE_UNSPECIFIED
-        if failure.code != pb.FAILURE_CODE_KV_FAILED:
-            self.end(failure.attempt_id, f"{pb.FailureCode.Name(failure.code)}: {failure.message}")
-        if failure.code == pb.FAILURE_CODE_NO_ROOM and self.load is not None:
-            self.load.full = True
-        return attempt
-
-    def lose_all(self) -> dict[bytes, Attempt]:
-        """Empties the table when the stream ends. Returns what was open."""
-        lost, self._attempts = self._attempts, {}
-        self.load = None
-        for attempt in lost.values():
-            attempt.span.end("the worker was lost")
-        return lost
 
 
 FAILURES = 3

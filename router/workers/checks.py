@@ -36,8 +36,8 @@ def check_fit(
 ) -> None:
     """Raises RefusedWorker if the worker has another model or tokenizer.
 
-    `others` are the accepted workers, by name. An empty vocabulary fingerprint is not compared. Workers of
-    the wire version before do not report one, and a model of random weights may have no tokenizer.
+    `others` are the accepted workers, by name. An empty vocabulary fingerprint is not compared: a model of
+    random weights may have no tokenizer.
     """
     if described.first_pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
         raise RefusedWorker(f"its first pool ({described.first_pool}) is unknown")
@@ -45,7 +45,7 @@ def check_fit(
         raise RefusedWorker("its description has no block size, number of blocks or context length")
     if not described.max_num_seqs or not described.max_num_batched_tokens:
         raise RefusedWorker("its description has no seats for requests, or no tokens of a step")
-    if described.first_pool == pb.POOL_PREFILL and not described.kv_address:
+    if not described.kv_address:
         raise RefusedWorker("its description has no KV address, from which other workers fetch")
     if len(described.content_root) > 64:
         raise RefusedWorker(f"its content root has {len(described.content_root)} bytes, more than 64")
@@ -55,7 +55,7 @@ def check_fit(
             f"its tokenizer ({described.model}) is not the router's ({model.name})",
             f"{SAME_MODEL} Without --model a router takes the model of its workers.",
         )
-    if not fingerprint and described.vocab_size and described.vocab_size < model.vocab_size:
+    if not fingerprint and described.vocab_size < model.vocab_size:
         raise RefusedWorker(
             f"its model ({described.model}) has {described.vocab_size} tokens, the router's tokenizer "
             f"({model.name}) {model.vocab_size}",
@@ -162,10 +162,7 @@ _RATES = (
 
 
 def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:
-    """Returns why this token cannot go to a client; empty if it can.
-
-    `vocab_size` is 0 for a worker of the wire version before, which does not report it.
-    """
+    """Returns why this token cannot go to a client; empty if it can."""
     given = event.logprobs
     if len(given.top_ids) != len(given.top_logprobs):
         return f"a token has {len(given.top_ids)} top_ids and {len(given.top_logprobs)} top_logprobs"
@@ -173,7 +170,7 @@ def token_defect(event: pb.TokenEvent, vocab_size: int) -> str:
     if not all(logprob < math.inf for logprob in (given.logprob, *given.top_logprobs)):
         return "a log probability is not a number, or is infinite"
     largest = max((event.token_id, *given.top_ids))
-    if vocab_size and largest >= vocab_size:
+    if largest >= vocab_size:
         return f"token {largest} is beyond the vocabulary of {vocab_size}"
     return ""
 

@@ -4,43 +4,65 @@ import asyncio
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from baton.content import CHUNK_TOKENS, prompt_hints
+from baton.content import CHUNK_TOKENS, Tier, prompt_hints
 from baton.router.policy import (
     DecodeLoad,
+    DecodeOffer,
     FreeCapacity,
     Placement,
+    PrefillOffer,
     PrefillPolicy,
+    PrefillRequest,
+    PrefillSnapshot,
     PrefillWindow,
     PrefillWork,
+    decode_offer,
     free_capacity,
     pace,
     patience,
     place,
     place_without_room,
+    prefill_offer,
     prefill_window,
-    report_seconds,
     two_choices,
 )
-from baton.router.workers.candidates import Candidates, PrefillTarget, PrefixSource
-from baton.router.workers.checks import RouterModel, check_fit
-from baton.router.workers.connection import POOL_NAMES, WorkerConnection, WorkerState
+from baton.router.workers.checks import RouterModel
 from baton.router.workers.discovery import Discovery
-from baton.rpc import TlsFiles
+from baton.router.workers.roster import Roster
+from baton.router.workers.stream import WorkerStream
+from baton.router.workers.worker import POOL_NAMES, Worker
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.tls import TlsFiles
 
 WINDOW_SECONDS = 1.0
 """How often the prefill window is updated. Workers report as often."""
+DRAWN = 2
+"""Holders of a prefix to compare. More would all ask the fastest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTarget:
+    """A prefill worker that may compute a request."""
+
+    worker: Worker
+    work: PrefillWork
+    """What the worker would compute."""
+    offer: PrefillOffer
+    """What is expected if the request is sent now."""
+    within: float
+    """Seconds in which the prompt should be computed."""
+    queues: bool
+    """More than one step of prompts, also of other routers, seems to be ahead of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a request goes."""
 
-    decode: WorkerConnection
+    worker: Worker
     """The worker that decodes the request."""
     work: PrefillWork | None
     """The prompt, if that worker computes it too. None: a prefill worker hands the KV over."""
@@ -49,13 +71,30 @@ class Place:
     why: Placement
 
 
-class WorkerPool:
-    """Owns the connections. Runs on the event loop, and never waits for a worker.
+class PrefixSource(NamedTuple):
+    """A worker with more of a prompt than another one, and the slowest tier with a part of it."""
 
-    Attributes:
-        changed: set when a worker comes or goes. Its only reader clears it.
-        on_capacity: called when a worker comes or goes, and when a decode worker may have free capacity.
-        on_ready: called when a worker becomes ready.
+    holder: Worker
+    tier: Tier
+
+    def seconds(self, asker: Worker, tokens: int) -> float:
+        """Time in which the asker fetches so many tokens, by its recent measurements. 0: it has none."""
+        link = asker.prefix_links.get((self.holder.description.incarnation, self.tier))
+        return link.wait + tokens / link.tokens_per_s if link is not None else 0.0
+
+    def message(self) -> pb.ContentSource:
+        described = self.holder.description
+        return pb.ContentSource(
+            kv_address=described.kv_address,
+            incarnation=described.incarnation,
+            tier=pb.Tier.Name(self.tier),
+        )
+
+
+class WorkerPool(Roster):
+    """Owns the streams to the workers. Runs on the event loop, and never waits for a worker.
+
+    In all choices, workers in `request.avoid` are chosen only if there is no other.
     """
 
     def __init__(
@@ -71,79 +110,75 @@ class WorkerPool:
         prefix_fetches: bool = True,
         decode_only: bool = False,
     ) -> None:
-        self.changed = asyncio.Event()
-        self.on_capacity: Callable[[], None] = lambda: None
-        self.on_ready: Callable[[], None] = lambda: None
-        self._budgets: list[int] = []  # prompt tokens of a step of each prefill worker
-        self._had_decode = False  # the decode pool had a worker once
+        super().__init__(model)
         self._promised_slots = self._promised_positions = 0  # of decode workers, for queued prompts
         self._window = PrefillWindow()
         self._window_until = 0.0  # time.monotonic()
+        self._window_budgets = self.budgets
         self._may_overflow = overflow
         self._may_fetch_prefixes = prefix_fetches
         self._decode_only = decode_only
-        self._model = model
+        self._policy = policy
+        self._choices = 0  # of prefill workers
         self._secret = secret
         self._tls = tls
         self._discovery = discovery
         self._router_id = router_id
         self._rng = random.Random()
-        self._connections: dict[str, WorkerConnection] = {}
-        self._serving: set[WorkerConnection] = set()  # get new work
-        self._retired: set[WorkerConnection] = set()  # no longer listed, with open attempts
-        self._candidates = Candidates(policy)
-        self._breaker_timer: asyncio.TimerHandle | None = None  # at the end of the first open breaker
-        self._max_positions: int | None = None
-        self._content_root = b""
+        self._streams: dict[str, WorkerStream] = {}  # to the listed workers
+        self._retired: set[WorkerStream] = set()  # no longer listed, with open attempts
 
     async def run(self) -> None:
-        """Follows discovery until cancelled, then closes every connection."""
+        """Follows discovery until cancelled, then closes every stream."""
         try:
             async for addresses in self._discovery.watch():
-                for address in addresses - self._connections.keys():
-                    connection = WorkerConnection(address, self._secret, self._router_id, self, self._tls)
-                    self._connections[address] = connection
-                for address in self._connections.keys() - addresses:
-                    self._retire(self._connections.pop(address))
+                for address in addresses - self.listed.keys():
+                    self._open(address)
+                for address in self.listed.keys() - addresses:
+                    self.retire(address)
             await asyncio.Event().wait()
         finally:
-            await asyncio.gather(*(c.close() for c in {*self._connections.values(), *self._retired}))
+            await asyncio.gather(*(stream.close() for stream in {*self._streams.values(), *self._retired}))
 
-    def _retire(self, connection: WorkerConnection) -> None:
-        self._retired.add(connection)
-        connection.when_closed(self._retired.discard)
-        connection.retire()
+    def _open(self, address: str) -> None:
+        worker = Worker(address, self.loads, lambda: self.on_capacity(), self.apply_breakers)
+        self.listed[address] = worker
+        self._streams[address] = WorkerStream(
+            worker, self, self.offered, self._secret, self._router_id, self._tls
+        )
+
+    def retire(self, address: str) -> None:
+        """Discovery no longer lists this worker."""
+        del self.listed[address]
+        stream = self._streams.pop(address)
+        self._retired.add(stream)
+        stream.retire(self._retired.discard)
 
     # ------------------------------------------------------------ the workers
 
     @property
-    def connections(self) -> list[WorkerConnection]:
+    def connections(self) -> list[Worker]:
         """All listed workers, by name."""
         return sorted(
-            self._connections.values(),
-            key=lambda c: (c.description.first_pool, c.description.index, c.address),
+            self.listed.values(), key=lambda w: (w.description.first_pool, w.description.index, w.address)
         )
-
-    def ready(self, pool: "pb.Pool") -> list[WorkerConnection]:
-        """The workers that take the new work of a pool."""
-        return [c for c in self._connections.values() if c.ready_in(pool)]
 
     @property
     def has_decode(self) -> bool:
-        return bool(self._candidates.decodes)
+        return bool(self.decodes)
 
     @property
     def _lost_decode(self) -> bool:
         """Whether prefill workers decode what they compute, because the decode pool has lost its last worker.
         A pool that never had one is only starting."""
-        return self._may_overflow and self._had_decode and not self.has_decode
+        return self._may_overflow and self.had_decode and not self.decodes
 
     @property
     def _decoders(self) -> list[DecodeLoad]:
         """The workers that decode new requests."""
-        return self._candidates.prefills if self._lost_decode else self._candidates.decodes
+        return self.prefills if self._lost_decode else self.decodes
 
-    def decodes_instead(self, worker: WorkerConnection) -> bool:
+    def decodes_instead(self, worker: Worker) -> bool:
         """Whether this prefill worker decodes what it computes, because the decode pool is empty."""
         return self._lost_decode and worker.ready_in(pb.POOL_PREFILL)
 
@@ -155,17 +190,7 @@ class WorkerPool:
     @property
     def complete(self) -> bool:
         """Whether each pool of the cluster has a worker."""
-        return self.has_decode and (self._decode_only or self._candidates.has_prefill)
-
-    @property
-    def max_positions(self) -> int | None:
-        """Positions that one request may have on any worker; None while no worker is known."""
-        return self._max_positions
-
-    @property
-    def content_root(self) -> bytes:
-        """The root of the names of the workers' KV. Empty while no worker is known."""
-        return self._content_root
+        return self.has_decode and (self._decode_only or bool(self.prefills))
 
     def can_ever_hold(self, tokens: int) -> bool:
         """Whether an idle worker that decodes has blocks for so many positions."""
@@ -184,60 +209,56 @@ class WorkerPool:
 
         Infinite if no worker can prefill or none can decode, as for `free_capacity`.
         """
-        if not self._decoders or not (self._budgets or self._may_overflow):
+        if not self._decoders or not (self.budgets or self._may_overflow):
             return math.inf
         now = time.monotonic()
-        if now > self._window_until:
-            paces = [pace(c.status) for c in self.ready(pb.POOL_DECODE)] if self._may_overflow else []
-            speed = self._candidates.prefill_tokens_per_s()
-            self._window = prefill_window(self._budgets, speed, paces)
+        if now > self._window_until or self._window_budgets is not self.budgets:
+            self._window_budgets = self.budgets
+            paces = [pace(w.status) for w in self.ready(pb.POOL_DECODE)] if self._may_overflow else []
+            self._window = prefill_window(self.budgets, self.loads.tokens_per_s(), paces)
             self._window_until = now + WINDOW_SECONDS
         return self._window.holding(prompt)
 
     # ------------------------------------------------------------ choices
 
-    def choose_prefill(
-        self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
-    ) -> PrefillTarget | None:
-        """Chooses a prefill worker; None if there is none.
+    def choose_prefill(self, request: PrefillRequest) -> PrefillTarget | None:
+        """Chooses a prefill worker; None if there is none."""
+        snapshot = self._snapshot(request)
+        return None if snapshot is None else self._target(snapshot, request, self._policy(snapshot, request))
 
-        `key` is the session's 64-bit hash. `tokens` positions are needed, which begin with the 64-token
-        `chunks`. Workers in `avoid` are chosen only if there is no other.
-        """
-        return self._candidates.choose_prefill(key, chunks, tokens, avoid)
+    def _snapshot(self, request: PrefillRequest) -> PrefillSnapshot | None:
+        """The prefill workers that may be chosen; None if there are none."""
+        avoid = request.avoid
+        avoided = [row for row, worker in self.by_row.items() if worker.address in avoid] if avoid else ()
+        request.arrival = self._choices
+        snapshot = self.loads.snapshot(request, time.monotonic(), avoided)
+        self._choices += snapshot is not None
+        return snapshot
 
-    def prefix_source(
-        self, worker: WorkerConnection, chunks: list[int], tokens: int
-    ) -> pb.ContentSource | None:
-        """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere.
+    def _target(self, snapshot: PrefillSnapshot, request: PrefillRequest, row: int) -> PrefillTarget:
+        worker = self.by_row[row]
+        work = PrefillWork(request.tokens - snapshot.cached.of(row), request.chunks)
+        queues = self.loads.tokens_queued(row, time.monotonic()) > worker.description.max_num_batched_tokens
+        utilisation = self.loads.utilisation(row)
+        offer = prefill_offer(snapshot, request, row, worker.status, worker.load, utilisation)
+        within = patience(work.tokens / float(snapshot.speed[row]))
+        return PrefillTarget(worker, work, offer, within, queues)
 
-        Workers with KV of another dtype have other names for it."""
-        if not self._may_fetch_prefixes:
-            return None
-        source = self._candidates.prefix_source(worker, chunks, tokens, self._rng)
-        if source is None or not source.holder.description.kv_address:
-            return None  # a worker of an older version may serve no KV
-        if source.holder.description.content_root != worker.description.content_root:
-            return None
-        return _content_source(source)
+    def choose_decode(self, request: PrefillRequest, *, promised: bool = False) -> Worker | None:
+        """Chooses a decode worker with capacity for the request; None if there seems to be none.
 
-    def choose_decode(
-        self, chunks: list[int], tokens: int, avoid: Collection[str], *, promised: bool = False
-    ) -> WorkerConnection | None:
-        """Chooses a decode worker with capacity for `tokens` positions; None if there seems to be none.
-
-        The positions begin with the 64-token `chunks`. What is promised stays free, except for a request that
-        it is `promised` to."""
+        What is promised stays free, except for a request that it is `promised` to."""
         if self._promised_slots and not promised:
-            free = free_capacity(self._candidates.decodes)
-            if free.slots <= self._promised_slots or free.positions < self._promised_positions + tokens:
+            free = free_capacity(self.decodes)
+            if (
+                free.slots <= self._promised_slots
+                or free.positions < self._promised_positions + request.tokens
+            ):
                 return None
-        chosen = two_choices(self._candidates.decodes, tokens=tokens, rng=self._rng, avoid=avoid)
+        chosen = two_choices(self.decodes, tokens=request.tokens, rng=self._rng, avoid=request.avoid)
         if chosen is None:
             return None
-        return self._candidates.nearest_decode(
-            self._connections[chosen], chunks=chunks, tokens=tokens, rng=self._rng, avoid=avoid
-        )
+        return self.by_row[self.decode_caches.nearest(self.listed[chosen].row, request, self._rng)]
 
     def promise(self, tokens: int) -> None:
         """A queued prompt needs a decode with `tokens` positions as soon as it is computed."""
@@ -250,15 +271,9 @@ class WorkerPool:
         self._promised_positions -= tokens
 
     def place(
-        self,
-        worker: WorkerConnection,
-        chunks: list[int],
-        tokens: int,
-        answer: int,
-        prefill: PrefillTarget | None,
-        avoid: Collection[str],
+        self, worker: Worker, request: PrefillRequest, answer: int, prefill: PrefillTarget | None
     ) -> Place | None:
-        """Chooses where a request of `tokens` positions, and with at most `answer` to come, is computed.
+        """Chooses where a request with at most `answer` tokens to come is computed.
 
         `worker` is the decode worker that would decode after a handover from `prefill`. None: there is no
         worker that may compute the prompt.
@@ -266,150 +281,101 @@ class WorkerPool:
         if not self._may_overflow:
             if prefill is None:
                 return None
-            return Place(worker, None, patience(prefill.alone), Placement("handover"))
-        offers = self._candidates.decode_offers(
-            worker, chunks=chunks, tokens=tokens, rng=self._rng, avoid=avoid
-        )
-        found = place(
-            tokens, answer, None if prefill is None else prefill.offer, [offer for _, offer in offers]
-        )
+            return Place(worker, None, prefill.within, Placement("handover"))
+        rows = self.decode_caches.candidates(worker.row, request, self._rng)
+        now = time.monotonic()
+        offers = [self._decode_offer(row, cached, now) for row, cached in rows]
+        found = place(request.tokens, answer, None if prefill is None else prefill.offer, offers)
         if found.place == "decode":
-            chosen, offer = offers[found.offer]
-            computes = tokens - offer.cached
-            within = patience(computes * offer.pace.token_seconds)
-            return Place(chosen, PrefillWork(computes, chunks), within, found)
+            chosen, offer = self.by_row[rows[found.offer][0]], offers[found.offer]
+            work = PrefillWork(request.tokens - offer.cached, request.chunks)
+            return Place(chosen, work, patience(work.tokens * offer.pace.token_seconds), found)
         assert prefill is not None
-        within = patience(prefill.alone)
         if found.place == "prefill":
-            return Place(prefill.worker, prefill.work, within, found)
-        return Place(worker, None, within, found)
+            return Place(prefill.worker, prefill.work, prefill.within, found)
+        return Place(worker, None, prefill.within, found)
 
-    def place_without_room(
-        self, key: int, chunks: list[int], tokens: int, avoid: Collection[str]
-    ) -> Place | None:
+    def _decode_offer(self, row: int, cached: int, now: float) -> DecodeOffer:
+        worker = self.by_row[row]
+        return decode_offer(worker.status, worker.load, self.loads.tokens_waiting(row, now), cached)
+
+    def place_without_room(self, request: PrefillRequest) -> Place | None:
         """Chooses the prefill worker that computes a request and decodes it, while no decode worker has room
-        for the request, or while there is no decode worker. The arguments are those of `choose_prefill`.
-        Returns None if the request has to wait."""
+        for the request, or while there is no decode worker. Returns None if the request has to wait."""
         if not self._may_overflow or not (self.has_decode or self._lost_decode):
             return None
-        targets = self._candidates.prefill_targets(key, chunks, tokens, self._rng, avoid)
+        snapshot = self._snapshot(request)
+        if snapshot is None:
+            return None
+        rows = snapshot.compared(
+            self._policy(snapshot, request),
+            lambda row: self.by_row[row].load.fits(request.tokens + 1),
+            self._rng,
+        )
+        targets = [self._target(snapshot, request, row) for row in rows]
         found = place_without_room([target.offer for target in targets])
         if found is None:
             return None
         if self._lost_decode:
             found = replace(found, reason="no_decode")
         chosen = targets[found.offer]
-        return Place(chosen.worker, chosen.work, patience(chosen.alone), found)
+        return Place(chosen.worker, chosen.work, chosen.within, found)
 
-    # ------------------------------------------------------------ reports of the connections
+    # ------------------------------------------------------------ sources of prefixes
 
-    @property
-    def report_seconds(self) -> float:
-        return report_seconds(len(self._connections))
+    def content_source(self, worker: Worker, chunks: list[int], tokens: int) -> pb.ContentSource | None:
+        """Where `worker` finds more of a prompt than in its own prefix cache; None if nowhere.
 
-    def check(self, connection: WorkerConnection) -> None:
-        others = [c for c in self._connections.values() if c.accepted and c is not connection]
-        check_fit(connection.description, self._model, {str(c): c.description for c in others})
+        Workers with KV of another dtype have other names for it."""
+        source = self.prefix_source(worker, chunks, tokens) if self._may_fetch_prefixes else None
+        if source is None or source.holder.description.content_root != worker.description.content_root:
+            return None
+        return source.message()
 
-    def availability_changed(self, connection: WorkerConnection) -> None:
-        """A worker came, went, drains, or moved to another pool. Requests then see only what is there now."""
-        self._serve(connection, connection.ready)
-        self._had_decode |= self.has_decode
-        self._derive_limits()  # first: the next line calls `on_capacity`, and requests start
-        self._apply_breakers()
-        self.changed.set()
-        if connection.ready:
-            self.on_ready()
+    def prefix_source(self, worker: Worker, chunks: list[int], tokens: int) -> PrefixSource | None:
+        """A worker of any pool that has more of a prompt cached than `worker`.
 
-    def _derive_limits(self) -> None:
-        """Derives from the workers' descriptions: the longest request, the names of KV, and the window."""
-        connected = [c.description for c in self._connections.values() if c.state is not WorkerState.REFUSED]
-        described = [worker for worker in connected if worker.num_blocks]
-        prefilling = [c.description for c in self.ready(pb.POOL_PREFILL)]
-        sizes = (min(worker.max_model_len, worker.num_blocks * worker.block_size) for worker in described)
-        self._max_positions = min(sizes, default=None)
-        self._content_root = _root_of_most(described, prefilling)
-        self._budgets = [worker.max_num_batched_tokens for worker in prefilling]
-        self._window_until = 0.0
+        None: there is no such worker, or fetching takes more than twice as long as computing. The bound is
+        loose, because the worker decides in the end: it knows better what a few tokens of a long prompt cost.
 
-    def load_changed(self, connection: WorkerConnection) -> None:
-        self.on_capacity()
+        Only reported chunks count: a worker that will compute the prompt has nothing to send yet. A few
+        workers are drawn at random, and the best of them is taken. So many requests do not go to one worker.
+        """
+        if not worker.attached:
+            return None
+        index = self.loads.index
+        cached = index.overlap(chunks, tokens, CHUNK_TOKENS, self.attached_rows)
+        own = cached.of(worker.row)
+        best, most_saved = None, -math.inf
+        for found, rows in cached.levels():
+            if found < own + CHUNK_TOKENS:
+                break
+            wanted = chunks[own // CHUNK_TOKENS : found // CHUNK_TOKENS]
+            have = [holder for holder in rows if index.has_reported(holder, wanted[-1])]
+            for holder in have if len(have) <= DRAWN else self._rng.sample(have, DRAWN):
+                source = PrefixSource(self.by_row[holder], index.slowest_tier(holder, wanted))
+                computing = self.loads.seconds(worker.row, found - own)
+                saved = computing - source.seconds(worker, found - own)
+                if saved > max(most_saved, -computing):
+                    best, most_saved = source, saved
+        return best
 
-    def prefill_reported(self, connection: WorkerConnection) -> None:
-        self._candidates.prefill_reported(connection)
-
-    def prefill_sent(self, connection: WorkerConnection, work: PrefillWork) -> None:
-        self._candidates.prefill_sent(connection, work)
-
-    def cache_changed(self, connection: WorkerConnection, events: pb.CacheEvents) -> None:
-        self._candidates.cache_changed(connection, events)
-
-    def prefill_ended(self, connection: WorkerConnection, work: PrefillWork, *, computed: bool) -> None:
-        self._candidates.prefill_ended(connection, work, computed=computed)
-
-    def offered(self, connection: WorkerConnection, offer: pb.Offer) -> None:
+    def offered(self, worker: Worker, offer: pb.Offer) -> None:
         """Tells the worker that would compute prompts with this prefix to fetch it. Declines the offer if
         that worker has the prefix, or cannot fetch it."""
-        described, prefix = connection.description, offer.prefix
-        chunks = prompt_hints(prefix.token_ids, described.content_root, prefix.cache_salt)
+        root, prefix = worker.description.content_root, offer.prefix
+        chunks = prompt_hints(prefix.token_ids, root, prefix.cache_salt)
         target = None
         if chunks and self._may_fetch_prefixes:
-            tokens = len(prefix.token_ids)
-            target = self._candidates.choose_prefill(chunks[0], chunks, tokens, {connection.address})
-        if target is None or target.worker is connection or not _lacks(target, described.content_root):
-            connection.decline(offer)
+            tokens, avoid = len(prefix.token_ids), {worker.address}
+            target = self.choose_prefill(PrefillRequest(chunks[0], tokens, chunks, avoid))
+        if target is None or target.worker is worker or not _lacks(target, root):
+            declined = pb.OfferDeclined(number=offer.number)
+            worker.send(pb.RouterMessage(offer_declined=declined))
         else:
-            source = self._candidates.offered(connection, chunks)
-            target.worker.fetch_prefix(prefix, _content_source(source))
-
-    def breaker_changed(self, connection: WorkerConnection) -> None:
-        self._apply_breakers()
-
-    def _apply_breakers(self) -> None:
-        """Gives work only to workers whose breaker is closed. If all breakers of a pool are open, all its
-        workers get work: the cause is then probably not the workers.
-
-        Runs again when the first open breaker may have closed. uvloop fires timers up to a millisecond early,
-        so the breaker may still be open then, and the timer is set once more."""
-        now = time.monotonic()
-        first = math.inf
-        for pool in POOL_NAMES:
-            ready = self.ready(pool)
-            open_ = {c: seconds for c in ready if (seconds := c.breaker.open_for(now))}
-            first = min(first, *open_.values(), math.inf)
-            for connection in ready:
-                serves = connection not in open_ or len(open_) == len(ready)
-                if serves is not (connection in self._serving):
-                    self._serve(connection, serves)
-        if self._breaker_timer is not None:
-            self._breaker_timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._breaker_timer = loop.call_later(first, self._apply_breakers) if first < math.inf else None
-        self.on_capacity()
-
-    def _serve(self, connection: WorkerConnection, serves: bool) -> None:
-        (self._serving.add if serves else self._serving.discard)(connection)
-        self._candidates.availability_changed(connection, serves=serves)
-
-
-def _root_of_most(
-    described: Sequence[pb.WorkerDescription], prefilling: Sequence[pb.WorkerDescription]
-) -> bytes:
-    """The root of the KV names of most prefill workers, so that requests find the prefixes that these cache.
-
-    Workers with another format have another root. Without prefill workers the other workers decide."""
-    roots = Counter(worker.content_root for worker in described)
-    computing = Counter(worker.content_root for worker in prefilling)
-    return max(roots, key=lambda root: (computing[root], roots[root], root), default=b"")
-
-
-def _content_source(source: PrefixSource) -> pb.ContentSource:
-    described = source.holder.description
-    return pb.ContentSource(
-        kv_address=described.kv_address,
-        incarnation=described.incarnation,
-        tier=pb.Tier.Name(source.tier),
-    )
+            source = PrefixSource(worker, self.loads.index.slowest_tier(worker.row, chunks))
+            fetch = pb.FetchPrefix(prefix=prefix, content=source.message())
+            target.worker.send(pb.RouterMessage(fetch_prefix=fetch))
 
 
 def _lacks(target: PrefillTarget, content_root: bytes) -> bool:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from baton.bench.load.target.record import Record
+from baton.bench.load.target.answer import Record
 from baton.bench.load.target.request import Dialect, Target
 from baton.bench.load.target.tokenization import WORDS, Tokenization
-from baton.bench.load.traffic.arrivals import Arrivals
 from baton.bench.load.traffic.client import Client, ClientConfig
-from baton.bench.load.traffic.workload import Session, Turn, Workload
+from baton.bench.load.traffic.workload import Arrivals, Session, Turn, Workload
 
 # Words that the mock server counts as one token each.
 SHORT_WORDS = tuple(w for w in WORDS if len(w) <= 5)

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from baton.bench.load.target.answer import MAX_EVENT_BYTES, Answer, SSEError, SSEParser
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import MAX_EVENT_BYTES, Answer, Failure, Record, SSEError, SSEParser
 
 
 def _event(**chunk: object) -> bytes:

@@ -18,12 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.bench.load.cli import app
-from baton.bench.load.report import results
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.traffic import datasets
 from baton.bench.load.traffic.fleet import REFUSALS, Refusals
 from tests.bench.mock_server import Behavior, Fault, MockServer
-from tests.bench.test_page import outcome
+from tests.bench.test_page import report as report_of_a_run
 from tests.forked import FreshPopen, forking
 from tests.pages import ROOT, blocks
 
@@ -269,7 +268,7 @@ async def test_replay_keeps_the_lengths_and_times_of_the_trace(tmp_path: Path) -
 
 def test_compare_and_report_take_several_reports(tmp_path: Path) -> None:
     old, new, page = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "page.html"
-    report = results.report_of(outcome(), "2026-01-01").as_dict()
+    report = report_of_a_run().as_dict()
     old.write_text(json.dumps(report))
     for row in report["results"]:
         row["value"] *= 1.2 if row["name"] == "ttit.p99" else 1

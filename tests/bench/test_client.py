@@ -16,11 +16,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from baton.bench.load.target.answer import Answer
-from baton.bench.load.target.record import Record
+from baton.bench.load.target.answer import Answer, Record
 from baton.bench.load.target.request import Dialect, Target
-from baton.bench.load.traffic.distribution import Distribution
-from baton.bench.load.traffic.workload import Listed, Session, Synthetic, Turn
+from baton.bench.load.traffic.workload import Distribution, Listed, Session, Synthetic, Turn
 from tests.bench.mock_server import Behavior, Fault, MockServer
 from tests.bench.support import client_config, one_turn, open_loop, run_client
 

@@ -1,26 +1,21 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.bench.load import experiment
 from baton.bench.load.experiment import Plan
-from baton.bench.load.options import Options, PaceOptions, TargetOptions, WorkloadOptions
+from baton.bench.load.options import Options
 from baton.bench.load.target.endpoint import EndpointError
 from baton.bench.load.target.request import Api
 from tests.bench.mock_server import BOS, TEMPLATE, Behavior, MockServer
 from tests.bench.support import run_client
 
 
-async def _plan(server: MockServer, **more: object) -> Plan:
-    target = {"url": server.url} | {k: v for k, v in more.items() if k in ("api", "model", "api_key")}
-    workload = {k: v for k, v in more.items() if k not in target}
-    return await experiment.prepare(
-        Options(
-            target=TargetOptions(**target),  # type: ignore[arg-type]
-            workload=WorkloadOptions(**{"input_len": "77", "output_len": "3"} | workload),  # type: ignore[arg-type]
-            pace=PaceOptions(requests=3),
-        )
-    )
+async def _plan(server: MockServer, **more: Any) -> Plan:
+    asked: dict[str, Any] = {"input_len": "77", "output_len": "3", "requests": 3} | more
+    return await experiment.prepare(Options(url=server.url, **asked))
 
 
 async def _prompt_lengths(plan: Plan) -> set[int | None]:
@@ -101,13 +96,13 @@ async def test_a_missing_key_is_reported() -> None:
 
 async def test_a_server_that_does_not_answer() -> None:
     with pytest.raises(EndpointError, match=r"--url http://127.0.0.1:1: no answer.*Start the server"):
-        await experiment.prepare(Options(target=TargetOptions(url="http://127.0.0.1:1")))
+        await experiment.prepare(Options(url="http://127.0.0.1:1"))
 
 
 async def test_a_server_that_is_not_openai_compatible() -> None:
     async with MockServer(Behavior(ttft=0)) as server:
         with pytest.raises(EndpointError, match=r"lists no model.*without /v1"):
-            await experiment.prepare(Options(target=TargetOptions(url=f"{server.url}/metrics")))
+            await experiment.prepare(Options(url=f"{server.url}/metrics"))
 
 
 @pytest.mark.parametrize(

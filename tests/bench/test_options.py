@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 
 from baton.bench.load.measurement.slo import Bound, Slo
-from baton.bench.load.options import (
-    Options,
-    OutputOptions,
-    PaceOptions,
-    ShapeOptions,
-    SloOptions,
-    TargetOptions,
-    TraceOptions,
-    WorkloadOptions,
-)
+from baton.bench.load.options import Options
 from baton.bench.load.report.compare import Condition
-from baton.bench.load.traffic.distribution import Distribution
+from baton.bench.load.traffic.workload import Distribution
 
 
 @pytest.mark.parametrize(
@@ -54,41 +45,38 @@ def test_objectives_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TargetOptions(url="localhost:8000"), r"--url 'localhost:8000'.*http://"),
-        (lambda: TargetOptions(metrics_url=["9090"]), r"--metrics-url '9090'"),
-        (lambda: TargetOptions(extra_body="{"), r"--extra-body '\{' is not JSON"),
-        (lambda: TargetOptions(extra_body="[1]"), r"--extra-body '\[1\]' must be an object"),
-        (lambda: WorkloadOptions(preset="3/4"), r"--preset '3/4'.*2000/150"),
-        (lambda: WorkloadOptions(input_len="many"), r"--input-len 'many'.*uniform:LOW,HIGH"),
-        (lambda: WorkloadOptions(output_len="uniform:9,3"), r"--output-len 'uniform:9,3'"),
-        (lambda: WorkloadOptions(output_len="-3"), r"--output-len '-3'"),
-        (lambda: WorkloadOptions(think_time="nan"), r"--think-time 'nan'"),
-        (lambda: WorkloadOptions(turns="0"), r"--turns 0: .*at least one"),
-        (lambda: WorkloadOptions(prefix_len=10), r"--prefix-groups 0 and --prefix-len 10: give both"),
-        (lambda: WorkloadOptions(prefix_len=300, prefix_groups=2), r"--prefix-len 300.*--input-len 256"),
-        (lambda: WorkloadOptions(dataset=Path("x"), input_len="3"), r"--dataset x brings its own"),
-        (lambda: WorkloadOptions(dataset=Path("x"), turns="uniform:1,3"), r"--turns uniform:1,3"),
-        (lambda: TraceOptions(speed=0), r"--speed 0 must be a positive"),
-        (lambda: ShapeOptions(rate=math.inf), r"--rate inf.*--concurrency instead"),
-        (lambda: ShapeOptions(concurrency=-1), r"--concurrency -1"),
-        (lambda: Options(shape=ShapeOptions(arrivals="gamma")), r"--arrivals gamma.*--rate"),
-        (lambda: ShapeOptions(rate=1, arrivals="ramp"), r"--ramp-to"),
-        (lambda: ShapeOptions(rate=1, ramp_to=2), r"--arrivals ramp"),
-        (lambda: ShapeOptions(rate=1, burstiness=2), r"--burstiness 2 is for --arrivals gamma"),
-        (lambda: PaceOptions(duration=0), r"--duration 0"),
-        (lambda: PaceOptions(drain=-1), r"--drain -1"),
-        (lambda: PaceOptions(duration=10, warmup=10), r"--warmup 10 leaves nothing of --duration 10"),
-        (lambda: SloOptions(slo="ttft<5"), r"--slo 'ttft<5'.*METRIC=LIMIT"),
-        (lambda: SloOptions(slo="tpot=5"), r"--slo 'tpot=5': cannot read 'tpot=5'.*ttit"),
-        (lambda: SloOptions(slo="ttft.p95=5"), r"'ttft.p95=5'.*p99"),
-        (lambda: SloOptions(slo="ttft=soon"), r"'ttft=soon'"),
-        (lambda: SloOptions(attainment=99), r"--attainment 99 must be a share"),
-        (lambda: OutputOptions(json=Path("/nowhere/at/all.json")), r"--json /nowhere/at/all.json"),
-        (lambda: OutputOptions(html=Path("/tmp")), r"--html /tmp: no file"),
-        (
-            lambda: Options(shape=ShapeOptions(rate=1, arrivals="ramp", ramp_to=2)),
-            r"--ramp-to.*--duration",
-        ),
+        (lambda: Options(url="localhost:8000"), r"--url 'localhost:8000'.*http://"),
+        (lambda: Options(metrics_url=["9090"]), r"--metrics-url '9090'"),
+        (lambda: Options(extra_body="{"), r"--extra-body '\{' is not JSON"),
+        (lambda: Options(extra_body="[1]"), r"--extra-body '\[1\]' must be an object"),
+        (lambda: Options(preset="3/4"), r"--preset '3/4'.*2000/150"),
+        (lambda: Options(input_len="many"), r"--input-len 'many'.*uniform:LOW,HIGH"),
+        (lambda: Options(output_len="uniform:9,3"), r"--output-len 'uniform:9,3'"),
+        (lambda: Options(output_len="-3"), r"--output-len '-3'"),
+        (lambda: Options(think_time="nan"), r"--think-time 'nan'"),
+        (lambda: Options(turns="0"), r"--turns 0: .*at least one"),
+        (lambda: Options(prefix_len=10), r"--prefix-groups 0 and --prefix-len 10: give both"),
+        (lambda: Options(prefix_len=300, prefix_groups=2), r"--prefix-len 300.*--input-len 256"),
+        (lambda: Options(dataset=Path("x"), input_len="3"), r"--dataset x brings its own"),
+        (lambda: Options(dataset=Path("x"), turns="uniform:1,3"), r"--turns uniform:1,3"),
+        (lambda: Options(speed=0), r"--speed 0 must be a positive"),
+        (lambda: Options(rate=math.inf), r"--rate inf.*--concurrency instead"),
+        (lambda: Options(concurrency=-1), r"--concurrency -1"),
+        (lambda: Options(arrivals="gamma"), r"--arrivals gamma.*--rate"),
+        (lambda: Options(rate=1, arrivals="ramp"), r"--ramp-to"),
+        (lambda: Options(rate=1, ramp_to=2), r"--arrivals ramp"),
+        (lambda: Options(rate=1, burstiness=2), r"--burstiness 2 is for --arrivals gamma"),
+        (lambda: Options(duration=0), r"--duration 0"),
+        (lambda: Options(drain=-1), r"--drain -1"),
+        (lambda: Options(duration=10, warmup=10), r"--warmup 10 leaves nothing of --duration 10"),
+        (lambda: Options(slo="ttft<5"), r"--slo 'ttft<5'.*METRIC=LIMIT"),
+        (lambda: Options(slo="tpot=5"), r"--slo 'tpot=5': cannot read 'tpot=5'.*ttit"),
+        (lambda: Options(slo="ttft.p95=5"), r"'ttft.p95=5'.*p99"),
+        (lambda: Options(slo="ttft=soon"), r"'ttft=soon'"),
+        (lambda: Options(attainment=99), r"--attainment 99 must be a share"),
+        (lambda: Options(json=Path("/nowhere/at/all.json")), r"--json /nowhere/at/all.json"),
+        (lambda: Options(html=Path("/tmp")), r"--html /tmp: no file"),
+        (lambda: Options(rate=1, arrivals="ramp", ramp_to=2), r"--ramp-to.*--duration"),
         (lambda: Condition.parse("ttit.p99"), r"--fail-if 'ttit.p99' is no condition"),
         (lambda: Condition.parse("ttit.p99>5%"), r"has a sign, like ttit.p99>\+5%"),
     ],
@@ -99,5 +87,5 @@ def test_errors_name_the_value_and_the_remedy(make: Callable[[], Any], message: 
 
 
 def test_an_address_may_end_with_v1_or_a_slash() -> None:
-    assert TargetOptions(url="http://x:8000/v1/").bases == ("http://x:8000",)
-    assert TargetOptions(url="http://x:8000/,http://y:1").bases == ("http://x:8000", "http://y:1")
+    assert Options(url="http://x:8000/v1/").bases == ("http://x:8000",)
+    assert Options(url="http://x:8000/,http://y:1").bases == ("http://x:8000", "http://y:1")

@@ -1,22 +1,28 @@
+"""What a reader sees of reports: tables, pages, comparisons."""
+
 from __future__ import annotations
 
+import io
+import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from baton.bench.load.experiment import Outcome, Plan, client_of
-from baton.bench.load.measurement.self_check import check
-from baton.bench.load.measurement.server_stages import ServerView, Stage
-from baton.bench.load.measurement.slo import Slo
-from baton.bench.load.measurement.summary import summarize
-from baton.bench.load.options import Options, OutputOptions, ShapeOptions, SloOptions
-from baton.bench.load.report import results
+from baton.bench.contract import Report, Row
+from baton.bench.load.commands import report_of_sweep, write_requests
+from baton.bench.load.experiment import Plan, client_of, report_of
+from baton.bench.load.options import Options
+from baton.bench.load.report import compare
+from baton.bench.load.report.compare import Condition
 from baton.bench.load.report.page import add_line, page, panels
 from baton.bench.load.report.table import console, render, render_sweep
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.target.request import Dialect, Target
+from baton.bench.load.traffic.fleet import Harvest
 from baton.bench.load.traffic.workload import Listed
 from tests.bench.support import EXACT, one_turn, record
 from tests.browser import browser
@@ -24,38 +30,31 @@ from tests.browser import browser
 HOSTILE = "<script>alert('x')</script>\x1b[31m"
 
 
-def outcome(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Outcome:
-    records: list[Record] = [record(i * 0.1, gaps=(0.01,) * 5, index=i, prompt_tokens=9) for i in range(60)]
-    records += [
+def records(failed: int = 0) -> list[Record]:
+    answered = [record(i * 0.1, gaps=(0.01,) * 5, index=i, prompt_tokens=9) for i in range(60)]
+    return answered + [
         record(i * 0.1, index=i, failure=Failure.HTTP, status=500, detail=HOSTILE, output_tokens=None)
         for i in range(failed)
     ]
-    options = Options(shape=ShapeOptions(rate=rate), slo=SloOptions(slo="ttft=500,ttit.p99=20"), seed=1)
+
+
+def report(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Report:
+    """`more`: fields of the harvest."""
+    options = Options(rate=rate, slo="ttft=500,ttit.p99=20", seed=1, warmup=0.0)
     target = Target(("http://127.0.0.1:8000",), "completions", HOSTILE, Dialect())
-    fields: dict[str, Any] = {
-        "plan": Plan(options, client_of(options, target, Listed((one_turn(),)), EXACT), ()),
-        "records": records,
-        "summary": summarize(records, options.slo.objectives, warm_up=0.0),
-        "self_check": check([], [0.0], 0.1, 0.01, more.pop("died", [])),
-        "server": ServerView(
-            (Stage("prefill_queue", "vllm:request_queue_time_seconds", 60, 0.01, 64.0, None, ("p50",)),),
-            "by it",
-        ),
-        "elapsed": 6.0,
-        "processes": 1,
-        "incomplete": False,
-        "refused": "",
-    }
-    return Outcome(**fields | more)
+    plan = Plan(options, client_of(options, target, Listed((one_turn(),)), EXACT), ())
+    harvest = replace(Harvest(ended=6.0, records=records(failed)), **more)
+    queue = {"name": "prefill_queue", "metric": "vllm:request_queue_time_seconds", "count": 60, "mean": 0.01}
+    queue |= {"p50": 64.0, "p99": None, "beyond": ["p50"]}
+    return report_of(plan, harvest, {"statement": "by it", "stages": [queue]}, "2026-01-01")
 
 
 def _report(**more: Any) -> dict[str, Any]:
-    return results.report_of(outcome(**more), "2026-01-01").as_dict()
+    return report(**more).as_dict()
 
 
 def _sweep() -> dict[str, Any]:
-    points = [(f"rate={r}", results.report_of(outcome(rate=r), "2026-01-01")) for r in (1.0, 2.0, 4.0)]
-    return results.report_of_sweep(points, None, "2026-01-01", None).as_dict()
+    return report_of_sweep([(f"rate={r}", report(rate=r)) for r in (1.0, 2.0, 4.0)], None).as_dict()
 
 
 class _Tags(HTMLParser):
@@ -86,7 +85,7 @@ PAGES = {
     "several": lambda: page(
         [_report(), _sweep(), _report(died=["client process 0 died"])], ["a", "b", HOSTILE]
     ),
-    "nothing": lambda: page([_report(summary=summarize([], Slo.parse("ttft=500"), warm_up=0.0))], ["empty"]),
+    "nothing": lambda: page([_report(records=[])], ["empty"]),
 }
 
 
@@ -110,7 +109,7 @@ async def test_a_browser_draws_the_charts(tmp_path: Path) -> None:
 
 
 def test_a_page_shows_why_its_numbers_are_invalid() -> None:
-    text = page([_report(died=["client process 0 died"], incomplete=True, failed=3)], ["x"])
+    text = page([_report(died=["client process 0 died"], interrupted=True, failed=3)], ["x"])
     for said in (
         "INVALID",
         "client process 0 died",
@@ -134,10 +133,10 @@ def test_lines_of_a_chart_are_at_their_values() -> None:
 def test_a_page_without_plotly_names_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--html needs plotly.*pip install -e '\.\[bench\]'"):
-        OutputOptions(html=tmp_path / "page.html")
+        Options(html=tmp_path / "page.html")
     with pytest.raises(ValueError, match=r"'\.\[bench\]'"):
         page([_report()], ["one"])
-    OutputOptions(json=tmp_path / "report.json")
+    Options(json=tmp_path / "report.json")
 
 
 def test_a_report_of_another_bench_is_refused() -> None:
@@ -165,7 +164,7 @@ def test_rows_have_the_names_and_units_of_the_contract() -> None:
 
 
 def test_requests_are_written_in_order_with_their_failures(tmp_path: Path) -> None:
-    results.write_requests(outcome(failed=2), tmp_path / "r.jsonl")
+    write_requests(records(failed=2), tmp_path / "r.jsonl")
     lines = (tmp_path / "r.jsonl").read_text().splitlines()
     assert len(lines) == 62
     assert sum('"error_class":"http_500"' in line for line in lines) == 2
@@ -173,8 +172,107 @@ def test_requests_are_written_in_order_with_their_failures(tmp_path: Path) -> No
 
 
 def test_terminal_tables_print(capsys: pytest.CaptureFixture[str]) -> None:
-    console().print(render(_report(failed=2, died=["client process 0 died"], incomplete=True)))
+    console().print(render(_report(failed=2, died=["client process 0 died"], interrupted=True)))
     console().print(render_sweep(_sweep()))
     shown = capsys.readouterr().out
     for said in ("TTFT", "INVALID", "INCOMPLETE", "http_500", "Sweep", "within SLO"):
         assert said in shown, said
+
+
+def _with(detail: dict[str, Any] | None = None, **values: float) -> dict[str, Any]:
+    rows = [Row(name.replace("_", "."), value, "ms") for name, value in values.items()]
+    report = Report("load", {"model": "m", "load": "closed loop"}, rows=rows)
+    report.detail = {"valid": True, "incomplete": False} | (detail or {})
+    return json.loads(json.dumps(report.as_dict()))
+
+
+@pytest.mark.parametrize(
+    ("condition", "old", "new", "holds"),
+    [
+        ("a>+5%", 100, 105, False),
+        ("a>+5%", 100, 105.1, True),
+        ("a>+5%", 100, 50, False),
+        ("a<-5%", 100, 95, False),
+        ("a<-5%", 100, 94.9, True),
+        ("a>-5%", 100, 96, True),
+        ("a>+2", 100, 102, False),
+        ("a>+2", 100, 102.1, True),
+        ("a<-2", 100, 97, True),
+        ("a>250", 100, 251, True),
+        ("a>250", 300, 250, False),
+        ("a<5", 1, 4, True),
+        ("a>0", 0, 0, False),
+        ("a>+5%", 0, 0, False),
+        ("a>+5%", 0, 0.001, True),
+    ],
+)
+def test_a_condition_holds_strictly_beyond_its_bound(
+    condition: str, old: float, new: float, holds: bool
+) -> None:
+    assert Condition.parse(condition).holds(old, new) is holds
+
+
+@pytest.mark.parametrize("text", ["", "a", "a>", "a>5ms", "a=5", ">5", "a>+-5", "a>=5", "a>5%"])
+def test_an_invalid_condition_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--fail-if"):
+        Condition.parse(text)
+
+
+def test_conditions_take_row_names_of_sweeps() -> None:
+    assert Condition.parse("rate=0.5.ttit.p99.9>+1%").row == "rate=0.5.ttit.p99.9"
+
+
+def test_a_comparison_says_what_changed() -> None:
+    """The setup, and the rows that changed by more than their intervals."""
+    old, new = (_with(ttft_p50=10, ttit_p50=10, throughput=99, client_cpu=1, sent=51234) for _ in range(2))
+    values = {"ttft.p50": (13, 12, 14), "ttit.p50": (11, 9, 12), "throughput": (100, None, None)}
+    values["sent"] = (51234, None, None)
+    for row in new["results"]:
+        value, low, high = values.get(row["name"], (2, None, None))
+        row |= {"value": value} | ({} if low is None else {"low": low, "high": high})
+    for row in old["results"]:
+        row |= {"low": 9, "high": 11} if row["name"] in ("ttft.p50", "ttit.p50") else {}
+    new["parameters"] |= {"url": "http://other", "seed": 5}
+    new["versions"] = {**old["versions"], "torch": "9"}
+    verdict = compare.judge([old, new], [])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(compare.render([old, new], ["a", "b"], verdict))
+    text = console.export_text()
+    assert "b: url: – → http://other" in text
+    assert "b: torch: " in text
+    assert "seed" not in text
+    assert "51,234" in text
+    assert "b is worse: ttft.p50 +30.0%, client.cpu +100.0%\n" in text
+    assert "better" not in text, "1 % without an interval is not named"
+
+
+def test_a_condition_that_holds_reports_the_change() -> None:
+    verdict = compare.judge([_with(ttit_p99=10), _with(ttit_p99=12)], [Condition.parse("ttit.p99>+5%")])
+    assert verdict.failed == ("ttit.p99>+5%: 10 → 12 (+20.0%)",)
+
+
+def test_a_missing_row_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"second report has no row 'ttit.p99'. Did you mean ttit.p90"):
+        compare.judge([_with(ttit_p99=1), _with(ttit_p90=1)], [Condition.parse("ttit.p99>+5%")])
+
+
+def test_conditions_on_an_invalid_run_are_refused() -> None:
+    bad = _with({"valid": False}, a=1)
+    with pytest.raises(ValueError, match="the second run is invalid"):
+        compare.judge([_with(a=1), bad], [Condition.parse("a>+5%")])
+    assert "INVALID" in compare.judge([_with(a=1), bad], []).warnings[0]
+
+
+def test_a_comparison_of_different_experiments_warns() -> None:
+    other = _with(a=1)
+    other["parameters"]["load"] = "open loop, poisson 4/s"
+    (warning,) = compare.judge([_with(a=1), other], []).warnings
+    assert "not the same experiment: load" in warning
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": [1]}', '{"results": [{"name": "a"}]}', "\x00"])
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"x.json: no report.*--json"):
+        compare.load(path)

@@ -23,18 +23,20 @@ import pytest
 import torch
 import typer
 import typer.main
+import uvloop
+from grpc.aio import Channel
 
-from baton import rpc
 from baton.bench import contract, flip
+from baton.bench.chaos.cluster import LocalCluster
 from baton.bench.disagg import results, sides
 from baton.bench.kv import __main__ as kv
 from baton.bench.kv import exported
 from baton.bench.kv.pair import Pair
 from baton.bench.kv.raw_sockets import MIB
-from baton.bench.overlap.streams import Background, Workers
-from baton.bench.roles import Roles
+from baton.bench.overlap.streams import Background
+from baton.bench.roles import Workers
 from baton.bench.router import __main__ as router
-from baton.bench.router import ends, stall
+from baton.bench.router import ends
 from baton.bench.shapes import SHAPES, write_shape
 from baton.kv_transfer import TraceWriter
 from baton.rpc import worker_pb2 as pb
@@ -57,12 +59,11 @@ def forked_processes() -> Iterator[None]:
     """Roles, and the processes of `multiprocessing`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["pytest", "baton.bench.kv.pair", "baton.bench.kv.exported", "baton.bench.router.stall"]
+        ["pytest", "baton.bench.kv.pair", "baton.bench.kv.exported", "baton.bench.router.ends"]
     )
     with forking(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda method: context)
-        for module in (ends, stall):
-            patch.setattr(module, "CONTEXT", context)
+        patch.setattr(ends, "CONTEXT", context)
         yield
 
 
@@ -142,14 +143,6 @@ def check_flags(command: str, *flags: str) -> None:
     from baton.cluster.cli import app
 
     commands_of(app)[command].make_context(command, [*flags])
-
-
-class StandInRoles(Roles):
-    """Starts no process. Raises an error for flags that the role does not take."""
-
-    def start(self, role: str, *flags: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
-        check_flags(role, *flags)
-        return {"address": "127.0.0.1:1", "url": "http://127.0.0.1:1", "metrics_address": "127.0.0.1:1"}
 
 
 @pytest.fixture
@@ -260,30 +253,37 @@ def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytes
 
 
 @pytest.fixture(scope="module")
-def routed() -> Iterator[tuple[Roles, ends.FakeWorkers, dict[str, Any]]]:
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, ends.FakeWorkers]]:
     """Fake workers in their process, and a real router."""
-    with Roles() as roles, contextlib.closing(ends.FakeWorkers(roles.secret)) as workers:
-        yield roles, workers, router.start_router(roles, workers)
+    secret, where = "a secret of the cluster", tmp_path_factory.mktemp("router")
+    with (
+        contextlib.closing(ends.FakeWorkers(secret.encode())) as workers,
+        LocalCluster(where, prefill=0, decode=0, secret=secret, router_flags=workers.flags) as cluster,
+    ):
+        uvloop.run(router.until_ready(cluster.url))
+        yield cluster, workers
 
 
 @pytest.fixture
 def shared(
-    routed: tuple[Roles, ends.FakeWorkers, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    routed: tuple[LocalCluster, ends.FakeWorkers], monkeypatch: pytest.MonkeyPatch
 ) -> ends.FakeWorkers:
     """`bench.router` gets the router and the workers of `routed`."""
-    roles, workers, ready = routed
+    cluster, workers = routed
 
-    class Started(StandInRoles):
-        def __init__(self) -> None:
-            super().__init__()
-            self.secret = roles.secret
+    def started(
+        directory: Path, *, prefill: int, decode: int, secret: str, router_flags: list[str]
+    ) -> contextlib.nullcontext[Any]:
+        check_flags("router", *router_flags)
+        assert prefill == decode == 0
+        stand_in = SimpleNamespace(
+            url=cluster.url, report=cluster.report, restart_router=partial(check_flags, "router")
+        )
+        return contextlib.nullcontext(stand_in)
 
-        def start(self, role: str, *flags: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
-            check_flags(role, *flags)
-            return ready
-
-    monkeypatch.setattr(router, "Roles", Started)
+    monkeypatch.setattr(router, "LocalCluster", started)
     monkeypatch.setattr(router, "FakeWorkers", lambda secret: contextlib.nullcontext(workers))
+    monkeypatch.setattr(router.secrets, "token_hex", lambda count: cluster.secret)
     monkeypatch.setattr(router, "WARM_UP", 1)
     monkeypatch.setattr(router, "PERIODS", 1)
     # In such a short time the kernel may count no CPU time.
@@ -296,7 +296,7 @@ def shared(
 
 def test_runs_router(
     run: Callable[..., dict[str, Any]],
-    routed: tuple[Roles, ends.FakeWorkers, dict[str, Any]],
+    routed: tuple[LocalCluster, ends.FakeWorkers],
     shared: ends.FakeWorkers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -304,7 +304,7 @@ def test_runs_router(
     monkeypatch.setattr(router, "large_requests", lambda: large)
     few = partial(router.decisions, 100, 2)
     monkeypatch.setattr(router, "decisions", lambda workers, count, busy: few(busy=busy))
-    with ends.OpenStreams(routed[2]["url"], 1) as load:  # one load for all, since each is a process
+    with ends.OpenStreams(routed[0].url, 1) as load:  # one load for all, since each is a process
         monkeypatch.setattr(router, "OpenStreams", lambda url, streams: contextlib.nullcontext(load))
         rows = run("router", "--pairs", "100", "--streams", "1", "--seconds", "0.1")
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
@@ -352,22 +352,22 @@ def test_overlap_gives_each_rank_a_gpu(
 ) -> None:
     overlap = import_module("baton.bench.overlap.__main__")
     present = ["0", "1", "2", "3"]
-    monkeypatch.setattr(overlap, "visible_gpus", lambda: present)
+    monkeypatch.setattr("baton.bench.roles.visible_gpus", lambda: present)
 
-    def devices(prefill: int, decode: int) -> list[str | None]:
+    def devices(prefill: int, decode: int) -> list[str]:
         args = SimpleNamespace(
             device="cuda", prefill_ranks=prefill, decode_ranks=decode, prefill_kv_cache_dtype="auto",
             decode_kv_cache_dtype="fp8",
         )  # fmt: skip
-        return [group.environment.get("CUDA_VISIBLE_DEVICES") for group in overlap.groups(args)]
+        return [flags[-1] for flags in overlap.groups(args)]
 
-    assert devices(2, 1) == ["0,1", "3"]
-    assert devices(2, 2) == ["0,1", "2,3"]
+    assert devices(2, 1) == ["cuda:0", "cuda:3"]
+    assert devices(2, 2) == ["cuda:0", "cuda:2"]
     del present[2:]
-    assert devices(2, 1) == ["0,1", "1"]
-    assert devices(2, 2) == ["0,1", "0,1"]
+    assert devices(2, 1) == ["cuda:0", "cuda:1"]
+    assert devices(2, 2) == ["cuda:0", "cuda:0"]
     del present[1:]
-    assert devices(1, 1) == ["0", "0"]
+    assert devices(1, 1) == ["cuda:0", "cuda:0"]
     with pytest.raises(SystemExit):
         devices(1, 2)
     assert "--prefill-ranks 1 --decode-ranks 2: needs 2 GPUs, and there are 1" in capsys.readouterr().err
@@ -416,13 +416,13 @@ def test_runs_disagg(
 
 def test_runs_flip(
     run: Callable[..., dict[str, Any]],
-    routed: tuple[Roles, ends.FakeWorkers, dict[str, Any]],
+    routed: tuple[LocalCluster, ends.FakeWorkers],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fake workers, which compute no prompt. A made-up trace has one for each flip, and one before it."""
-    roles, workers, ready = routed
+    real, workers = routed
     decode = SimpleNamespace(lives=[{"address": workers.decode}])
-    cluster = SimpleNamespace(url=ready["url"], secret=roles.secret.decode(), of=lambda role: [None, decode])
+    cluster = SimpleNamespace(url=real.url, secret=real.secret, of=lambda role: [None, decode])
     computed = iter(range(100))
     writers: list[TraceWriter] = []
     monkeypatch.setattr(contract, "gpus", list)
@@ -443,15 +443,15 @@ def test_runs_flip(
         return contextlib.nullcontext(cluster)
 
     def traced(writer: TraceWriter, attempt: str) -> None:
-        writer.instant("taken", attempt=attempt)
-        writer.instant("first token", prefill=attempt, computing=0.0)
+        writer.instant("taken", attempt=attempt.encode().hex())
+        writer.instant("first token", prefill=attempt.encode().hex(), computing=0.0)
         writer.flush()
 
     monkeypatch.setattr(flip, "LocalCluster", started)
     monkeypatch.setattr(flip, "leaks_when_idle", lambda url: {})
     monkeypatch.setattr(flip, "QUIET_S", (0.0, 0.0))
 
-    async def status(channel: rpc.Channel) -> pb.WorkerStatus:
+    async def status(channel: Channel) -> pb.WorkerStatus:
         number = next(computed)
         traced(writers[-1], f"{number}")
         return pb.WorkerStatus(prompt_tokens=1 + number)
@@ -470,7 +470,7 @@ def test_runs_flip(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "reuse"])
+@pytest.mark.parametrize("bench", ["disagg", "engine", "flip", "kv --only tcp", "reuse"])
 def test_the_short_form_runs_with_real_processes(bench: str, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     name, *flags = bench.split()

@@ -1,10 +1,16 @@
+"""From records to rows."""
+
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
+from baton.bench.load.measurement.quantiles import Series
 from baton.bench.load.measurement.slo import Slo
 from baton.bench.load.measurement.summary import Summary, request_value, summarize
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 from tests.bench.support import record
 
 
@@ -18,50 +24,50 @@ def _every(count: int, **more: object) -> list[Record]:
 
 def test_latencies_are_exact() -> None:
     records = [record(i * 0.1, ttft=0.2, gaps=(0.03,) * 9 + (0.15,)) for i in range(100)]
-    found = _summary(records).latencies
-    assert found["ttft"]["p99"].value == pytest.approx(200)
-    assert found["ttit"]["p50"].value == pytest.approx(30)
-    assert found["ttit"]["p99"].value == pytest.approx(150)
-    assert found["ttit"]["max"].value == pytest.approx(150)
-    assert found["handover"]["max"].value == pytest.approx(30)
-    assert found["ttit.request"]["p50"].value == pytest.approx(42)
-    assert found["e2e"]["p50"].value == pytest.approx(620)
+    found = _summary(records).rows
+    assert found["ttft.p99"].value == pytest.approx(200)
+    assert found["ttit.p50"].value == pytest.approx(30)
+    assert found["ttit.p99"].value == pytest.approx(150)
+    assert found["ttit.max"].value == pytest.approx(150)
+    assert found["handover.max"].value == pytest.approx(30)
+    assert found["ttit.request.p50"].value == pytest.approx(42)
+    assert found["e2e.p50"].value == pytest.approx(620)
 
 
 def test_latency_counts_from_the_intended_time() -> None:
     late = record(1.0, ttft=0.5)
     late.sent, late.lag = 1.4, 0.4
-    assert _summary([late]).latencies["ttft"]["p50"].value == pytest.approx(500)
+    assert _summary([late]).rows["ttft.p50"].value == pytest.approx(500)
 
 
 def test_throughput_counts_arrivals_within_the_window() -> None:
     records = _every(101, ttft=0.05, gaps=(0.01, 0.01))
     found = _summary(records)
-    assert (found.begin, found.end) == (0.0, pytest.approx(10.0))
-    assert found.output_tokens_per_s == pytest.approx(30, rel=0.02)
-    assert found.requests_per_s == pytest.approx(10, rel=0.02)
+    assert found.detail["window"] == [0.0, pytest.approx(10.0)]
+    assert found.rows["throughput.output_tokens"].value == pytest.approx(30, rel=0.02)
+    assert found.rows["throughput.requests"].value == pytest.approx(10, rel=0.02)
 
 
 def test_throughput_excludes_the_time_before_the_first_answer() -> None:
     """10 requests a second of 4 s each: nothing is complete in the first 4 s."""
     found = _summary(_every(201, ttft=1.0, gaps=(0.5,) * 6))
-    assert found.requests_per_s == pytest.approx(10, rel=0.02)
-    assert found.output_tokens_per_s == pytest.approx(70, rel=0.02)
-    assert "throughput from 4.0 s on" in found.window_statement
+    assert found.rows["throughput.requests"].value == pytest.approx(10, rel=0.02)
+    assert found.rows["throughput.output_tokens"].value == pytest.approx(70, rel=0.02)
+    assert "throughput from 4.0 s on" in found.detail["window_statement"]
 
 
 def test_the_warm_up_is_excluded_everywhere() -> None:
     slow = [record(i * 0.1, ttft=3.0, index=i) for i in range(20)]
     found = _summary(slow + [record(2 + i * 0.1, ttft=0.1, index=i) for i in range(60)], warm_up=2.0)
-    assert found.sent == 60
-    assert found.latencies["ttft"]["max"].value == pytest.approx(100)
-    assert found.begin == 2.0
+    assert found.rows["requests.sent"].value == 60
+    assert found.rows["ttft.max"].value == pytest.approx(100)
+    assert found.detail["window"][0] == 2.0
 
 
 def test_a_burst_is_measured_until_its_last_answer() -> None:
     found = _summary([record(0.0, ttft=1.0, gaps=(1.0,), index=i) for i in range(8)])
-    assert found.end == pytest.approx(2.0)
-    assert "too few requests" in found.window_statement
+    assert found.detail["window"][1] == pytest.approx(2.0)
+    assert "too few requests" in found.detail["window_statement"]
 
 
 def test_failures_are_misses_and_enter_no_latency() -> None:
@@ -71,28 +77,28 @@ def test_failures_are_misses_and_enter_no_latency() -> None:
         for i in range(10)
     ]
     found = _summary(good + bad, "ttft=500")
-    assert (found.sent, found.ok, found.failed) == (100, 90, 10)
-    assert found.errors == {"http_429": 10}
-    assert found.error_samples == {"http_429": "busy"}
-    assert found.goodput_share == pytest.approx(0.9)
-    assert found.slo_met is False
-    assert found.latencies["ttft"]["max"].value == pytest.approx(100)
+    assert [found.rows[f"requests.{name}"].value for name in ("sent", "ok", "failed")] == [100, 90, 10]
+    assert found.detail["errors"] == {"http_429": {"count": 10, "sample": "busy"}}
+    assert found.rows["goodput.share"].value == pytest.approx(0.9)
+    assert found.detail["slo_met"] is False
+    assert found.rows["ttft.max"].value == pytest.approx(100)
 
 
 def test_a_server_that_fails_fast_cannot_meet_a_bound_on_quantiles() -> None:
     failed = [
         record(i * 0.1, failure=Failure.REFUSED, detail="x", index=i, output_tokens=None) for i in range(5)
     ]
-    assert _summary(_every(95) + failed, "ttft.p99=500").slo_met is False
-    assert _summary(_every(95), "ttft.p99=500").slo_met is True
-    assert _summary(failed, "ttft.p99=500").slo_met is False
+    assert _summary(_every(95) + failed, "ttft.p99=500").detail["slo_met"] is False
+    assert _summary(_every(95), "ttft.p99=500").detail["slo_met"] is True
+    assert _summary(failed, "ttft.p99=500").detail["slo_met"] is False
 
 
 def test_an_interrupted_request_is_no_failure() -> None:
     cut = record(9.0, failure=Failure.INTERRUPTED, detail="x", output_tokens=None)
     found = _summary([*_every(50), cut], "ttft=500")
-    assert (found.sent, found.failed, found.interrupted) == (50, 0, 1)
-    assert found.goodput_share == 1.0
+    assert [found.rows[f"requests.{name}"].value for name in ("sent", "failed")] == [50, 0]
+    assert found.detail["interrupted"] == 1
+    assert found.rows["goodput.share"].value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -116,42 +122,107 @@ def test_bounds_on_a_request_decide_goodput(slo: str, met: bool) -> None:
 
 
 def test_an_answer_of_one_token_meets_bounds_on_gaps() -> None:
-    assert _summary([record(0.0)], "ttit=1,gap=1,handover=1").goodput_share == 1.0
+    assert _summary([record(0.0)], "ttit=1,gap=1,handover=1").rows["goodput.share"].value == 1.0
 
 
 def test_a_chunk_of_several_tokens_with_running_usage() -> None:
     found = _summary([record(0.0, gaps=(0.04, 0.04), tokens=(1, 4, 4))])
-    assert found.tokens_per_chunk == 3
-    assert found.latencies["ttit"]["p50"].value == pytest.approx(40), "as it came"
-    assert found.latencies["ttit.normalized"]["p50"].value == pytest.approx(10)
-    assert found.latencies["ttit.request"]["p50"].value == pytest.approx(10)
+    assert found.rows["output.tokens_per_chunk"].value == 3
+    assert found.rows["ttit.p50"].value == pytest.approx(40), "as it came"
+    assert found.rows["ttit.normalized.p50"].value == pytest.approx(10)
+    assert found.rows["ttit.request.p50"].value == pytest.approx(10)
 
 
 def test_a_chunk_of_several_tokens_without_running_usage() -> None:
     found = _summary([record(0.0, gaps=(0.04, 0.04), output_tokens=9)])
-    assert found.latencies["ttit.normalized"]["p50"].value == pytest.approx(10)
+    assert found.rows["ttit.normalized.p50"].value == pytest.approx(10)
 
 
 def test_lengths_other_than_asked_for_are_counted() -> None:
     records = _every(3, asked_input=100, prompt_tokens=100, asked_output=5, output_tokens=5)
     records += _every(1, asked_input=100, prompt_tokens=103, asked_output=5, output_tokens=2)
     found = _summary(records)
-    assert (found.input_off, found.output_short) == (1, 1)
-    assert found.input_lengths == (100, 100.75, 103)
+    assert (found.rows["input.off"].value, found.rows["output.short"].value) == (1, 1)
+    assert found.rows["input.mean"].value == 100.75
 
 
 def test_a_run_without_records() -> None:
     found = _summary([], "ttft=1")
-    assert (found.sent, found.latencies, found.timeline) == (0, {}, [])
-    assert found.slo_met is False
+    assert (found.rows["requests.sent"].value, found.detail["timeline"]) == (0, [])
+    assert "ttft.p50" not in found.rows
+    assert found.detail["slo_met"] is False
 
 
 def test_the_time_line_adds_up() -> None:
     records = _every(100, ttft=0.05, gaps=(0.01,) * 4)
     failed = record(5.0, failure=Failure.REFUSED, detail="", output_tokens=None)
     failed.ended = 5.0
-    bins = _summary([*records, failed]).timeline
-    width = bins[1].at
-    assert sum(b.tokens_per_s for b in bins) * width == pytest.approx(500)
-    assert sum(b.in_flight for b in bins) * width == pytest.approx(sum(r.e2e for r in records), rel=0.01)
-    assert sum(b.failed for b in bins) == 1
+    bins = _summary([*records, failed]).detail["timeline"]
+    width = bins[1]["at"]
+    assert sum(b["tokens_per_s"] for b in bins) * width == pytest.approx(500, rel=1e-4)
+    assert sum(b["in_flight"] for b in bins) * width == pytest.approx(sum(r.e2e for r in records), rel=0.01)
+    assert sum(b["failed"] for b in bins) == 1
+
+
+def test_quantiles_are_by_nearest_rank() -> None:
+    found = Series.of([[float(x)] for x in range(1, 1001)]).rows("x", {})
+    assert {quantile: row.value for quantile, row in found.items()} == {
+        "p50": 500.0,
+        "p90": 900.0,
+        "p99": 990.0,
+        "p99.9": 999.0,
+        "max": 1000.0,
+    }
+
+
+def test_too_few_samples_have_no_upper_bound() -> None:
+    found = Series.of([[float(x)] for x in range(100)]).rows("x", {})
+    assert found["p99"].value == 98.0
+    assert found["p99"].high is None
+    assert found["p50"].high is not None
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [(1, {"p50", "max"}), (9, {"p50", "max"}), (10, {"p50", "p90", "max"}), (99, {"p50", "p90", "max"}),
+     (100, {"p50", "p90", "p99", "max"}), (1000, {"p50", "p90", "p99", "p99.9", "max"})],
+)  # fmt: skip
+def test_a_quantile_needs_a_sample_above_it(count: int, names: set[str]) -> None:
+    assert Series.of([[float(x)] for x in range(count)]).rows("x", {}).keys() == names
+
+
+@pytest.mark.parametrize("size", [1, 20])
+def test_the_interval_covers_the_true_value(size: int) -> None:
+    """95 of 100 times, also where the samples of a cluster are all alike."""
+    rng = np.random.default_rng(4)
+    covered = 0
+    for _ in range(300):
+        groups = [[x] * size for x in rng.exponential(1.0, 400).tolist()]
+        found = Series.of(groups).rows("x", {})["p90"]
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= np.log(10) <= found.high
+    assert 0.90 <= covered / 300 <= 0.99
+
+
+def test_clusters_widen_the_interval() -> None:
+    rng = np.random.default_rng(5)
+    values = rng.exponential(1.0, 200)
+    clustered = Series.of([[x] * 50 for x in values.tolist()]).rows("x", {})["p90"]
+    alone = Series.of([[x] for x in np.repeat(values, 50).tolist()]).rows("x", {})["p90"]
+    assert clustered.high is not None
+    assert alone.high is not None
+    assert clustered.low is not None
+    assert alone.low is not None
+    assert clustered.high - clustered.low > 3 * (alone.high - alone.low)
+
+
+def test_the_curve_ends_at_the_maximum_and_never_falls() -> None:
+    curve = Series.of([[float(x)] for x in range(5000)]).curve()
+    assert curve[-1] == (1.0, 4999.0)
+    assert all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(curve))
+
+
+def test_an_empty_series_has_no_quantiles() -> None:
+    assert Series.of([[], []]).rows("x", {}) == {}
+    assert Series.of([]).curve() == []

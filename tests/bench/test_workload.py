@@ -1,5 +1,8 @@
+"""What is sent and when."""
+
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,8 +12,7 @@ import pytest
 from baton.bench.load.target.tokenization import Composer, Segment, Tokenization
 from baton.bench.load.traffic import datasets
 from baton.bench.load.traffic.datasets import SAMPLE_CONVERSATIONS, SAMPLE_TRACE, Exchange, TraceLine
-from baton.bench.load.traffic.distribution import Distribution
-from baton.bench.load.traffic.workload import Listed, Session, Synthetic, Turn
+from baton.bench.load.traffic.workload import Arrivals, Distribution, Listed, Session, Synthetic, Turn
 from tests.bench.mock_server import count_tokens
 from tests.bench.support import EXACT
 
@@ -211,3 +213,42 @@ def test_the_samples_are_valid() -> None:
     shared = {i for line in lines for i in line.hash_ids}
     assert sum(len(line.hash_ids) for line in lines) > 2 * len(shared), "the point of the trace is its reuse"
     assert len(datasets.read_conversations(SAMPLE_CONVERSATIONS, 100, 4, seed=1)) >= 40
+
+
+def _times(arrivals: Arrivals, count: int, seed: int = 7) -> np.ndarray:
+    return np.array(list(itertools.islice(arrivals.times(seed), count)))
+
+
+def test_constant_arrivals_are_exact() -> None:
+    assert _times(Arrivals("constant", 8.0), 5).tolist() == [0.0, 0.125, 0.25, 0.375, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "variation"),
+    [
+        (Arrivals("poisson", 5.0), 1.0),
+        (Arrivals("gamma", 5.0, burstiness=0.25), 2.0),
+        (Arrivals("gamma", 5.0, burstiness=4.0), 0.5),
+    ],
+)
+def test_arrivals_have_their_rate_and_variation(arrivals: Arrivals, variation: float) -> None:
+    gaps = np.diff(_times(arrivals, 40_000))
+    assert gaps.mean() == pytest.approx(0.2, rel=0.03)
+    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.05)
+    assert gaps.min() >= 0
+
+
+@pytest.mark.parametrize(("first", "last"), [(2.0, 10.0), (10.0, 2.0), (5.0, 5.0)])
+def test_a_ramp_reaches_its_rate_and_stays_there(first: float, last: float) -> None:
+    times = np.concatenate(
+        [_times(Arrivals("ramp", first, ramp_to=last, ramp_seconds=100.0), 3000, seed) for seed in range(20)]
+    )
+    for begin, rate in ((0, first + 0.05 * (last - first)), (45, (first + last) / 2), (110, last)):
+        counted = np.sum((times >= begin) & (times < begin + 10)) / 10 / 20
+        assert counted == pytest.approx(rate, rel=0.1), begin
+
+
+def test_the_same_seed_gives_the_same_times() -> None:
+    arrivals = Arrivals("poisson", 3.0)
+    assert (_times(arrivals, 2000, 1) == _times(arrivals, 2000, 1)).all()
+    assert (_times(arrivals, 2000, 1) != _times(arrivals, 2000, 2)).any()

@@ -22,7 +22,7 @@ from baton.cluster.options.clients import DoctorOptions, EndpointOptions
 from baton.cluster.tools.doctor import network, nixl, node
 from baton.cluster.tools.doctor.finding import Finding, bad, exit_code, good, warning
 from baton.cluster.tools.doctor.running import running, workers
-from baton.rpc import TlsFiles
+from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
 
 SECRET = b"a secret for the doctor"

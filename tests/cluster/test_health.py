@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from baton import rpc
 from baton.cluster.supervision.calls import until_silent
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
+from baton.rpc.channel import cluster_pems, create_server
+from baton.rpc.tls import TlsFiles, add_port
 from tests.conftest import Certificates
 
 from .conftest import FAKE, until, until_ready
@@ -20,19 +21,19 @@ from .conftest import FAKE, until, until_ready
 SECRET = b"x" * 32
 
 
-async def silent(ready: Mapping[str, Any], tls: rpc.TlsFiles | None = None) -> str:
+async def silent(ready: Mapping[str, Any], tls: TlsFiles | None = None) -> str:
     return await until_silent(ready, SECRET, tls, interval=0.02, patience=0.8)
 
 
 async def test_a_role_is_silent_once_it_stops_answering(certificates: Certificates) -> None:
     """Side by side. Each first answers for longer than the patience."""
-    tls = rpc.TlsFiles(*certificates.worker, certificates.ca)
+    tls = TlsFiles(*certificates.worker, certificates.ca)
     await asyncio.gather(worker_stops(None), worker_stops(tls), router_hangs())
 
 
-async def worker_stops(tls: rpc.TlsFiles | None) -> None:
-    server = rpc.create_server(SECRET, tls)
-    port = rpc.add_port(server, "127.0.0.1", 0, rpc.cluster_pems(SECRET, tls))
+async def worker_stops(tls: TlsFiles | None) -> None:
+    server = create_server(SECRET, tls)
+    port = add_port(server, "127.0.0.1", 0, cluster_pems(SECRET, tls))
     await server.start()
     watching = asyncio.create_task(silent({"address": f"127.0.0.1:{port}"}, tls))
     await asyncio.sleep(1.2)

@@ -149,8 +149,9 @@ def test_a_worker_logs_its_settings_at_its_start(
     monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
     monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
     config = WorkerConfig(
-        role="decode", engine=EngineConfig("model"), secret=b"s" * 32, settings="optimize balanced, CPU: …"
-    )
+        role="decode", engine_module="engine", engine=EngineConfig("model"), secret=b"s" * 32,
+        settings="optimize balanced, CPU: …",
+    )  # fmt: skip
     with caplog.at_level(logging.INFO, "baton.worker.service_process.service"):
         assert baton.worker.service_process.service.run(config) == 1
     assert caplog.messages == ["optimize balanced, CPU: …", "stop here"]

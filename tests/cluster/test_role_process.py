@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import baton.rpc.process_end
+import baton.machine.system
 from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 
 from .conftest import FAKE, eventually, gone, until, until_ready
@@ -228,7 +228,7 @@ async def test_a_role_that_cannot_be_watched_is_ended_and_tried_again(
         tried.append(pid)
         if len(tried) == 1:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        await baton.rpc.process_end.process_end(pid)
+        await baton.machine.system.process_end(pid)
 
     monkeypatch.setattr("baton.cluster.supervision.role_process.process_end", process_end)
     state = await until_ready(start())

@@ -77,7 +77,7 @@ def workers_and_network(
             engine=TINY,
             ranks=request.param,
             kv_connector="tcp",
-            deadlines={"peer": 3.0},
+            deadlines={"peer_dead": 3.0},
         ) as started,
         network_before(started[0]) as network,
     ):

@@ -28,10 +28,9 @@ async def test_a_first_token_that_ends_the_request_ends_the_transfer(workers: Wo
     async with paired(*workers) as pair:
         likely = (await pair.generate(prompt(50), sampling(max_tokens=2))).tokens[0]
         req = request(prompt(50), sampling(max_tokens=5, stop_token_ids=[likely]))
-        prefill_id, decode_id = await pair.submit(req)
+        prefill_id, decode_id = await pair.reserve(req)
         token, _ = await pair.prefill.token(prefill_id)
         assert (token.token_id, token.finish_reason) == (likely, pb.FINISH_REASON_STOP)
-        await pair.decode.reserved(decode_id)
         failure = await pair.decode.failure(decode_id)
         assert failure.code == pb.FAILURE_CODE_FINISHED
         await assert_whole(*workers)
@@ -91,10 +90,8 @@ async def test_a_finished_request_is_released_on_both_sides(workers: Workers) ->
 
 async def test_cancel_before_anything_is_computed(workers: Workers) -> None:
     async with paired(*workers) as pair:
-        _, blocking = await pair.submit(request(prompt(2000), ENDLESS))
-        await pair.decode.reserved(blocking)
-        prefill_id, decode_id = await pair.submit(request(prompt(1000), ENDLESS))
-        await pair.decode.reserved(decode_id)
+        _, blocking = await pair.reserve(request(prompt(2000), ENDLESS))
+        prefill_id, decode_id = await pair.reserve(request(prompt(1000), ENDLESS))
         await pair.prefill.cancel(prefill_id)
         await pair.decode.cancel(decode_id)
         await pair.decode.token(blocking)
@@ -110,8 +107,7 @@ async def test_cancel_stops_a_prefill_between_its_chunks(workers: Workers) -> No
     async with paired(*workers) as pair:
         for _ in range(8):
             before = prefilled()
-            prefill_id, decode_id = await pair.submit(request(prompt(3900), sampling(max_tokens=100)))
-            await pair.decode.reserved(decode_id)
+            prefill_id, decode_id = await pair.reserve(request(prompt(3900), sampling(max_tokens=100)))
             await pair.prefill.cancel(prefill_id)
             await pair.decode.cancel(decode_id)
             await assert_whole(*workers)
@@ -130,8 +126,7 @@ async def test_cancel_while_kv_is_streaming(workers: Workers) -> None:
     async with paired(*workers) as pair:
         for moment in ("reserved", "some", "computed"):
             before = await frames()
-            prefill_id, decode_id = await pair.submit(request(prompt(2000), ENDLESS))
-            await pair.decode.reserved(decode_id)
+            prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
             while moment == "some" and await frames() == before:
                 pass
             if moment == "computed":
@@ -143,8 +138,7 @@ async def test_cancel_while_kv_is_streaming(workers: Workers) -> None:
 
 async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers) -> None:
     async with paired(*workers) as pair:
-        prefill_id, decode_id = await pair.submit(request(prompt(2000), ENDLESS))
-        await pair.decode.reserved(decode_id)
+        prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
         await pair.prefill.cancel(prefill_id)
         failure = await pair.decode.failure(decode_id)
         assert (failure.code, failure.message) == (pb.FAILURE_CODE_KV_FAILED, "cancelled")
@@ -157,8 +151,7 @@ async def test_cancel_of_the_prefill_alone_fails_the_kv(workers: Workers) -> Non
 
 async def test_cancel_of_the_decode_alone_leaves_the_prefill_held(workers: Workers) -> None:
     async with paired(*workers) as pair:
-        prefill_id, decode_id = await pair.submit(request(prompt(2000), ENDLESS))
-        await pair.decode.reserved(decode_id)
+        prefill_id, decode_id = await pair.reserve(request(prompt(2000), ENDLESS))
         await pair.decode.cancel(decode_id)
         await assert_whole(workers[1])
         await pair.prefill.token(prefill_id)
@@ -169,8 +162,7 @@ async def test_cancel_of_the_decode_alone_leaves_the_prefill_held(workers: Worke
 
 async def test_cancel_while_decoding(workers: Workers) -> None:
     async with paired(*workers) as pair:
-        _, decode_id = await pair.submit(request(prompt(100), ENDLESS))
-        await pair.decode.reserved(decode_id)
+        _, decode_id = await pair.reserve(request(prompt(100), ENDLESS))
         before = metrics(workers[1])[generated := "vllm:generation_tokens_total"]
         for _ in range(5):
             await pair.decode.token(decode_id)
@@ -188,8 +180,7 @@ async def test_cancel_of_an_unknown_attempt_is_ignored(workers: Workers) -> None
 
 async def test_a_router_cannot_cancel_an_attempt_of_another_router(workers: Workers) -> None:
     async with paired(*workers) as pair, paired(*workers) as other:
-        _, decode_id = await pair.submit(request(prompt(10), sampling(max_tokens=200, ignore_eos=True)))
-        await pair.decode.reserved(decode_id)
+        _, decode_id = await pair.reserve(request(prompt(10), sampling(max_tokens=200, ignore_eos=True)))
         await pair.decode.token(decode_id)
         await other.decode.cancel(decode_id)
         assert len(await pair.decode.tokens(decode_id)) == 199
@@ -221,8 +212,7 @@ async def test_a_retarget_takes_the_kv_from_another_prefill(workers: Workers) ->
         await pair.prefill.token(prefill_id)
         await pair.prefill.cancel(prefill_id)
         await assert_whole(workers[0])  # the held prefill is released
-        decode_id = await pair.decode.submit_decode(request(prompt(100), params), pair.source(prefill_id))
-        await pair.decode.reserved(decode_id)
+        decode_id = await pair.decode.reserve(request(prompt(100), params), pair.source(prefill_id))
         assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
         again = await pair.prefill.submit_prefill(request(prompt(100), params, emitted), handover=True)
         await retarget(pair, decode_id, again, emitted)
@@ -236,8 +226,7 @@ async def test_a_retarget_replaces_a_fetch_under_way(workers: Workers) -> None:
     async with paired(*workers) as pair:
         params = sampling(max_tokens=4, ignore_eos=True)
         req = request(prompt(1500), params)
-        slow, decode_id = await pair.submit(req)
-        await pair.decode.reserved(decode_id)
+        slow, decode_id = await pair.reserve(req)
         other = await pair.prefill.submit_prefill(req, handover=True)
         await retarget(pair, decode_id, other, [])
         assert len(await pair.decode.tokens(decode_id)) == 4
@@ -263,8 +252,7 @@ async def test_without_room_a_request_is_refused_and_counted(workers: Workers) -
     async with paired(*workers) as pair:
         nowhere = pair.source(os.urandom(16))
         big = request(prompt(BLOCKS // 2 * 16), sampling(max_tokens=2))
-        first = await pair.decode.submit_decode(big, nowhere)
-        await pair.decode.reserved(first)
+        first = await pair.decode.reserve(big, nowhere)
         before = (await status(pair.decode)).no_room
         second = await pair.decode.submit_decode(big, nowhere)
         assert (await pair.decode.failure(second)).code == pb.FAILURE_CODE_NO_ROOM
@@ -276,8 +264,7 @@ async def test_without_room_a_request_is_refused_and_counted(workers: Workers) -
 async def test_a_reservation_without_kv_is_handed_back_at_the_deadline(workers: Workers) -> None:
     async with paired(*workers) as pair:
         late = request(prompt(10), sampling(), timeout_ms=300)
-        decode_id = await pair.decode.submit_decode(late, pair.source(os.urandom(16)))
-        await pair.decode.reserved(decode_id)
+        decode_id = await pair.decode.reserve(late, pair.source(os.urandom(16)))
         assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_HANDED_BACK
         await assert_whole(*workers)
 
@@ -286,9 +273,8 @@ async def test_a_reservation_without_kv_is_handed_back_at_the_deadline(workers: 
 async def test_a_dead_prefill_worker_fails_the_kv(workers: Workers) -> None:
     async with paired(*workers) as pair:
         source = pair.source(os.urandom(16))
-        source.kv_address = "127.0.0.1:9"
-        decode_id = await pair.decode.submit_decode(request(prompt(10), sampling()), source)
-        await pair.decode.reserved(decode_id)
+        source.kv_address, source.incarnation = "127.0.0.1:9", 7  # no session with it is open
+        decode_id = await pair.decode.reserve(request(prompt(10), sampling()), source)
         assert (await pair.decode.failure(decode_id)).code == pb.FAILURE_CODE_KV_FAILED
         await pair.decode.cancel(decode_id)
         await assert_whole(*workers)
@@ -347,11 +333,10 @@ async def test_an_invalid_request_is_refused_and_its_stream_goes_on(workers: Wor
 
 async def test_an_attempt_id_in_use_is_refused(workers: Workers) -> None:
     async with paired(*workers) as pair:
-        prefill_id, decode_id = await pair.submit(
+        prefill_id, decode_id = await pair.reserve(
             request(prompt(10), sampling(max_tokens=50, ignore_eos=True))
         )
         again = request(prompt(20), sampling())
-        await pair.decode.reserved(decode_id)
         await pair.decode.send(
             decode=pb.SubmitDecode(decode_id=decode_id, request=again, source=pair.source(prefill_id))
         )

@@ -64,8 +64,7 @@ async def test_a_decode_takes_a_prefill_that_is_held_already(workers: Workers) -
         expected = await pairs["forth"].generate(asked.prompt_ids, GREEDY)
         prefill_id = await here.prefill.submit_prefill(asked, handover=True)
         first, _ = await here.prefill.token(prefill_id)
-        decode_id = await here.decode.submit_decode(asked, here.source(prefill_id))
-        await here.decode.reserved(decode_id)
+        decode_id = await here.decode.reserve(asked, here.source(prefill_id))
         tokens = [token.token_id for token, _ in await here.decode.tokens(decode_id)]
         assert tokens == expected.tokens
         assert tokens[0] == first.token_id

@@ -73,8 +73,7 @@ async def test_a_first_token_beyond_the_vocabulary_fails_its_request_alone(
     async with paired(*workers) as pair:
         right = await right_answer(pair)
         network.first_token = first
-        _, decode_id = await pair.submit(request(PROMPT, PARAMS))
-        await pair.decode.reserved(decode_id)
+        _, decode_id = await pair.reserve(request(PROMPT, PARAMS))
         failure = await pair.decode.failure(decode_id)
         assert (failure.code, failure.message) == (
             pb.FAILURE_CODE_ENGINE,
@@ -92,8 +91,7 @@ async def test_repeated_corruption_fails_the_kv_and_keeps_the_reservation(
     async with paired(*workers) as pair:
         right = await right_answer(pair)
         with damaging(network, "corrupt", frames=10_000):
-            prefill_id, decode_id = await pair.submit(request(PROMPT, PARAMS))
-            await pair.decode.reserved(decode_id)
+            prefill_id, decode_id = await pair.reserve(request(PROMPT, PARAMS))
             failure = await pair.decode.failure(decode_id)
             assert (failure.code, failure.message) == (pb.FAILURE_CODE_KV_FAILED, "integrity")
         await pair.prefill.cancel(prefill_id)

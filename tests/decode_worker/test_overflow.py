@@ -7,7 +7,6 @@ import pytest
 from baton.rpc import worker_pb2 as pb
 from tests.cluster_helpers import (
     WorkerProcess,
-    WorkerStream,
     assert_whole,
     attached,
     metrics,
@@ -17,13 +16,6 @@ from tests.cluster_helpers import (
 )
 
 from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
-
-
-async def submit_here(stream: WorkerStream, req: pb.Request) -> bytes:
-    decode_id = req.request_id
-    await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=req))
-    return decode_id
-
 
 PARAMS = [
     sampling(max_tokens=9, ignore_eos=True),
@@ -39,8 +31,7 @@ async def test_a_local_prefill_gives_the_tokens_of_a_handover(
     async with paired(*caching_workers) as pair:
         right = await pair.generate(prompt(length), params)
         for output_ids in ([], right.tokens[:3]):  # a new request, and one that continues after a failure
-            decode_id = await submit_here(pair.decode, request(prompt(length), params, output_ids))
-            await pair.decode.reserved(decode_id)
+            decode_id = await pair.decode.reserve(request(prompt(length), params, output_ids))
             tokens = [token for token, _ in await pair.decode.tokens(decode_id)]
             assert [*output_ids, *(t.token_id for t in tokens)] == right.tokens
             assert [t.output_index for t in tokens] == list(range(len(output_ids), 9))
@@ -53,10 +44,9 @@ async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(cachin
     params = sampling(max_tokens=120, ignore_eos=True)
     async with paired(*caching_workers) as pair:
         right = (await pair.generate(prompt(40), params)).tokens
-        _, running = await pair.submit(request(prompt(40), params))
-        await pair.decode.reserved(running)
+        _, running = await pair.reserve(request(prompt(40), params))
         first, _ = await pair.decode.token(running)
-        here = await submit_here(pair.decode, request(prompt(300), sampling(max_tokens=4, ignore_eos=True)))
+        here = await pair.decode.submit_decode(request(prompt(300), sampling(max_tokens=4, ignore_eos=True)))
         rest = [token.token_id for token, _ in await pair.decode.tokens(running)]
         assert [first.token_id, *rest] == right
         await pair.decode.reserved(here)
@@ -68,12 +58,10 @@ async def test_a_local_prefill_beside_a_running_request_changes_no_tokens(cachin
 
 async def test_decoded_tokens_are_cached_for_the_next_turn(caching_workers: Workers) -> None:
     async with attached(caching_workers[1]) as decode:
-        turn = await submit_here(decode, request(prompt(64), sampling(max_tokens=40, ignore_eos=True)))
-        await decode.reserved(turn)
+        turn = await decode.reserve(request(prompt(64), sampling(max_tokens=40, ignore_eos=True)))
         answer = [token.token_id for token, _ in await decode.tokens(turn)]
         longer = [*prompt(64), *answer, 1, 2, 3]
-        turn = await submit_here(decode, request(longer, sampling(max_tokens=2, ignore_eos=True)))
-        await decode.reserved(turn)
+        turn = await decode.reserve(request(longer, sampling(max_tokens=2, ignore_eos=True)))
         first, _ = await decode.token(turn)
         assert first.cached_tokens == 96  # 103 are known, in blocks of 16
 
@@ -90,8 +78,7 @@ async def test_fetched_kv_is_cached_and_reported(caching_workers: Workers) -> No
         while not reported.issuperset(cached):
             reported.update((await asyncio.wait_for(pair.decode.caches.get(), 30)).added)
         params = sampling(max_tokens=5, ignore_eos=True)
-        here = await submit_here(pair.decode, request(second, params))
-        await pair.decode.reserved(here)
+        here = await pair.decode.reserve(request(second, params))
         tokens = [token for token, _ in await pair.decode.tokens(here)]
         assert tokens[0].cached_tokens == 256  # 259 are known, in blocks of 16
         assert [token.token_id for token in tokens] == (await pair.generate(second, params)).tokens
@@ -100,7 +87,7 @@ async def test_fetched_kv_is_cached_and_reported(caching_workers: Workers) -> No
 
 async def test_a_cancel_and_the_end_of_the_stream_stop_local_prefills(caching_workers: Workers) -> None:
     async with attached(caching_workers[1]) as decode:
-        ids = [await submit_here(decode, request(prompt(2000 + i), ENDLESS)) for i in range(2)]
+        ids = [await decode.submit_decode(request(prompt(2000 + i), ENDLESS)) for i in range(2)]
         for decode_id in ids:
             await decode.reserved(decode_id)
         await decode.cancel(ids[0])
@@ -111,8 +98,7 @@ async def test_a_retarget_of_a_local_prefill_changes_nothing(caching_workers: Wo
     async with paired(*caching_workers) as pair:
         params = sampling(max_tokens=5, ignore_eos=True)
         right = (await pair.generate(prompt(200), params)).tokens
-        decode_id = await submit_here(pair.decode, request(prompt(200), params))
-        await pair.decode.reserved(decode_id)
+        decode_id = await pair.decode.reserve(request(prompt(200), params))
         await retarget(pair, decode_id, bytes(16), [])
         assert [token.token_id for token, _ in await pair.decode.tokens(decode_id)] == right
         await assert_whole(*caching_workers)
@@ -123,10 +109,10 @@ async def test_a_local_prefill_without_room_is_refused_and_the_youngest_is_preem
 ) -> None:
     async with attached(caching_workers[1]) as decode:
         grow = sampling(max_tokens=300, ignore_eos=True)
-        old, young = [await submit_here(decode, request(prompt(2250 + i), grow)) for i in range(2)]
+        old, young = [await decode.submit_decode(request(prompt(2250 + i), grow)) for i in range(2)]
         for decode_id in (old, young):
             await decode.reserved(decode_id)
-        third = await submit_here(decode, request(prompt(BLOCKS * 16 // 2), grow))
+        third = await decode.submit_decode(request(prompt(BLOCKS * 16 // 2), grow))
         assert (await decode.failure(third)).code == pb.FAILURE_CODE_NO_ROOM
         assert len(await decode.tokens(old)) == 300
         events = decode.events[young]
@@ -140,8 +126,7 @@ async def test_metrics_count_a_local_prefill(caching_workers: Workers) -> None:
     worker: WorkerProcess = caching_workers[1]
     before = metrics(worker)
     async with attached(worker) as decode:
-        decode_id = await submit_here(decode, request(prompt(150), sampling(max_tokens=5, ignore_eos=True)))
-        await decode.reserved(decode_id)
+        decode_id = await decode.reserve(request(prompt(150), sampling(max_tokens=5, ignore_eos=True)))
         await decode.tokens(decode_id)
         await status(decode)
     after = metrics(worker)

@@ -75,8 +75,7 @@ async def test_a_retarget_fetches_what_is_missing_of_the_longer_text(caching_wor
         tokens, _ = await handed_over(caching_workers, pair, prompt)
         before = await received(caching_workers, pair)
         lost = pair.source(bytes(16))
-        decode_id = await pair.decode.submit_decode(request(prompt, SHORT), lost)
-        await pair.decode.reserved(decode_id)
+        decode_id = await pair.decode.reserve(request(prompt, SHORT), lost)
         again = request(prompt, SHORT, tokens[:1])
         prefill_id = await pair.prefill.submit_prefill(again, handover=True)
         await retarget(pair, decode_id, prefill_id, tokens[:1])
@@ -135,9 +134,8 @@ async def alone(
     """As `answered`, and how many positions were cached."""
     here = request(prompt, params)
     here.cache_salt = salt
-    await stream.send(decode=pb.SubmitDecode(decode_id=here.request_id, request=here, content=content))
-    await stream.reserved(here.request_id)
-    events = [token for token, _ in await stream.tokens(here.request_id)]
+    decode_id = await stream.reserve(here, content=content)
+    events = [token for token, _ in await stream.tokens(decode_id)]
     return [token.token_id for token in events], events[0].cached_tokens
 
 
@@ -202,13 +200,10 @@ async def test_a_request_that_ends_while_its_prefix_is_fetched_leaves_nothing(
     prompt = text(1500, 30)
     async with attached(caching_workers[0]) as prefill, attached(caching_workers[1]) as decode:
         await answered(decode, prompt, SHORT)
-        here = request([*prompt, 1], SHORT)
-        submit = pb.SubmitDecode(
-            decode_id=here.request_id, request=here, content=cache_of(caching_workers[1])
-        )
-        await prefill.send(decode=submit)
+        content = cache_of(caching_workers[1])
+        decode_id = await prefill.submit_decode(request([*prompt, 1], SHORT), content=content)
         if left == "cancelled":
-            await prefill.cancel(here.request_id)
+            await prefill.cancel(decode_id)
     await assert_whole(*caching_workers)
 
 

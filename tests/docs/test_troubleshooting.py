@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("cluster", "engine", "kv_transfer", "prefill_worker", "decode_worker", "router", "rpc", "worker")
+PACKAGES = (
+    "cluster", "content", "decode_worker", "engine", "kv_transfer", "machine", "prefill_worker", "router",
+    "rpc", "worker",
+)  # fmt: skip
 
 
 def source() -> str:

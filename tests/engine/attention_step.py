@@ -12,7 +12,6 @@ from torch import Tensor
 from baton.engine.execution.inputs import attention_metadata, read_by_device
 from baton.engine.kernels import HeadNorm, Kernels
 from baton.engine.kernels.attention.paged import first_seen
-from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span
 from baton.engine.step import Draws, Variant, arrange
 from tests.engine.kernel_checks import F32, close, normal
@@ -38,7 +37,7 @@ class Step:
         decodes: Sequence[tuple[int, int]] = (),
     ) -> None:
         """`decodes`: spans that decode. Those of one token do, too."""
-        self.scale = scale
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.heads, self.dtype, self.span = heads, dtype, span
         self.sinks = normal(heads[0], seed=seed + 97).to(dtype) if with_sinks else None
         decodes = [span for span in spans if span[1] - span[0] == 1 or span in decodes]
@@ -93,14 +92,14 @@ class Step:
         kv, rotary = put(self.kv), put(self.rotary)
         if norm is not None:
             norm = HeadNorm(put(norm.scale), norm.eps)
-        q, k, v = kernels.rope_and_write(put(self.qkv), rotary, norm, kv, metadata.slots)
+        q = kernels.rope_and_write(put(self.qkv), rotary, norm, kv, metadata.slots)
         plan = kernels.plan(metadata, *self.heads, kv.dtype, self.span)
         sinks = None if self.sinks is None else put(self.sinks)
-        return kernels.attention(q, k, v, kv, plan, sinks, self.scale), kv, q
+        return kernels.attention(q, kv, plan, sinks, self.scale), kv, q
 
     def check(self, kernels: Kernels, device: str, norm: HeadNorm | None = None) -> None:
         out, kv, q = self.run(kernels, device, norm)
-        expected, expected_kv, expected_q = self.run(TorchKernels(), "cpu", norm, exact=True)
+        expected, expected_kv, expected_q = self.run(Kernels(), "cpu", norm, exact=True)
         close(q, expected_q)
         written = expected_kv.isfinite()
         assert torch.equal(kv.cpu().isfinite(), written), "each position is in its slot, and nothing else is"

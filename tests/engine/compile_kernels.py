@@ -65,6 +65,7 @@ def main() -> None:
     from baton.engine.kernels.triton_kernels import TritonKernels
     from baton.engine.model_config import ClampedSwiGLU, Scoring, Span
     from baton.kv_transfer.device import copy_kernels
+    from baton.kv_transfer.device.copy_kernels import Pages
 
     def step(
         dtype: torch.dtype,
@@ -97,9 +98,10 @@ def main() -> None:
         )
         head_norm = HeadNorm(torch.zeros(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if norm else None
         qkv = torch.zeros(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
-        q, k, v = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
+        q = kernels.rope_and_write(qkv, torch.zeros(rows, 2, head_dim), head_norm, kv, metadata.slots)
         sinks = None if span is None else x[0, :heads]
-        kernels.attention(q, k, v, kv, kernels.plan(metadata, heads, kv_heads, dtype, span), sinks)
+        plan = kernels.plan(metadata, heads, kv_heads, dtype, span)
+        kernels.attention(q, kv, plan, sinks, head_dim**-0.5)
         if isinstance(kv, Fp8KV):
             gather_kv.gather(kv, metadata.block_tables[0], dtype)
         if dtype is not torch.float32:
@@ -115,14 +117,16 @@ def main() -> None:
                     for tokens in (1, 20, 64, *([rows] if grouped else [])):
                         linear.triton(kernels.quantize(x[:tokens], grouped=grouped))
         table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
+        values, scales = parts(kv)
+        pools = [values, *([] if scales is None else [scales.transpose(2, 3).unsqueeze(4)])]
         for into_pool in (False, True):
-            for pool in parts(kv):
-                if pool is not None:
-                    for sums in (False, True):
-                        copy_kernels.launch(table, pool, 3, kv_heads, into_pool=into_pool, sums=sums)
+            for pool in pools:
+                for sums in (False, True):
+                    pages = Pages.of(pool)
+                    copy_kernels.launch(table, pages, (3, kv_heads), into_pool=into_pool, sums=sums)
         copy_kernels.launch_sums(torch.zeros(2, copy_kernels.SUM_FIELDS, dtype=torch.int64), 9)
         table = torch.zeros(2, copy_kernels.CONVERTED_FIELDS, dtype=torch.int64)
-        copy_kernels.launch_converting(table, parts(kv)[0], dtype if fp8_kv else FP8, 3 * kv_heads)
+        copy_kernels.launch_converting(table, pools, dtype if fp8_kv else FP8, 3 * kv_heads)
 
     step(torch.bfloat16, 32, 8, 128, 128, norm=False)  # Llama 3.1 8B
     step(torch.bfloat16, 32, 8, 128, 16, norm=True)  # Qwen3 8B
@@ -195,7 +199,7 @@ def main() -> None:
             kernels = TritonKernels(torch.device("cpu"), 128)
             per_head = torch.zeros(heads)
             weight = torch.zeros(4, channels, dtype=dtype)
-            layer = Mamba2(weight, weight[0], per_head, per_head, per_head, groups, (0.0, float("inf")))
+            layer = Mamba2(weight, weight[0], per_head, per_head, groups, per_head, (0.0, float("inf")))
             state = LayerState(torch.zeros(4, 3, channels, dtype=dtype), torch.zeros(4, heads, width, size))
             projected = torch.zeros(80, heads * width + channels + heads, dtype=dtype)
             gate, inputs = projected.split((heads * width, channels + heads), dim=1)
@@ -204,19 +208,20 @@ def main() -> None:
             metadata = AttentionMetadata(
                 16, ones, ones, ones, 2, [(0, 78)], state_slots=ones, state_copies=copies
             )
-            y = kernels.mamba2(inputs, layer, state, kernels.plan_states(metadata, dtype))
+            y = kernels.mix_states(inputs, layer, state, kernels.plan_states(metadata, dtype))
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, groups)
             kernels.gated_rms_norm(y, gate, y[0], 1e-5, 1, kernels.gated_squares(y, gate))
             plan = kernels.plan_states(metadata, dtype)
-            delta = GatedDelta(weight, per_head, per_head, groups)
+            delta = GatedDelta(weight, None, per_head, per_head, groups)
             beside = torch.cat((inputs, inputs[:, :heads]), dim=1)
-            kernels.norm_gate(kernels.gated_delta(beside, delta, state, plan), gate, y[0, :width], 1e-5)
+            kernels.norm_gate(kernels.mix_states(beside, delta, state, plan), gate, y[0, :width], 1e-5)
 
     print("-- copies of states")
     table = torch.zeros(2, copy_kernels.FIELDS, dtype=torch.int64)
     for moved in (torch.zeros(4, 3, 8448)[..., :8192].unflatten(2, (128, 64)), torch.zeros(4, 1, 128, 8192)):
         for into_pool, sums in ((False, False), (True, True)):
-            copy_kernels.launch_states(table, moved, 128, into_pool=into_pool, sums=sums)
+            pages = Pages.of(moved.transpose(0, 1).unsqueeze(3))
+            copy_kernels.launch(table, pages, (128, 1), into_pool=into_pool, sums=sums)
 
     print("-- sampling")
     logits, limit = torch.zeros(4, 128256), torch.ones(4)

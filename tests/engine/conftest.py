@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig, EngineRequest, Output, SamplingParams, build_engine
+from baton.engine.api.request import NO_HOOKS, Hooks
 from baton.engine.execution.events import record
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
@@ -15,6 +16,9 @@ from baton.engine.kernels import Kernels
 from tests.device import DEVICE
 
 torch.set_num_threads(1)
+
+MakeEngine = Callable[..., Engine]
+"""Makes an engine with a tiny model, from fields of `EngineConfig`."""
 
 
 @dataclass
@@ -60,8 +64,8 @@ def run_fixture() -> Callable[..., dict[bytes, Result]]:
     return run
 
 
-def request(
-    number: int, prompt_ids: Iterable[int], output_ids: Iterable[int] = (), **sampling: Any
+def request_of(
+    number: int, prompt_ids: Iterable[int], output_ids: Iterable[int] = (), /, **sampling: Any
 ) -> EngineRequest:
     """A request; greedy, unless `sampling` has a temperature."""
     priority = sampling.pop("priority", 0)
@@ -72,7 +76,7 @@ def request(
 
 @pytest.fixture(name="request_of", scope="session")
 def request_fixture() -> Callable[..., EngineRequest]:
-    return request
+    return request_of
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,7 @@ def check_tokens_of_kernels(
     triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., None]:
     """Asserts that an engine with `triton_kernels` gives the tokens of an engine with torch kernels."""
-    requests = [request(i, range(3 + i, 8 + i), max_tokens=2, ignore_eos=True) for i in range(2)]
+    requests = [request_of(i, range(3 + i, 8 + i), max_tokens=2, ignore_eos=True) for i in range(2)]
 
     def tokens(path: Path, device: str, **formats: Any) -> list[list[int]]:
         config = EngineConfig(
@@ -293,7 +297,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
-    def make(*, kv_sink: Any = None, tick: Callable[[], None] = lambda: None, **config: Any) -> Engine:
+    def make(*, hooks: Hooks = NO_HOOKS, **config: Any) -> Engine:
         settings: dict[str, Any] = {
             "model": str(tiny_path),
             "dtype": "float32",
@@ -303,7 +307,7 @@ def tiny_engine(tiny_path: Path) -> Callable[..., Engine]:
             "overlap": False,
             "cuda_graphs": False,
         }
-        return build_engine(EngineConfig(**{**settings, **config}), kv_sink=kv_sink, tick=tick)
+        return build_engine(EngineConfig(**{**settings, **config}), hooks=hooks)
 
     return make
 

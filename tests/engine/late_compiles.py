@@ -56,7 +56,7 @@ def main() -> int:
     from baton.engine.kernels.sampling import race
     from baton.engine.kernels.triton_kernels import TritonKernels
     from baton.engine.layers import weights
-    from tests.engine.conftest import request, save_tiny
+    from tests.engine.conftest import request_of, save_tiny
 
     def kernels_for(_: torch.device, head_dim: int) -> TritonKernels:
         return TritonKernels(torch.device("cpu"), head_dim)
@@ -94,7 +94,7 @@ def main() -> int:
                 "max_tokens": rng.randrange(1, 40),
                 "ignore_eos": True,
             }
-            warm.add(request(number, prompt, **extra))
+            warm.add(request_of(number, prompt, **extra))
         warm.step()
     print(f"{len(compiled)} more in {STEPS} steps", *compiled, sep="\n  ")
     return bool(compiled)

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.bench.engine.on_ranks import running
 from baton.engine import EngineConfig, EngineRequest, StructuredOutput
-from tests.engine.conftest import request, run
+from tests.engine.conftest import request_of, run
 
 SMALL_POOL: dict[str, Any] = {
     "dtype": "float32", "block_size": 4, "num_blocks": 30, "enable_prefix_caching": True, "overlap": True,
@@ -26,7 +26,9 @@ def mixed_requests() -> list[EngineRequest]:
         {"structured_output": StructuredOutput("regex", "[a-f]{30}")},
         {"temperature": 0.8, "min_p": 0.05, "logit_bias": {7: 5.0, 9: -100.0}, "ignore_eos": True},
     ]
-    return [request(i, [*shared, i + 3, i % 2 + 90], max_tokens=16, seed=i, **kinds[i % 4]) for i in range(8)]
+    return [
+        request_of(i, [*shared, i + 3, i % 2 + 90], max_tokens=16, seed=i, **kinds[i % 4]) for i in range(8)
+    ]
 
 
 def main() -> None:

@@ -1,14 +1,18 @@
 """A scheduler without a model, for tests: adds requests and takes steps."""
 
-from baton.engine.api.request import EngineRequest
-from baton.engine.core.block_pool import BlockPool
+from dataclasses import fields
+from typing import Any
+
+from baton.engine.api.request import EngineRequest, Hooks
+from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP
 from baton.engine.core.live_request import LiveRequest
-from baton.engine.core.schedule import Schedule
+from baton.engine.core.prefix_cache import PrefixCache
 from baton.engine.core.scheduler import Scheduler
-from baton.engine.core.state_pool import StatePool
+from baton.engine.core.step_builder import Schedule
 
 BLOCK = 4
+ROOT = b"root"
 
 
 def make(
@@ -19,32 +23,27 @@ def make(
     mixed_rows: tuple[int, ...] = (),
     full_step: int = FULL_STEP,
     states: int = 0,
+    block_size: int = BLOCK,
+    **cache: Any,
 ) -> Scheduler:
+    """`cache`: options of the prefix cache."""
+    pool = BlockPool(num_blocks, block_size)
     return Scheduler(
-        BlockPool(num_blocks),
-        block_size=BLOCK,
+        pool,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         mixed_rows=mixed_rows,
         full_step=full_step,
-        content_root=b"root" if prefix_cache else None,
+        cache=PrefixCache(pool, ROOT, **cache) if prefix_cache else None,
         states=StatePool(states) if states else None,
     )
 
 
 def add(
-    scheduler: Scheduler,
-    number: int,
-    prompt: int,
-    *,
-    handover: bool = False,
-    priority: int = 0,
-    alone: bool = False,
-    tenant: bytes = b"",
+    scheduler: Scheduler, number: int, prompt: int, *, handover: bool = False, **options: Any
 ) -> LiveRequest:
-    request = EngineRequest(
-        bytes([number]), list(range(prompt)), priority=priority, alone=alone, tenant=tenant
-    )
+    """`options`: as in `EngineRequest`."""
+    request = EngineRequest(bytes([number]), list(range(prompt)), **options)
     scheduler.add(request, handover=handover)
     return scheduler.requests[request.id]
 
@@ -52,12 +51,11 @@ def add(
 def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     """Runs a step like the engine, but without a model: every sampled token is 7."""
     plan = scheduler.schedule(chunk_limit)
-    for chunk in plan.chunks:
-        scheduler.launched([chunk])
-        scheduler.landed([chunk])
-        live = chunk.live
+    scheduler.launched(plan)
+    scheduler.landed(plan.chunks)
+    for live, positions in plan.chunks.items():
         if live.num_left == 0:
-            scheduler.verified(live, chunk.stop)
+            scheduler.memory.publish(live, positions.stop)
             live.alone = False
             live.token_ids.append(7)
             if live.handover:
@@ -66,4 +64,14 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
 
 
 def tokens(plan: Schedule) -> list[tuple[int, int, int]]:
-    return [(c.live.id[0], c.start, c.stop) for c in plan.chunks]
+    return [(live.id[0], chunk.start, chunk.stop) for live, chunk in plan.chunks.items()]
+
+
+def hooks_to(listener: Any) -> Hooks:
+    """Hooks that call the methods of these names, if the listener has them."""
+
+    def call(name: str) -> Any:
+        return lambda *given: getattr(listener, name)(*given)
+
+    names = [field.name for field in fields(Hooks) if callable(getattr(listener, field.name, None))]
+    return Hooks(**{name: call(name) for name in names})

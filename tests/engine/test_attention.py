@@ -8,10 +8,9 @@ import torch
 
 from baton.engine import EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.schedule import Chunk
-from baton.engine.core.step_builder import build_step
+from baton.engine.core.step_builder import Schedule, build_step
 from baton.engine.execution.inputs import attention_metadata, read_by_device
-from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.kernels import Kernels
 from baton.engine.model_config import Span
 from baton.engine.step import Step
 
@@ -50,7 +49,7 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
     # What a request must not see is NaN: other requests' blocks, blocks before its span, and positions after
     # its own.
     cache = torch.full((2, num_blocks, block_size, KV_HEADS, DIM), torch.nan)
-    chunks, sequences = [], []
+    plan, sequences = Schedule(), []
     for start, stop in spans:
         live = LiveRequest(EngineRequest(b"", list(range(stop))), Phase.RUNNING, 0)
         live.blocks = array("i", [free.pop() for _ in range(-(-stop // block_size))])
@@ -59,32 +58,34 @@ def test_equals_plain_attention_and_never_reads_foreign_slots(
             block, offset = live.blocks[position // block_size], position % block_size
             if position >= first_key(start, span) // block_size * block_size:
                 cache[:, block, offset] = keys_values[:, position]
-        chunks.append(Chunk(live, start, stop, (start, stop) in decodes))
+        plan.chunks[live] = range(start, stop)
+        if (start, stop) not in decodes:
+            plan.prompts[live] = range(start, stop)
         sequences.append((keys_values, torch.randn(stop - start, HEADS, DIM, generator=generator)))
 
-    step, sampled, _ = build_step(chunks, VOCABULARY, block_size=block_size, table_width=None)
-    rows_of_chunks = rows_of(step, sampled, chunks)
-    order = sorted(range(len(chunks)), key=lambda i: rows_of_chunks[i].start)
+    step = build_step(plan, VOCABULARY, block_size=block_size, table_width=None)
+    rows_of_chunks = rows_of(step, plan)
+    order = sorted(range(len(spans)), key=lambda i: rows_of_chunks[i].start)
     q = torch.cat([sequences[i][1] for i in order])
-    k, v = torch.cat([sequences[i][0][:, chunks[i].start :] for i in order], dim=1)
+    k, v = torch.cat([sequences[i][0][:, spans[i][0] :] for i in order], dim=1)
     assert step.num_decodes == 7, "nine tokens attend together"
     tensors = {name: torch.from_numpy(array) for name, array in read_by_device(step).items()}
     metadata = attention_metadata(
         tensors, block_size=block_size, num_decodes=step.decode_rows, prefills=step.prefills
     )
-    kernels, no_turn = TorchKernels(), torch.stack((torch.ones(len(q), DIM), torch.zeros(len(q), DIM)), dim=1)
+    kernels, no_turn = Kernels(), torch.stack((torch.ones(len(q), DIM), torch.zeros(len(q), DIM)), dim=1)
     qkv = torch.cat((q, k, v), dim=1)
-    q, k, v = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
+    q = kernels.rope_and_write(qkv, no_turn, None, cache, metadata.slots)
     sinks = torch.randn(HEADS, generator=generator) if with_sinks else None
     plan = kernels.plan(metadata, HEADS, KV_HEADS, torch.float32, span)
-    scale = 0.3 if with_sinks else None
-    out = kernels.attention(q, k, v, cache, plan, sinks, scale)
+    scale = 0.3 if with_sinks else DIM**-0.5
+    out = kernels.attention(q, cache, plan, sinks, scale)
 
     for i, rows in enumerate(rows_of_chunks):
         keys_values, queries = sequences[i]
-        expected = plain(queries, keys_values, chunks[i].start, span, sinks, scale or DIM**-0.5)
+        expected = plain(queries, keys_values, spans[i][0], span, sinks, scale)
         torch.testing.assert_close(out[rows], expected)
-        assert step.positions[rows].tolist() == list(range(chunks[i].start, chunks[i].stop))
+        assert step.positions[rows].tolist() == list(range(*spans[i]))
     written = torch.isfinite(cache).all(dim=(0, 3, 4)).sum()
     hidden = sum(first_key(start, span) // block_size * block_size for start, _ in spans)
     assert int(written) == sum(stop for _, stop in spans) - hidden, "each position is in exactly one slot"
@@ -96,10 +97,10 @@ def first_key(query: int, span: Span | None) -> int:
     return query // span.length * span.length if span.chunked else max(0, query - span.length + 1)
 
 
-def rows_of(step: Step, sampled: list[LiveRequest], chunks: list[Chunk]) -> list[slice]:
+def rows_of(step: Step, plan: Schedule) -> list[slice]:
     """The rows of each chunk, by its last token's row."""
-    ends = {id(live): int(row) + 1 for live, row in zip(sampled, step.sampled_rows, strict=True)}
-    return [slice(ends[id(c.live)] - (c.stop - c.start), ends[id(c.live)]) for c in chunks]
+    ends = {live: int(row) + 1 for live, row in zip(plan.sampled, step.sampled_rows, strict=True)}
+    return [slice(ends[live] - len(positions), ends[live]) for live, positions in plan.chunks.items()]
 
 
 def plain(
@@ -128,7 +129,9 @@ def test_only_tokens_that_complete_their_request_are_sampled() -> None:
         result.blocks = array("i", [0, 1, 2])
         return result
 
-    chunks = [Chunk(live(9), 0, 4), Chunk(live(9), 4, 9), Chunk(live(3), 2, 3, decodes=True)]
-    step, sampled, _ = build_step(chunks, VOCABULARY, block_size=4, table_width=None)
-    assert sampled == [chunks[2].live, chunks[1].live]
+    prompts = {live(9): range(4), live(9): range(4, 9)}
+    decoding = live(3)
+    plan = Schedule({**prompts, decoding: range(2, 3)}, prompts)
+    step = build_step(plan, VOCABULARY, block_size=4, table_width=None)
+    assert plan.sampled == [decoding, [*prompts][1]]
     assert step.token_ids[step.sampled_rows].tolist() == [2, 8]

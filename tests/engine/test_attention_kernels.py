@@ -12,7 +12,6 @@ from torch import Tensor
 
 from baton.engine.kernels import AttentionMetadata, HeadNorm, Kernels
 from baton.engine.kernels.attention.paged import first_seen
-from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span
 from tests.engine.attention_step import RAGGED, Step
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
@@ -278,8 +277,9 @@ def test_a_captured_decode_step_serves_other_lengths(
         metadata.contexts.copy_(m.contexts)
 
     def forward() -> Tensor:
-        q, k, v = triton_kernels.rope_and_write(qkv, rotary, None, kv, slots)
-        return triton_kernels.attention(q, k, v, kv, triton_kernels.plan(metadata, 8, 2, dtype))
+        q = triton_kernels.rope_and_write(qkv, rotary, None, kv, slots)
+        plan = triton_kernels.plan(metadata, 8, 2, dtype)
+        return triton_kernels.attention(q, kv, plan, None, steps[0].scale)
 
     load(steps[0])
     forward()
@@ -288,7 +288,7 @@ def test_a_captured_decode_step_serves_other_lengths(
     with torch.cuda.graph(graph):
         out = forward()
     for step in steps:
-        expected, _, _ = step.run(TorchKernels(), "cpu", exact=True)
+        expected, _, _ = step.run(Kernels(), "cpu", exact=True)
         load(step)
         graph.replay()
         close(out, expected)
@@ -302,7 +302,7 @@ def test_a_captured_decode_step_serves_other_lengths(
 def test_padding_rows_write_and_read_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
     """Padding as in a captured graph."""
     step = Step([(8, 9), (40, 41), (41, 42)], (2, 1), 64, 16)
-    expected, expected_kv, _ = step.run(TorchKernels(), "cpu")
+    expected, expected_kv, _ = step.run(Kernels(), "cpu")
     m = step.metadata
     padded_kv = step.kv.clone()
     m.slots[1], m.contexts[1] = -1, 0

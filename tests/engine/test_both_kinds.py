@@ -3,7 +3,7 @@
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from baton.engine import Engine, EngineRequest, Output
+from tests.engine.conftest import MakeEngine, request_of, run
+from tests.engine.scheduling import hooks_to
 from tests.engine.test_disaggregation import LIST, copy_kv
 
 WAYS = ("add", "start", "resume", "join")
@@ -24,7 +26,7 @@ class Everything:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back = self.joined = 0
         self.tables: dict[bytes, Sequence[int]] = {}
-        engine._steps._kv_sink = self
+        engine._steps._hooks = hooks_to(self)
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
@@ -32,7 +34,7 @@ class Everything:
         self.tables[request_id] = block_ids
 
     def layer_done(self, layer: int, chunks: Any) -> None:
-        assert all(chunk.request_id.startswith(b"prefill") for chunk in chunks)
+        assert all(request_id.startswith(b"prefill") for request_id in chunks)
 
     def serve(self, requests: Sequence[EngineRequest], ways: Sequence[str]) -> dict[bytes, list[Output]]:
         engine = self.engine
@@ -122,9 +124,7 @@ def requests(request_of: Any) -> list[EngineRequest]:
 
 
 @pytest.fixture(scope="module")
-def alone(
-    tiny_engine: Callable[..., Engine], spelled_path: Path, run: Any, requests: list[EngineRequest]
-) -> dict[bytes, Any]:
+def alone(tiny_engine: MakeEngine, spelled_path: Path, requests: list[EngineRequest]) -> dict[bytes, Any]:
     """The results of an engine that does nothing else."""
     return run(tiny_engine(model=str(spelled_path), num_blocks=1024), requests)
 
@@ -139,7 +139,7 @@ def alone(
     ],
 )
 def test_tokens_do_not_depend_on_the_way_that_a_request_takes(
-    tiny_engine: Callable[..., Engine],
+    tiny_engine: MakeEngine,
     spelled_path: Path,
     requests: list[EngineRequest],
     alone: dict[bytes, Any],
@@ -163,9 +163,7 @@ def test_tokens_do_not_depend_on_the_way_that_a_request_takes(
                 assert a.logprobs.logprob == pytest.approx(b.logprobs.logprob, abs=1e-4)
 
 
-def test_nothing_is_computed_twice_for_a_resumed_request(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_nothing_is_computed_twice_for_a_resumed_request(tiny_engine: MakeEngine) -> None:
     request = request_of(1, range(3, 14), max_tokens=6, ignore_eos=True)
     expected = run(tiny_engine(), [request])[request.id].tokens
     engine = tiny_engine(enable_prefix_caching=True)
@@ -189,9 +187,7 @@ def test_nothing_is_computed_twice_for_a_resumed_request(
     engine.assert_whole()
 
 
-def test_resuming_ends_a_request_with_its_last_token(
-    tiny_engine: Callable[..., Engine], request_of: Any
-) -> None:
+def test_resuming_ends_a_request_with_its_last_token(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     engine.add(request_of(1, [3, 4, 5], max_tokens=1), handover=True)
     (first,) = engine.step().outputs
@@ -200,7 +196,7 @@ def test_resuming_ends_a_request_with_its_last_token(
     engine.assert_whole()
 
 
-def test_resuming_waits_for_a_seat(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+def test_resuming_waits_for_a_seat(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine(max_num_seqs=1)
     engine.add(request_of(1, [3, 4, 5], max_tokens=2), handover=True)
     engine.step()
@@ -217,7 +213,7 @@ def test_resuming_waits_for_a_seat(tiny_engine: Callable[..., Engine], request_o
     engine.assert_whole()
 
 
-def test_time_before_the_engine_counts(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+def test_time_before_the_engine_counts(tiny_engine: MakeEngine) -> None:
     """A request may have waited for a prefix from another worker."""
     engine = tiny_engine()
     arrived = time.monotonic() - 30

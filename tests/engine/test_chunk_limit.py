@@ -1,12 +1,12 @@
 """The chunk limit learns from steps with known costs."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 
-from baton.engine import Engine, MixedStep
+from baton.engine import MixedStep
 from baton.engine.core.chunk_limit import EARLIER, FIRST, LEAST, LONG, MIDDLE, SHORT, ChunkLimit
+from tests.engine.conftest import MakeEngine
 
 STEP, TOKEN = 0.010, 0.0001
 LATE = [(500, 0.0)]
@@ -65,9 +65,7 @@ def test_without_a_target_in_seconds_a_long_step_takes_so_many_fastest_steps(ste
     assert fed(ChunkLimit(0.030, 2048, steps)).long_seconds == 0.030, "a target in seconds wins"
 
 
-def test_the_engine_passes_its_targets_on(
-    tiny_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_passes_its_targets_on(tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[float | None, int, float, tuple[int, float]]] = []
     monkeypatch.setattr("baton.engine.engine.ChunkLimit", lambda *given: made.append(given))
     # On a GPU an engine also measures a prompt when it starts, which is the last argument.

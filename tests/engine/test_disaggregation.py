@@ -6,7 +6,7 @@ The test copies KV between them by position.
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,14 @@ from tokenizers import Tokenizer
 
 from baton.engine import (
     Engine,
-    EngineConfig,
     EngineRequest,
     Output,
     Reservation,
     StructuredOutput,
-    build_engine,
 )
 from baton.engine.kernels import parts
-from tests.device import DEVICE
+from tests.engine.conftest import MakeEngine, request_of, run
+from tests.engine.scheduling import hooks_to
 
 
 class Pair:
@@ -37,15 +36,12 @@ class Pair:
         self.outputs: dict[bytes, list[Output]] = {}
         self.handed_back: list[bytes] = []
         self.copied = 0  # positions
-        prefill._steps._kv_sink = self
+        prefill._steps._hooks = hooks_to(self)
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.tables[request_id] = list(block_ids)
-
-    def layer_done(self, layer: int, chunks: Any) -> None:
-        pass
 
     def run(self, requests: Sequence[EngineRequest]) -> dict[bytes, list[int]]:
         """Serves them all, injecting between decode steps. What the decode engine hands back starts anew."""
@@ -108,9 +104,7 @@ def copy_kv(
             parts(target_kv)[0].flatten(1, 2)[:, here] = parts(source_kv)[0].flatten(1, 2)[:, there]
 
 
-def mixed_requests(
-    request_of: Any, lengths: Sequence[int], vocabulary: int, max_tokens: int
-) -> list[EngineRequest]:
+def mixed_requests() -> list[EngineRequest]:
     rng = random.Random(1)
     kinds: list[dict[str, Any]] = [
         {},
@@ -120,13 +114,13 @@ def mixed_requests(
     return [
         request_of(
             i,
-            [rng.randrange(3, vocabulary) for _ in range(length)],
-            max_tokens=1 + rng.randrange(max_tokens),
+            [rng.randrange(3, 199) for _ in range(length)],
+            max_tokens=1 + rng.randrange(40),
             seed=rng.getrandbits(63),
             logprobs=2,
             **kinds[i % 3],
         )
-        for i, length in enumerate(lengths)
+        for i, length in enumerate([1, 2, 4, 5, 17, 30, 31, 50, 64, 90])
     ]
 
 
@@ -138,10 +132,8 @@ def mixed_requests(
         pytest.param({"block_size": 4, "num_blocks": 99, "max_num_seqs": 3}, id="few seats"),
     ],
 )
-def test_tiny_model(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, decode_config: dict[str, Any]
-) -> None:
-    requests = mixed_requests(request_of, [1, 2, 4, 5, 17, 30, 31, 50, 64, 90], 199, 40)
+def test_tiny_model(tiny_engine: MakeEngine, decode_config: dict[str, Any]) -> None:
+    requests = mixed_requests()
     prefill = tiny_engine(
         num_blocks=40, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=True
     )
@@ -163,7 +155,7 @@ def test_tiny_model(
 @pytest.mark.parametrize("prefill_blocks", [16, 40], ids=["evictions on prefill", "all fits"])
 @pytest.mark.parametrize("decode_blocks", [24, 99], ids=["evictions on decode", "all fits"])
 def test_chats_of_several_turns_copy_only_what_decode_lacks(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, prefill_blocks: int, decode_blocks: int
+    tiny_engine: MakeEngine, prefill_blocks: int, decode_blocks: int
 ) -> None:
     caching = {"enable_prefix_caching": True, "max_num_batched_tokens": 16, "max_num_seqs": 4}
     prefill = tiny_engine(block_size=8, num_blocks=prefill_blocks, **caching)
@@ -189,29 +181,11 @@ def test_chats_of_several_turns_copy_only_what_decode_lacks(
         assert missing < pair.copied < sum(len(prompt) * 3 for prompt in history.values())
 
 
-@pytest.mark.long  # tests/system has it with processes, KV lanes and all
-def test_embedded_model(embedded_model_path: Path, run: Any, request_of: Any) -> None:
-    def engine(**config: Any) -> Engine:
-        return build_engine(
-            EngineConfig(model=str(embedded_model_path), dtype="float32", device=DEVICE, **config)
-        )
-
-    requests = mixed_requests(request_of, [1, 3, 40, 16, 200, 77, 450, 33], 49152, 32)
-    pair = Pair(engine(max_num_batched_tokens=64, num_blocks=128), engine(block_size=32, num_blocks=64))
-    tokens = pair.run(requests)
-    single = run(engine(max_num_batched_tokens=128), requests)
-    assert tokens == {request.id: single[request.id].tokens for request in requests}
-
-
 @pytest.mark.parametrize(
     "sampling", [{"ignore_eos": True}, {"structured_output": StructuredOutput("regex", "[a-c]{40}")}]
 )
 def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
-    tiny_engine: Callable[..., Engine],
-    spelled_path: Path,
-    run: Any,
-    request_of: Any,
-    sampling: dict[str, Any],
+    tiny_engine: MakeEngine, spelled_path: Path, sampling: dict[str, Any]
 ) -> None:
     """The first prefill died after its first token was emitted. The second has the prompt and this token."""
 
@@ -255,7 +229,7 @@ def test_a_reservation_grows_when_the_prompt_is_prefilled_again(
     decode.assert_whole()
 
 
-def test_a_join_can_end_the_request(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+def test_a_join_can_end_the_request(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     request = request_of(1, [3, 4, 5], [6], max_tokens=2)
     assert engine.reserve(request) is not None
@@ -281,10 +255,10 @@ class KnownLimit:
 
 
 def test_the_chunk_limit_knows_when_a_request_joins(
-    tiny_engine: Callable[..., Engine], request_of: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, limit = tiny_engine(), KnownLimit()
-    monkeypatch.setattr(engine._steps, "_chunk_limit", limit)
+    monkeypatch.setattr(engine._meters, "chunk_limit", limit)
     engine.add(request_of(1, [3, 4, 5], max_tokens=20, ignore_eos=True))
     for _ in range(2):
         engine.step()
@@ -315,9 +289,7 @@ LIST = StructuredOutput(
 
 
 @pytest.mark.parametrize("blocks", [30, 300], ids=["decode hands back", "room"])
-def test_structured_output(
-    tiny_engine: Callable[..., Engine], spelled_path: Path, run: Any, request_of: Any, blocks: int
-) -> None:
+def test_structured_output(tiny_engine: MakeEngine, spelled_path: Path, blocks: int) -> None:
     """The grammar of the decode engine starts after the given output and the token of the prefill engine."""
 
     def engine(**config: Any) -> Engine:

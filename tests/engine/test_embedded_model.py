@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from baton.engine import Engine, EngineConfig, build_engine
 from tests.device import DEVICE
+from tests.engine.conftest import request_of, run
 
 GOLDENS = json.loads((Path(__file__).parents[1] / "system" / "goldens.json").read_text())
 """Made by tests/system/make_goldens.py from transformers, greedily, in float32."""
@@ -26,7 +26,7 @@ def engine(embedded_model_path: Path) -> Engine:
 
 
 @pytest.mark.parametrize("which", [slice(2, None, 8), pytest.param(slice(None), marks=pytest.mark.long)])
-def test_greedy_tokens_equal_transformers(engine: Engine, run: Any, request_of: Any, which: slice) -> None:
+def test_greedy_tokens_equal_transformers(engine: Engine, which: slice) -> None:
     """All at once, so that chunks of long prompts share steps with decodes. The system tests use all
     prompts."""
     goldens = GOLDENS[which]
@@ -37,7 +37,7 @@ def test_greedy_tokens_equal_transformers(engine: Engine, run: Any, request_of: 
         assert results[request.id].tokens == golden["output_ids"], golden.get("prompt", "")[:60]
 
 
-def test_greedy_tokens_equal_transformers_alone(engine: Engine, run: Any, request_of: Any) -> None:
+def test_greedy_tokens_equal_transformers_alone(engine: Engine) -> None:
     golden = GOLDENS[8]
     request = request_of(1, golden["prompt_ids"], max_tokens=16)
     assert run(engine, [request])[request.id].tokens == golden["output_ids"][:16]

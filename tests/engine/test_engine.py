@@ -1,19 +1,21 @@
 """The engine with a tiny random model: every way a request can live and end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from baton.engine import Engine, PrefillChunk, SamplingParams, check_request
+from baton.engine import Engine, EngineRequest, Logprobs, SamplingParams, check_request
 from baton.engine.kernels import parts
+from tests.engine.conftest import MakeEngine, request_of, run
+from tests.engine.scheduling import hooks_to
 
 PROMPT = [5, 9, 17, 33, 65, 129, 3, 4, 11]
 
 
 @pytest.fixture
-def expected(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> Callable[..., list[int]]:
+def expected(tiny_engine: MakeEngine) -> Callable[..., list[int]]:
     """The tokens of one request in an engine of its own with a large pool."""
 
     def tokens(prompt: Sequence[int], **sampling: Any) -> list[int]:
@@ -26,9 +28,7 @@ def expected(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> C
 # Ends
 
 
-def test_stop_conditions(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
-) -> None:
+def test_stop_conditions(tiny_engine: MakeEngine, expected: Any) -> None:
     full = expected(PROMPT, max_tokens=30)
     third = full[2]
     assert third not in full[:2]
@@ -58,18 +58,14 @@ def test_stop_conditions(
     engine.assert_whole()
 
 
-def test_no_stop_below_min_tokens(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
-) -> None:
+def test_no_stop_below_min_tokens(tiny_engine: MakeEngine, expected: Any) -> None:
     full = expected(PROMPT, max_tokens=30)
     request = request_of(1, PROMPT, max_tokens=30, min_tokens=6, ignore_eos=True, stop_token_ids=(full[2],))
     tokens = run(tiny_engine(), [request])[request.id].tokens
     assert full[2] not in tokens[:6]
 
 
-def test_given_output_counts_as_generated(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
-) -> None:
+def test_given_output_counts_as_generated(tiny_engine: MakeEngine, expected: Any) -> None:
     for sampling in (
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 4},
@@ -98,18 +94,16 @@ def test_given_output_counts_as_generated(
         ([1] * 200, [1] * 56, {"max_tokens": 99}, r"have 256 tokens; .* limit is 256 \(max_model_len\)"),
     ],
 )
-def test_requests_that_can_never_be_served(
-    request_of: Any, prompt: Any, output: Any, sampling: Any, message: str
-) -> None:
+def test_requests_that_can_never_be_served(prompt: Any, output: Any, sampling: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_request(request_of(1, prompt, output, **sampling), 199, 256)
 
 
-def test_a_request_may_fill_the_context(request_of: Any) -> None:
+def test_a_request_may_fill_the_context() -> None:
     check_request(request_of(1, [0] * 200, [198] * 55, max_tokens=56), 199, 256)
 
 
-def test_an_id_is_used_once_at_a_time(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> None:
+def test_an_id_is_used_once_at_a_time(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     engine.add(request_of(1, PROMPT))
     with pytest.raises(AssertionError, match="ids are unique"):
@@ -123,7 +117,7 @@ def test_an_id_is_used_once_at_a_time(tiny_engine: Callable[..., Engine], run: A
 # Crowds
 
 
-def crowd(request_of: Any, **sampling: Any) -> list[Any]:
+def crowd(**sampling: Any) -> list[EngineRequest]:
     """Requests with prompts of many lengths and every kind of sampling."""
     kinds: list[dict[str, Any]] = [
         {},
@@ -145,55 +139,53 @@ def crowd(request_of: Any, **sampling: Any) -> list[Any]:
     ]
 
 
+def without_repeats() -> list[EngineRequest]:
+    """Their penalties count a token that the host does not know yet, if steps overlap."""
+    return [
+        request_of(100 + n, PROMPT[:n], max_tokens=30, ignore_eos=True, repetition_penalty=1e6)
+        for n in (2, 3, 4)
+    ]
+
+
 @pytest.fixture(scope="module")
-def alone(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> dict[bytes, list[int]]:
-    """The tokens of each request of `crowd`, from an engine that serves nothing else."""
-    return {request.id: run(tiny_engine(), [request])[request.id].tokens for request in crowd(request_of)}
+def alone(tiny_engine: MakeEngine) -> dict[bytes, list[int]]:
+    """The tokens of each request, from an engine that serves nothing else."""
+    return {
+        request.id: run(tiny_engine(), [request])[request.id].tokens
+        for request in (*crowd(), *without_repeats())
+    }
 
 
+PREEMPTING: dict[str, Any] = {"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 9}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param({}, id="roomy"),
+        pytest.param({"num_blocks": 99}, id="roomy"),
         pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 8}, id="small chunks"),
         pytest.param({"max_num_batched_tokens": 1, "max_num_seqs": 1}, id="one by one"),
-        pytest.param({"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 9}, id="preemption"),
-        pytest.param(
-            {
-                "num_blocks": 20,
-                "max_num_batched_tokens": 16,
-                "max_num_seqs": 9,
-                "enable_prefix_caching": True,
-            },
-            id="preemption with prefix cache",
-        ),
-        pytest.param({"enable_prefix_caching": True, "block_size": 2, "num_blocks": 128}, id="prefix cache"),
-        pytest.param({"block_size": 128, "num_blocks": 9}, id="large blocks"),
-        pytest.param({"block_size": 1, "num_blocks": 256}, id="blocks of one"),
+        pytest.param(PREEMPTING, id="preemption"),
+        pytest.param({**PREEMPTING, "enable_prefix_caching": True}, id="preemption with prefix cache"),
+        pytest.param({"enable_prefix_caching": True, "block_size": 2, "num_blocks": 256}, id="prefix cache"),
+        pytest.param({"block_size": 128, "num_blocks": 12}, id="large blocks"),
+        pytest.param({"block_size": 1, "num_blocks": 400}, id="blocks of one"),
     ],
 )
 def test_a_request_in_a_batch_gets_the_same_tokens_as_alone(
-    tiny_engine: Callable[..., Engine],
-    run: Any,
-    request_of: Any,
-    alone: dict[bytes, list[int]],
-    config: dict[str, Any],
+    tiny_engine: MakeEngine, late_engine: MakeEngine, alone: dict[bytes, Any], config: Any, overlap: bool
 ) -> None:
-    requests = crowd(request_of)
-    engine = tiny_engine(**config)
-    results = run(engine, requests)
-    assert (engine.stats().preemptions > 0) == (config.get("num_blocks") == 20)
-    engine.assert_whole()
-    assert {key: result.tokens for key, result in results.items()} == alone
-    if not config or "enable_prefix_caching" in config:
-        again = run(engine, requests)  # with a prefix cache: hits all the way
-        assert {key: result.tokens for key, result in again.items()} == alone
+    requests = [*crowd(), *without_repeats()]
+    engine = late_engine(**config) if overlap else tiny_engine(**config)
+    for _ in range(2):  # with a prefix cache: hits all the way
+        results = run(engine, requests)
+        assert {key: result.tokens for key, result in results.items()} == alone
         engine.assert_whole()
+    assert (engine.stats().preemptions > 0) == (config.get("num_blocks") == 20)
 
 
-def test_prefix_cache_saves_work_and_reports_it(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_prefix_cache_saves_work_and_reports_it(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine(enable_prefix_caching=True)
     first, second = request_of(1, PROMPT, max_tokens=4), request_of(2, [*PROMPT, 8], max_tokens=4)
     assert run(engine, [first])[first.id].outputs[0].cached_tokens == 0
@@ -204,9 +196,7 @@ def test_prefix_cache_saves_work_and_reports_it(
     engine.assert_whole()
 
 
-def test_prefixes_are_not_shared_between_salts(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_prefixes_are_not_shared_between_salts(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine(enable_prefix_caching=True)
     found = []
     for i, salt in enumerate([b"", b"a", b"b", b"a", b""]):
@@ -217,9 +207,9 @@ def test_prefixes_are_not_shared_between_salts(
     engine.assert_whole()
 
 
-def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: Any, request_of: Any) -> None:
+def test_a_nan_fails_one_request_only(tiny_engine: MakeEngine) -> None:
     poison = 198  # a token with an embedding of NaN
-    requests = crowd(request_of, logit_bias={poison: -1e6})
+    requests = crowd(logit_bias={poison: -1e6})
     engine = tiny_engine(enable_prefix_caching=True)
     engine._runner.model.embedding.weight = engine._runner.model.embedding.weight.clone()
     engine._runner.model.embedding.weight[poison] = torch.nan
@@ -239,9 +229,7 @@ def test_a_nan_fails_one_request_only(tiny_engine: Callable[..., Engine], run: A
     assert all(result.failed is None for result in clean.values())
 
 
-def test_only_the_request_that_bars_every_token_is_refused(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_only_the_request_that_bars_every_token_is_refused(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     other = request_of(1, PROMPT, max_tokens=4, ignore_eos=True)
     barred = request_of(2, PROMPT, max_tokens=4, min_tokens=2, stop_token_ids=tuple(range(199)))
@@ -254,9 +242,7 @@ def test_only_the_request_that_bars_every_token_is_refused(
 
 @pytest.mark.parametrize("at", [0, 5, 12, 22, 23], ids="token {}".format)
 @pytest.mark.parametrize("handover", [False, True])
-def test_a_prompt_with_a_nan_is_never_shared(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, at: int, handover: bool
-) -> None:
+def test_a_prompt_with_a_nan_is_never_shared(tiny_engine: MakeEngine, at: int, handover: bool) -> None:
     """Chunks have 8 tokens, blocks 4. Blocks before the NaN were computed, but they are not shared either."""
     poison = 198
     engine = tiny_engine(enable_prefix_caching=True, max_num_batched_tokens=8, max_num_seqs=4)
@@ -282,18 +268,22 @@ class Recorder:
     def __init__(self) -> None:
         self.engine: Engine | None = None
         self.events: list[tuple[Any, ...]] = []
+        self.ticks = 0
 
     def prefill_started(
         self, request_id: bytes, block_ids: Sequence[int], num_tokens: int, num_cached: int, state_slot: int
     ) -> None:
         self.events.append(("started", request_id, list(block_ids), num_tokens, num_cached))
 
-    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         assert self.engine is not None
-        for chunk in chunks:
-            blocks = next(e[2] for e in self.events if e[:2] == ("started", chunk.request_id))
+        for request_id, chunk in chunks.items():
+            blocks = next(e[2] for e in self.events if e[:2] == ("started", request_id))
             kv = read(self.engine, blocks, chunk.stop)[layer]
-            self.events.append(("layer", layer, chunk, kv[:, chunk.start :]))
+            self.events.append(("layer", layer, request_id, chunk, kv[:, chunk.start :]))
+
+    def tick(self) -> None:
+        self.ticks += 1
 
 
 def slots(blocks: Sequence[int], block_size: int, count: int) -> torch.Tensor:
@@ -315,15 +305,11 @@ def _noted(function: Callable[..., Any], order: list[str]) -> Callable[..., Any]
 
 
 def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sink = Recorder()
-    ticks: list[None] = []
-    engine = tiny_engine(
-        kv_sink=sink, max_num_batched_tokens=5, max_num_seqs=5, tick=lambda: ticks.append(None)
-    )
-    sink.engine = engine
-    ticks.clear()
+    engine = sink.engine = tiny_engine(hooks=hooks_to(sink), max_num_batched_tokens=5, max_num_seqs=5)
+    sink.ticks = 0
     order: list[str] = []
     for owner, name in ((engine._runner._kernels, "attention"), (sink, "layer_done")):
         monkeypatch.setattr(owner, name, _noted(getattr(owner, name), order))
@@ -332,19 +318,17 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
     engine.add(request, handover=True)
     engine.add(plain)
     results = run(engine)
-    assert len(ticks) % (engine.model_config.num_layers + 1) == 0  # each layer, and the end of the step
-    assert len(ticks) > 0
+    assert sink.ticks % (engine.model_config.num_layers + 1) == 0  # each layer, and the end of the step
+    assert sink.ticks > 0
     assert order[:6] == ["layer_done", "attention"] * 3, "told after what could have hidden the transfer"
     started, *layers = sink.events
     assert started[:2] == ("started", request.id)
     assert started[3:] == (9, 0)
-    assert [(layer, chunk) for _, layer, chunk, _ in layers] == [
-        (layer, PrefillChunk(request.id, start, stop))
-        for start, stop in ((0, 5), (5, 9))
-        for layer in range(3)
+    assert [event[1:4] for event in layers] == [
+        (layer, request.id, chunk) for chunk in (range(5), range(5, 9)) for layer in range(3)
     ]
     final = read(engine, started[2], 9)
-    for _, layer, chunk, kv in layers:
+    for _, layer, _, chunk, kv in layers:
         assert torch.equal(kv, final[layer][:, chunk.start : chunk.stop]), "reported before it was written"
     assert len(results[request.id].outputs) == 1
     assert engine.stats().held == 1
@@ -357,7 +341,7 @@ def test_the_sink_sees_each_layer_of_each_chunk_when_it_is_written(
 
 
 def test_a_handover_that_ends_with_its_first_token_keeps_its_blocks_until_release(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any, expected: Any
+    tiny_engine: MakeEngine, expected: Any
 ) -> None:
     first = expected(PROMPT, max_tokens=1)[0]
     engine = tiny_engine()
@@ -372,33 +356,31 @@ def test_a_handover_that_ends_with_its_first_token_keeps_its_blocks_until_releas
         engine.assert_whole()
 
 
-def test_logprobs_come_from_the_logits_before_adjustments(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_logprobs_come_from_the_logits_before_adjustments(tiny_engine: MakeEngine) -> None:
     """Penalties and other adjustments do not change the reported log probabilities."""
     engine = tiny_engine()
-    plain = request_of(1, PROMPT, max_tokens=1, logprobs=4)
-    (own,) = run(engine, [plain])[plain.id].outputs
-    third = own.logprobs.top_ids[2]
-    biased = request_of(2, PROMPT, max_tokens=1, logprobs=4, logit_bias={third: 100.0}, presence_penalty=1.0)
-    (output,) = run(engine, [biased])[biased.id].outputs
-    assert output.token == third
-    assert output.logprobs.logprob == pytest.approx(own.logprobs.top_logprobs[2])
-    assert output.logprobs.top_ids == own.logprobs.top_ids
-    assert output.logprobs.top_logprobs == pytest.approx(own.logprobs.top_logprobs)
-    named = own.logprobs.top_ids[::-2]
-    request = request_of(3, PROMPT, max_tokens=1, logprobs=0, logprob_token_ids=named)
-    (output,) = run(engine, [request])[request.id].outputs
-    assert output.logprobs.top_ids == named
-    assert output.logprobs.top_logprobs == pytest.approx(own.logprobs.top_logprobs[::-2])
+
+    def first(**sampling: Any) -> tuple[int, Logprobs]:
+        request = request_of(1, PROMPT, max_tokens=1, **sampling)
+        (output,) = run(engine, [request])[request.id].outputs
+        assert output.logprobs is not None
+        return output.token, output.logprobs
+
+    _, own = first(logprobs=4)
+    third = own.top_ids[2]
+    token, found = first(logprobs=4, logit_bias={third: 100.0}, presence_penalty=1.0)
+    assert token == third
+    assert found.logprob == pytest.approx(own.top_logprobs[2])
+    assert found.top_ids == own.top_ids
+    assert found.top_logprobs == pytest.approx(own.top_logprobs)
+    _, found = first(logprobs=0, logprob_token_ids=own.top_ids[::-2])
+    assert found.top_ids == own.top_ids[::-2]
+    assert found.top_logprobs == pytest.approx(own.top_logprobs[::-2])
 
 
-def test_cached_prefix_is_announced_as_ready(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_cached_prefix_is_announced_as_ready(tiny_engine: MakeEngine) -> None:
     sink = Recorder()
-    engine = tiny_engine(kv_sink=sink, enable_prefix_caching=True)
-    sink.engine = engine
+    engine = sink.engine = tiny_engine(hooks=hooks_to(sink), enable_prefix_caching=True)
     for number in (1, 2):
         run(engine, [request_of(number, PROMPT)], handover=True)
         engine.release(request_of(number, PROMPT).id)
@@ -406,7 +388,7 @@ def test_cached_prefix_is_announced_as_ready(
     engine.assert_whole()
 
 
-def test_cancel_in_every_phase(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
+def test_cancel_in_every_phase(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine(max_num_batched_tokens=8, max_num_seqs=4)
     waiting, chunked, decoding, held, reserved, joined = (
         request_of(i, [*PROMPT, i], ignore_eos=True) for i in range(6)
@@ -441,14 +423,6 @@ def test_cancel_in_every_phase(tiny_engine: Callable[..., Engine], request_of: A
     assert engine.step().outputs == []
 
 
-def test_priorities(tiny_engine: Callable[..., Engine], request_of: Any) -> None:
-    engine = tiny_engine(max_num_seqs=1)
-    for number, priority in ((1, 1), (2, 0), (3, -1)):
-        engine.add(request_of(number, PROMPT, max_tokens=1, priority=priority))
-    order = [engine.step().outputs[0].id for _ in range(3)]
-    assert order == [number.to_bytes(16) for number in (3, 2, 1)]
-
-
 def test_sampling_defaults_are_openais() -> None:
     assert (SamplingParams().temperature, SamplingParams().top_p, SamplingParams().max_tokens) == (
         1.0,
@@ -458,7 +432,7 @@ def test_sampling_defaults_are_openais() -> None:
 
 
 def test_a_started_request_gets_the_same_tokens_and_changes_no_others(
-    tiny_engine: Callable[..., Engine], request_of: Any, expected: Any
+    tiny_engine: MakeEngine, expected: Any
 ) -> None:
     engine = tiny_engine(max_num_batched_tokens=64)
     long = [*PROMPT * 6]
@@ -486,9 +460,7 @@ def test_a_started_request_gets_the_same_tokens_and_changes_no_others(
     engine.assert_whole()
 
 
-def test_a_request_in_steps_of_its_own_gets_the_same_tokens(
-    tiny_engine: Callable[..., Engine], request_of: Any, expected: Any
-) -> None:
+def test_a_request_in_steps_of_its_own_gets_the_same_tokens(tiny_engine: MakeEngine, expected: Any) -> None:
     engine = tiny_engine(max_num_batched_tokens=64, max_num_seqs=4)
     requests = [request_of(n, [n, *PROMPT], max_tokens=8, ignore_eos=True) for n in (1, 2, 3)]
     requests[1].alone = True

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from baton.engine.kernels import Experts, Kernels
 from baton.engine.kernels.moe.experts import route
-from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import ClampedSwiGLU, Scoring
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, close, normal
 
@@ -107,7 +106,7 @@ def test_mix_experts(
     logits = expert_logits(tokens, LEANINGS[leaning])
     expected_counts = torch.zeros(6, dtype=torch.int32)
     shared = normal(tokens, size, seed=3).to(dtype)
-    expected = TorchKernels().mix_experts(
+    expected = Kernels().mix_experts(
         x.double(), logits, Experts(gate_up.double(), down.double(), chosen, scoring), expected_counts,
         shared=shared.double,
     )  # fmt: skip
@@ -134,7 +133,7 @@ def test_a_mixture_does_not_depend_on_timing(tokens: int) -> None:
     )
     x, gate_up, down = x.to(BF16), (gate_up / 32).to(BF16), down.to(BF16)
     counts = torch.zeros(32, dtype=torch.int32, device="cuda")
-    expected = TorchKernels().mix_experts(
+    expected = Kernels().mix_experts(
         x.double(), logits, Experts(gate_up.double(), down.double(), 4, Scoring.SOFTMAX), counts.clone()
     )
     kernels = TritonKernels(torch.device("cuda"), 128)
@@ -168,8 +167,8 @@ def test_the_sums_over_parts_of_the_experts_add_up(
         experts = Experts(one, other, chosen, scoring, first)
         return kernels.mix_experts(tokens, router, experts, counted).cpu()
 
-    whole = mixed(TorchKernels(), "cpu", 0, 6)
-    for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
+    whole = mixed(Kernels(), "cpu", 0, 6)
+    for kernels, device in ((Kernels(), "cpu"), (triton_kernels, kernel_device)):
         close(mixed(kernels, device, 0, 4) + mixed(kernels, device, 4, 6), whole)
 
 
@@ -189,6 +188,6 @@ def test_experts_with_biases_and_a_clamped_activation(
         experts = Experts(gate_up, down, chosen, scoring, 0, gate_up_bias, down_bias, activation)
         return kernels.mix_experts(x, logits, experts, counts)
 
-    expected = mixed(TorchKernels(), x.double(), logits, counts.clone(), *(e.double() for e in experts))
+    expected = mixed(Kernels(), x.double(), logits, counts.clone(), *(e.double() for e in experts))
     on_device = (tensor.to(kernel_device) for tensor in (x, logits, counts, *experts))
     close(mixed(triton_kernels, *on_device), expected)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels import FP8, Experts, Fp8Experts, Kernels, Quantized
-from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Scoring
 from tests.device import DEVICE
 from tests.engine import kernel_checks
@@ -47,19 +46,19 @@ def test_quantized_results(
     x = (normal(rows, size) * 100 ** torch.arange(rows)[:, None]).to(dtype)
     x[-1] *= rows == 1
     put = lambda tensor: tensor.to(kernel_device, copy=True)  # noqa: E731
-    expected = TorchKernels().quantize(x, grouped=grouped)
+    expected = Kernels().quantize(x, grouped=grouped)
     assert expected.scales.shape == (rows, -(-size // 128) if grouped else 1)
     same(triton_kernels.quantize(put(x), grouped=grouped), expected)
 
     gate_up = torch.cat((normal(rows, size, seed=1).to(dtype), x), dim=1)
-    exact = TorchKernels().quantize(TorchKernels().silu_mul(gate_up.float()), grouped=grouped)
+    exact = Kernels().quantize(Kernels().silu_mul(gate_up.float()), grouped=grouped)
     same(triton_kernels.silu_mul_quantized(put(gate_up), grouped=grouped), exact)
 
     delta, weight, residual = normal(rows, size, seed=2).to(dtype), normal(size, seed=3).to(dtype), put(x)
     ours = triton_kernels.add_rms_norm_quantized(residual, put(delta), put(weight), 1e-5, grouped=grouped)
     x.add_(delta)
-    exact = TorchKernels().add_rms_norm(x.float(), None, weight.float(), 1e-5)
-    same(ours, TorchKernels().quantize(exact, grouped=grouped))
+    exact = Kernels().add_rms_norm(x.float(), None, weight.float(), 1e-5)
+    same(ours, Kernels().quantize(exact, grouped=grouped))
     assert torch.equal(residual.cpu(), x)
 
 
@@ -124,8 +123,8 @@ def test_linear(
         size += -size % 128
     weight, scales = random_weight(inner, size, grouped, blocks=blocks)
     b = normal(size, seed=2) if bias else None
-    x = TorchKernels().quantize(normal(rows, inner), grouped=grouped)
-    expected = TorchKernels().fp8_linear(weight, scales, b, F32)(x)
+    x = Kernels().quantize(normal(rows, inner), grouped=grouped)
+    expected = Kernels().fp8_linear(weight, scales, b, F32)(x)
     added = None if b is None else b.to(kernel_device, dtype)
     linear = Fp8Linear(weight.to(kernel_device), scales.to(kernel_device), added, dtype, multiprocessors)
     put_x = Quantized(*(tensor.to(kernel_device) for tensor in x))
@@ -178,7 +177,7 @@ def test_mix_experts(
         rows, routes = x.to(device, dtype), logits.to(device, dtype)
         return kernels.mix_experts(rows, routes, Experts(one, other, chosen, scoring, first), counts)
 
-    expected = mix(TorchKernels(), "cpu", F32)
+    expected = mix(Kernels(), "cpu", F32)
     ours = mix(triton_kernels, kernel_device, dtype)
     close(ours, expected, 0.05)  # values between two FP8 numbers may be rounded to either
 
@@ -186,7 +185,7 @@ def test_mix_experts(
 def random_experts(
     experts: int, out: int, columns: int, grouped: bool, *, blocks: bool = False
 ) -> Fp8Experts:
-    each = [TorchKernels().quantize(normal(out, columns, seed=i), grouped=grouped) for i in range(experts)]
+    each = [Kernels().quantize(normal(out, columns, seed=i), grouped=grouped) for i in range(experts)]
     values, scales = zip(*each, strict=True)
     of_rows = torch.stack([scale.T for scale in scales]).contiguous() / 8
     return Fp8Experts(torch.stack(values), of_rows[..., ::128].contiguous() if blocks else of_rows)
@@ -205,13 +204,13 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(
     from baton.engine.kernels.quantized.fp8_linear import Fp8Linear
 
     weight, scales = (tensor.cuda() for tensor in random_weight(inner, 4096, blocks, blocks=blocks))
-    x = TorchKernels().quantize(normal(rows, inner), grouped=blocks)
+    x = Kernels().quantize(normal(rows, inner), grouped=blocks)
     b = normal(4096).to(BF16).cuda() if bias else None
     linear = Fp8Linear(weight, scales, b, BF16, 264)  # with two parts
     many = linear.cublas(Quantized(*(tensor.cuda() for tensor in x)))
     few = linear(Quantized(*(tensor[:64].cuda() for tensor in x)))
     close(few, many[:64].cpu(), FAST)
-    expected = TorchKernels().fp8_linear(weight.cpu(), scales.cpu(), None if b is None else b.cpu(), F32)(x)
+    expected = Kernels().fp8_linear(weight.cpu(), scales.cpu(), None if b is None else b.cpu(), F32)(x)
     close(many, expected, FAST)
     few_x = Quantized(*(tensor[:64].cuda() for tensor in x))
     assert all(torch.equal(linear(few_x), few) for _ in range(200)), "timing changes nothing"

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from baton.engine import Engine
 from baton.engine.kernels import FP8, Fp8KV, Kernels
-from baton.engine.kernels.torch_kernels import TorchKernels
 from baton.engine.model_config import Span
 from baton.engine.models import cache_bytes_per_token
 from tests.engine.attention_step import RAGGED, Step
@@ -40,28 +39,27 @@ def check(step: Step, kernels: Kernels, device: str) -> None:
     kv = Fp8KV(*(part.to(device) for part in quantized(step.kv)))
     sinks = None if step.sinks is None else step.sinks.to(device)
     qkv, rotary = step.qkv.to(device, copy=True), step.rotary.to(device)
-    q, k, v = kernels.rope_and_write(qkv, rotary, None, kv, metadata.slots)
-    out = kernels.attention(q, k, v, kv, kernels.plan(metadata, *step.heads, step.dtype, step.span), sinks)
+    q = kernels.rope_and_write(qkv, rotary, None, kv, metadata.slots)
+    plan = kernels.plan(metadata, *step.heads, step.dtype, step.span)
+    out = kernels.attention(q, kv, plan, sinks, step.scale)
     kv = Fp8KV(*(part.cpu() for part in kv))
 
     plain = step.kv.double()
-    q64, k64, v64 = TorchKernels().rope_and_write(
-        step.qkv.double(), step.rotary.double(), None, plain, m.slots
-    )
+    q64 = Kernels().rope_and_write(step.qkv.double(), step.rotary.double(), None, plain, m.slots)
     close(q, q64)
     written = plain.isfinite()
     assert torch.equal(exact(kv).isfinite(), written), "each position is in its slot, and nothing else is"
     error = (exact(kv) - plain).abs().amax(dim=-1)
     assert (error <= 0.045 * plain.abs().amax(dim=-1))[written.all(dim=-1)].all(), "half a step of FP8"
-    plan = TorchKernels().plan(m, *step.heads, torch.float64, step.span)
+    plan = Kernels().plan(m, *step.heads, torch.float64, step.span)
     of_queries = None if step.sinks is None else step.sinks.double()
-    close(out, TorchKernels().attention(q64, k64, v64, exact(kv), plan, of_queries))
+    close(out, Kernels().attention(q64, exact(kv), plan, of_queries, step.scale))
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_torch_kernels(seed: int) -> None:
     for dtype, span in ((F32, None), (BF16, Span(24, chunked=True))):
-        check(Step(RAGGED, (4, 2), 16, 16, dtype, seed, span=span), TorchKernels(), "cpu")
+        check(Step(RAGGED, (4, 2), 16, 16, dtype, seed, span=span), Kernels(), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -133,12 +131,12 @@ def test_numbers_that_are_not_finite_spoil_their_request_alone(
             m, slots=m.slots.to(device), block_tables=m.block_tables.to(device),
             contexts=m.contexts.to(device),
         )  # fmt: skip
-        q, k, v = kernels.rope_and_write(
+        q = kernels.rope_and_write(
             step.qkv.to(device, copy=True), step.rotary.to(device), None, kv, metadata.slots
         )
-        return kernels.attention(q, k, v, kv, kernels.plan(metadata, 4, 2, F32)).cpu()
+        return kernels.attention(q, kv, kernels.plan(metadata, 4, 2, F32), None, step.scale).cpu()
 
-    for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
+    for kernels, device in ((Kernels(), "cpu"), (triton_kernels, kernel_device)):
         before = run(kernels, device)
         sound = step.qkv.clone()
         for request, broken in ((0, torch.nan), (1, torch.inf), (3, -torch.inf)):
@@ -194,6 +192,6 @@ def test_a_scale_of_zeros_is_not_zero() -> None:
     qkv = torch.zeros(1, 4, 16)
     kv = quantized(torch.full((2, 1, 16, 1, 16), torch.nan))
     rotary = torch.stack((torch.ones(1, 16), torch.zeros(1, 16)), dim=1)
-    TorchKernels().rope_and_write(qkv, rotary, None, kv, torch.tensor([3]))
+    Kernels().rope_and_write(qkv, rotary, None, kv, torch.tensor([3]))
     assert (kv.scales[:, 0, 0, 3] > 0).all()
     assert not exact(kv)[:, 0, 3].any()

@@ -15,9 +15,8 @@ from gguf.quants import dequantize
 from baton.engine import EngineConfig
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.loader import check_model
-from baton.engine.loader.dummy import DummyCheckpoint
 from baton.engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
-from baton.engine.loader.hf import HFCheckpoint
+from baton.engine.loader.hf import DummyCheckpoint, HFCheckpoint
 from tests.engine.checkpoints import is_refused, load
 from tests.engine.test_models import LLAMA3_ROPE
 

@@ -19,6 +19,7 @@ from baton.engine.core.step_builder import build_adjustments
 from baton.engine.execution.sampler import adjust
 from baton.engine.grammar import LIMITS, Grammars
 from baton.engine.loader.tokenizer_json import tokenizer_json
+from tests.engine.conftest import MakeEngine, request_of, run
 
 EOS = 2
 PERSON = {
@@ -48,7 +49,7 @@ def json_schema(schema: dict[str, Any]) -> StructuredOutput:
 
 
 @pytest.fixture
-def spelled_engine(tiny_engine: Callable[..., Engine], spelled_path: Path) -> Callable[..., Engine]:
+def spelled_engine(tiny_engine: MakeEngine, spelled_path: Path) -> Callable[..., Engine]:
     return lambda **config: tiny_engine(tokenizer=str(spelled_path), **{"num_blocks": 256, **config})
 
 
@@ -59,9 +60,7 @@ def text_of(spelled_path: Path) -> Callable[[list[int]], str]:
 
 
 @pytest.mark.parametrize("chunk", [64, 256])
-def test_json_is_valid_in_a_mixed_batch(
-    spelled_engine: Any, run: Any, request_of: Any, text_of: Any, chunk: int
-) -> None:
+def test_json_is_valid_in_a_mixed_batch(spelled_engine: Any, text_of: Any, chunk: int) -> None:
     engine = spelled_engine(max_num_batched_tokens=chunk)
     shape = {"temperature": 1.0, "max_tokens": 200}
     constrained = [
@@ -88,7 +87,7 @@ def test_json_is_valid_in_a_mixed_batch(
 
 
 def test_a_step_is_launched_before_its_grammars_know_the_last_token(
-    late_engine: Any, spelled_engine: Any, spelled_path: Path, run: Any, request_of: Any
+    late_engine: Any, spelled_engine: Any, spelled_path: Path
 ) -> None:
     wanted = StructuredOutput("regex", "(ab|cd){3}")
     requests = [
@@ -113,7 +112,7 @@ def test_a_step_is_launched_before_its_grammars_know_the_last_token(
     engine.assert_whole()
 
 
-def test_regex_and_grammar(spelled_engine: Any, run: Any, request_of: Any, text_of: Any) -> None:
+def test_regex_and_grammar(spelled_engine: Any, text_of: Any) -> None:
     regex = r"[a-f]{3}-(yes|no)( [0-9]{2}){1,3}"
     lark = 'start: sum\nsum: NUMBER ("+" NUMBER){1,4}\nNUMBER: /[1-9][0-9]?/'
     requests = [
@@ -126,9 +125,7 @@ def test_regex_and_grammar(spelled_engine: Any, run: Any, request_of: Any, text_
         assert re.fullmatch((regex, r"[1-9][0-9]?(\+[1-9][0-9]?){1,4}")[i % 2], text)
 
 
-def test_eos_is_allowed_only_where_the_grammar_may_end(
-    spelled_engine: Any, run: Any, request_of: Any, text_of: Any
-) -> None:
+def test_eos_is_allowed_only_where_the_grammar_may_end(spelled_engine: Any, text_of: Any) -> None:
     """A bias makes EOS the most likely token everywhere."""
     wanted = StructuredOutput("regex", "ab{4,9}c?")
     request = request_of(1, [1, 9], logit_bias={EOS: 100.0}, max_tokens=30, structured_output=wanted)
@@ -136,9 +133,7 @@ def test_eos_is_allowed_only_where_the_grammar_may_end(
     assert (text_of(result.tokens[:-1]), result.finish_reason) == ("abbbb", "stop")
 
 
-def test_the_grammar_ends_before_min_tokens(
-    spelled_engine: Any, run: Any, request_of: Any, text_of: Any
-) -> None:
+def test_the_grammar_ends_before_min_tokens(spelled_engine: Any, text_of: Any) -> None:
     wanted = StructuredOutput("regex", "a{2,4}")
     for temperature in (0.0, 1.0):
         request = request_of(
@@ -158,11 +153,7 @@ def test_the_grammar_ends_before_min_tokens(
     ],
 )
 def test_a_failed_grammar_fails_only_its_request(
-    spelled_engine: Any,
-    request_of: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    wanted: StructuredOutput,
-    reason: str,
+    spelled_engine: Any, monkeypatch: pytest.MonkeyPatch, wanted: StructuredOutput, reason: str
 ) -> None:
     monkeypatch.setitem(LIMITS, "step_max_items", 500)
     engine = spelled_engine()
@@ -186,11 +177,12 @@ def test_a_failed_grammar_fails_only_its_request(
 
 @pytest.mark.parametrize("given", [0, 150])
 def test_a_grammar_that_takes_too_long_fails_its_request_only(
-    spelled_engine: Any, spelled_path: Path, request_of: Any, given: int
+    spelled_engine: Any, spelled_path: Path, given: int
 ) -> None:
     """This grammar matches a text in many ways, so each token takes longer than the one before. An earlier
     worker may have generated the beginning."""
     letter = Tokenizer.from_file(str(spelled_path / "tokenizer.json")).token_to_id("a")
+    assert letter is not None
     engine = spelled_engine(num_blocks=1024)
     wanted = StructuredOutput("grammar", 'start: s\ns: s s | s s s | "a" | ""')
     slow = {"max_tokens": 2000, "logit_bias": {EOS: -100.0}, "structured_output": wanted}
@@ -209,7 +201,7 @@ def test_a_grammar_that_takes_too_long_fails_its_request_only(
     engine.assert_whole()
 
 
-def test_given_output_that_violates_the_grammar_is_refused(spelled_engine: Any, request_of: Any) -> None:
+def test_given_output_that_violates_the_grammar_is_refused(spelled_engine: Any) -> None:
     engine = spelled_engine()
     wanted = StructuredOutput("regex", "a{9}")
     engine.add(request_of(1, [1, 5], [40, 41], max_tokens=9, structured_output=wanted))
@@ -221,9 +213,7 @@ def test_given_output_that_violates_the_grammar_is_refused(spelled_engine: Any, 
     engine.assert_whole()
 
 
-def test_a_model_without_tokenizer_refuses_structured_output_only(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_a_model_without_tokenizer_refuses_structured_output_only(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine()
     engine.add(request_of(1, [1, 5], structured_output=StructuredOutput("regex", "a")))
     refused: list[tuple[bytes, str]] = []
@@ -236,12 +226,7 @@ def test_a_model_without_tokenizer_refuses_structured_output_only(
 @pytest.mark.parametrize("length", [1, 4, 5, 70])
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_request_that_waits_for_its_grammar_delays_no_other(
-    spelled_engine: Any,
-    request_of: Any,
-    text_of: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    length: int,
-    caching: bool,
+    spelled_engine: Any, text_of: Any, monkeypatch: pytest.MonkeyPatch, length: int, caching: bool
 ) -> None:
     """Meanwhile its prompt is computed, except the last token."""
     may_compile = threading.Event()
@@ -271,7 +256,7 @@ def test_a_request_that_waits_for_its_grammar_delays_no_other(
 
 
 def test_cancelling_a_request_cancels_its_grammar(
-    spelled_engine: Any, run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+    spelled_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_compile = threading.Event()
     compiled = []
@@ -298,9 +283,7 @@ def test_cancelling_a_request_cancels_its_grammar(
     engine.assert_whole()
 
 
-def test_a_preempted_request_continues_its_structure(
-    spelled_engine: Any, run: Any, request_of: Any, text_of: Any
-) -> None:
+def test_a_preempted_request_continues_its_structure(spelled_engine: Any, text_of: Any) -> None:
     requests = [
         request_of(i, [1, 9 + i], temperature=1.0, seed=i, max_tokens=100,
                    structured_output=StructuredOutput("regex", "([a-z]{5} ){8}"))
@@ -317,9 +300,8 @@ def test_a_preempted_request_continues_its_structure(
 @pytest.mark.parametrize("start", [None, 30])
 @pytest.mark.parametrize("budget", [0, 6])
 def test_the_structure_follows_the_reasoning(
-    spelled_engine: Any, run: Any, request_of: Any, text_of: Any,
-    structure: StructuredOutput | None, start: int | None, budget: int,
-) -> None:  # fmt: skip
+    spelled_engine: Any, text_of: Any, structure: StructuredOutput | None, start: int | None, budget: int
+) -> None:
     """A bias makes EOS the most likely token, and the start of the reasoning more likely than others."""
     end = 31
     shape = {
@@ -340,13 +322,11 @@ def test_the_structure_follows_the_reasoning(
     answer = result.tokens[begun + budget + 1 : -1]
     assert re.fullmatch("ab{2,4}c", text_of(answer))
     for cut in range(1, len(result.tokens)):
-        again = request_of(2, [1, 9], output_ids=result.tokens[:cut], **shape)
+        again = request_of(2, [1, 9], result.tokens[:cut], **shape)
         assert run(engine, [again])[again.id].tokens == result.tokens[cut:], cut
 
 
-def test_a_model_that_does_not_reason_gives_the_structure_at_once(
-    spelled_engine: Any, run: Any, request_of: Any, text_of: Any
-) -> None:
+def test_a_model_that_does_not_reason_gives_the_structure_at_once(spelled_engine: Any, text_of: Any) -> None:
     request = request_of(
         1, [1, 9], logit_bias={30: -100.0}, max_tokens=30, reasoning=Reasoning(31, 30),
         structured_output=StructuredOutput("regex", "ab{2,4}c"),
@@ -356,7 +336,7 @@ def test_a_model_that_does_not_reason_gives_the_structure_at_once(
 
 
 def test_a_step_waits_for_no_token_after_the_reasoning(
-    late_engine: Any, spelled_engine: Any, spelled_path: Path, run: Any, request_of: Any
+    late_engine: Any, spelled_engine: Any, spelled_path: Path
 ) -> None:
     """The request has a budget, and no structure."""
     shape = {"max_tokens": 20, "ignore_eos": True, "allowed_token_ids": (30, 31)}
@@ -375,7 +355,7 @@ def test_a_step_waits_for_no_token_after_the_reasoning(
     assert max(late) <= 5, "a step waits for the token before it only while the request reasons"
 
 
-def test_allowed_tokens_and_bad_words(spelled_engine: Any, run: Any, request_of: Any) -> None:
+def test_allowed_tokens_and_bad_words(spelled_engine: Any) -> None:
     """Also when an earlier worker generated a part of the output."""
     shape = {
         "temperature": 1.0, "ignore_eos": True, "max_tokens": 40, "allowed_token_ids": (30, 31, 32),
@@ -389,13 +369,11 @@ def test_allowed_tokens_and_bad_words(spelled_engine: Any, run: Any, request_of:
         spoken = "".join(map(chr, tokens))
         for word in shape["bad_words"]:
             assert "".join(map(chr, word)) not in spoken
-        again = request_of(9, [1, 9, 30], seed=seed, output_ids=tokens[:11], **shape)
+        again = request_of(9, [1, 9, 30], tokens[:11], seed=seed, **shape)
         assert run(engine, [again])[again.id].tokens == tokens[11:]
 
 
-def test_fields_that_allow_no_token_fail_their_request_only(
-    spelled_engine: Any, spelled_path: Path, request_of: Any
-) -> None:
+def test_fields_that_allow_no_token_fail_their_request_only(spelled_engine: Any, spelled_path: Path) -> None:
     letter = Tokenizer.from_file(str(spelled_path / "tokenizer.json")).token_to_id("b")
     engine = spelled_engine()
     engine.add(
@@ -409,14 +387,14 @@ def test_fields_that_allow_no_token_fail_their_request_only(
     assert "allow no token together" in message
 
 
-def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: Path, request_of: Any) -> None:
+def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: Path) -> None:
     """From a GGUF file's vocabulary."""
     tokenizer = Tokenizer.from_str(tokenizer_json(str(embedded_model_path)))
     text = 'The temperature_celsius of {"Größe": "München"} is 12.5 degrees.'
     wanted = StructuredOutput("regex", re.escape(text))
     request = request_of(1, [1, 5], max_tokens=60, structured_output=wanted)
     live = LiveRequest(request, Phase.RUNNING, 1)
-    grammars = Grammars(str(embedded_model_path), 49152, {EOS})
+    grammars = Grammars(tokenizer_json, str(embedded_model_path), 49152, {EOS})
     live.grammar = grammars.compile(request)
     for expected in [*tokenizer.encode(text).ids, EOS]:
         mask, failed = grammars.allowed([(live.grammar, live.token_ids)])
@@ -429,7 +407,7 @@ def test_fixed_text_is_spelled_as_the_tokenizer_spells_it(embedded_model_path: P
         live.token_ids.append(expected)
 
 
-def test_a_mask_applies_to_its_rows_only_for_any_vocabulary(request_of: Any) -> None:
+def test_a_mask_applies_to_its_rows_only_for_any_vocabulary() -> None:
     vocabulary = 45
     logits = torch.arange(3 * vocabulary, dtype=torch.float32).view(3, vocabulary)
     bits = np.zeros((2, 2), dtype=np.int32)
@@ -440,7 +418,7 @@ def test_a_mask_applies_to_its_rows_only_for_any_vocabulary(request_of: Any) -> 
     assert chosen.tolist() == [31, 44, 35]
 
 
-def test_structured_output_is_bounded(request_of: Any) -> None:
+def test_structured_output_is_bounded() -> None:
     with pytest.raises(ValueError, match=r"structured_output\.regex must have 1 to"):
         StructuredOutput("regex", "a" * 200_000)
     with pytest.raises(ValueError, match="ignore_eos must be false with structured_output"):

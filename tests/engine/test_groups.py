@@ -24,9 +24,9 @@ from baton.engine.layers.grouped_linear import (
     for_prompts,
     packs,
 )
-from baton.engine.layers.linear import PlainFormat, PlainLinear
+from baton.engine.layers.linear import PlainLinear
 from baton.engine.layers.ranks import Part, Ranks, whole
-from baton.engine.layers.weights import Groups, Weights
+from baton.engine.layers.weights import Groups, PlainFormat, Weights
 from baton.engine.loader import choose_format, open_checkpoint
 from baton.engine.loader.gguf_groups import UNPACK
 from tests.engine.test_disaggregation import Pair

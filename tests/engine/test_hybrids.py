@@ -15,6 +15,7 @@ import torch
 from baton.engine import Engine, EngineConfig, build_engine, step_loop
 from baton.engine.core import state_copies
 from baton.engine.core.state_copies import StateCopies
+from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_plan
 from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.loader import check_model
@@ -295,9 +296,9 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     lengths: list[list[int]] = []
     build = step_loop.build_step
 
-    def build_step(chunks: Any, *args: Any, **others: Any) -> Any:
-        lengths.append([chunk.stop - chunk.start for chunk in chunks])
-        return build(chunks, *args, **others)
+    def build_step(plan: Schedule, *args: Any, **others: Any) -> Any:
+        lengths.append([len(positions) for positions in plan.chunks.values()])
+        return build(plan, *args, **others)
 
     monkeypatch.setattr(step_loop, "build_step", build_step)
     results = [run(engine, [request]).popitem()[1] for request in requests]

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from baton.engine.kernels import Kernels
-from baton.engine.kernels.torch_kernels import TorchKernels
 from tests.engine.kernel_checks import BF16, DTYPES, close, normal
 
 # Pointwise
@@ -31,7 +30,7 @@ def test_add_rms_norm(
         normal(*s, seed=i).to(dtype) for i, s in enumerate([(rows, size)] * 2 + [(size,)])
     )
     expected = residual.clone()
-    out = TorchKernels().add_rms_norm(expected, delta if add else None, weight, 1e-5)
+    out = Kernels().add_rms_norm(expected, delta if add else None, weight, 1e-5)
     ours = residual.to(kernel_device)
     result = triton_kernels.add_rms_norm(
         ours, delta.to(kernel_device) if add else None, weight.to(kernel_device), 1e-5
@@ -46,8 +45,8 @@ def test_silu_mul_and_gelu_mul(
     triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, rows: int, size: int
 ) -> None:
     gate_up = (4 * normal(rows, 2 * size)).to(dtype)
-    close(triton_kernels.silu_mul(gate_up.to(kernel_device)), TorchKernels().silu_mul(gate_up))
-    close(triton_kernels.gelu_mul(gate_up.to(kernel_device)), TorchKernels().gelu_mul(gate_up))
+    close(triton_kernels.silu_mul(gate_up.to(kernel_device)), Kernels().silu_mul(gate_up))
+    close(triton_kernels.gelu_mul(gate_up.to(kernel_device)), Kernels().gelu_mul(gate_up))
 
 
 # Products
@@ -93,6 +92,13 @@ def test_linear_of_few_rows_does_not_depend_on_timing() -> None:
 
 
 # Whole
+
+
+def test_a_gpu_replaces_every_operation() -> None:
+    from baton.engine.kernels.triton_kernels import TritonKernels
+
+    operations = {name for name in vars(Kernels) if not name.startswith("_")}
+    assert operations <= vars(TritonKernels).keys()
 
 
 def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from baton.engine import EngineConfig, build_engine
+from baton.engine import EngineConfig, Hooks, build_engine
 from baton.engine.kernels import parts
 from baton.engine.loader import check_model
 from baton.engine.loader.hf import HFCheckpoint
@@ -132,8 +132,10 @@ def test_progress_and_ticks_while_loading(tiny_path: Path) -> None:
     ticks: list[None] = []
     build_engine(
         EngineConfig(model=str(tiny_path), num_blocks=8),
-        tick=lambda: ticks.append(None),
-        progress=lambda stage, fraction: stages.append((stage, fraction)),
+        hooks=Hooks(
+            tick=lambda: ticks.append(None),
+            progress=lambda stage, fraction: stages.append((stage, fraction)),
+        ),
     )
     assert {stage for stage, _ in stages} == {"loading weights"}
     assert stages == sorted(stages)

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import AttentionMetadata, GatedDelta, Kernels, LayerState, Mamba2
-from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.kernels import AttentionMetadata, GatedDelta, Kernels, LayerState, Mamba2, StateLayer
 from tests.engine.kernel_checks import CLOSE, DTYPES, F32, close, normal
 
 HEADS, HEAD_DIM, SIZE, WIDTH = 4, 16, 32, 4
@@ -31,8 +30,8 @@ def layer_of(groups: int, dtype: torch.dtype, *, bias: bool = True, dt_limits: A
         normal(channels, seed=2).to(dtype) if bias else None,
         normal(HEADS, seed=3),
         -normal(HEADS, seed=4).exp(),
-        normal(HEADS, seed=5),
         groups,
+        normal(HEADS, seed=5),
         dt_limits,
     )
 
@@ -80,8 +79,14 @@ class Step:
         """y, and the states after the step."""
         state = LayerState(*(part.to(device, copy=True) for part in self.state))
         plan = kernels.plan_states(self.metadata(device), self.dtype)
-        y = kernels.mamba2(self.projected.to(device), on(self.layer, device), state, plan)
+        y = kernels.mix_states(self.inputs().to(device), self.parameters(device), state, plan)
         return y, LayerState(*(part.cpu() for part in state))
+
+    def inputs(self) -> Tensor:
+        return self.projected
+
+    def parameters(self, device: str) -> StateLayer:
+        return on(self.layer, device)
 
     def token_by_token(self) -> tuple[Tensor, LayerState]:
         """The definition, in float64."""
@@ -140,12 +145,12 @@ BATCHES = {
 @pytest.mark.parametrize("groups", [1, 2])
 def test_torch_equals_the_recurrence(spans: list[tuple[int, int]], groups: int) -> None:
     step = Step(spans, layer_of(groups, F32))
-    step.compare(step.run(TorchKernels()), step.token_by_token())
+    step.compare(step.run(Kernels()), step.token_by_token())
 
 
 def test_limits_of_the_time_step() -> None:
     step = Step(BATCHES["ragged"], layer_of(1, F32, bias=False, dt_limits=(0.3, 0.9)))
-    step.compare(step.run(TorchKernels()), step.token_by_token())
+    step.compare(step.run(Kernels()), step.token_by_token())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -167,7 +172,7 @@ def test_triton_equals_torch(
     dt_limits: Any,
 ) -> None:
     step = Step(spans, layer_of(groups, dtype, bias=groups > 1, dt_limits=dt_limits), dtype)
-    step.compare(step.run(triton_kernels, kernel_device), step.run(TorchKernels()))
+    step.compare(step.run(triton_kernels, kernel_device), step.run(Kernels()))
 
 
 def test_heads_and_states_of_any_size(
@@ -177,30 +182,24 @@ def test_heads_and_states_of_any_size(
     monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", 40)
     monkeypatch.setattr(sys.modules[__name__], "SIZE", 12)
     step = Step(BATCHES["ragged"], layer_of(2, F32))
-    step.compare(step.run(triton_kernels, kernel_device), step.run(TorchKernels()))
+    step.compare(step.run(triton_kernels, kernel_device), step.run(Kernels()))
 
 
 class DeltaStep(Step):
     """As `Step`, with the gated delta rule in place of Mamba-2."""
-
-    def run(self, kernels: Kernels, device: str = "cpu") -> tuple[Tensor, LayerState]:
-        state = LayerState(*(part.to(device, copy=True) for part in self.state))
-        plan = kernels.plan_states(self.metadata(device), self.dtype)
-        y = kernels.gated_delta(self.inputs().to(device), self.delta(device), state, plan)
-        return y, LayerState(*(part.cpu() for part in state))
 
     def inputs(self) -> Tensor:
         """With β of each head."""
         beta = normal(len(self.projected), HEADS, seed=10).to(self.dtype)
         return torch.cat((self.projected, beta), dim=1)
 
-    def delta(self, device: str) -> GatedDelta:
+    def parameters(self, device: str) -> StateLayer:
         """Its states decay so slowly that all tokens of a chunk count."""
         layer = on(self.layer, device)
-        return GatedDelta(layer.conv_weight, layer.dt_bias, layer.a / 64, layer.groups)
+        return GatedDelta(layer.conv_weight, None, layer.dt_bias, layer.a / 64, layer.groups)
 
     def token_by_token(self) -> tuple[Tensor, LayerState]:
-        layer, rows, groups = self.delta("cpu"), [], self.layer.groups
+        layer, rows, groups = self.parameters("cpu"), [], self.layer.groups
         conv, ssm = (part.double() for part in self.state)
         channels = conv.shape[2]
         row = 0
@@ -230,7 +229,7 @@ class DeltaStep(Step):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_gated_delta_rule_equals_the_recurrence(spans: list[tuple[int, int]], groups: int) -> None:
     step = DeltaStep(spans, layer_of(groups, F32))
-    step.compare(step.run(TorchKernels()), step.token_by_token())
+    step.compare(step.run(Kernels()), step.token_by_token())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -249,7 +248,7 @@ def test_triton_equals_torch_for_the_gated_delta_rule(
     monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", head_dim)
     monkeypatch.setattr(sys.modules[__name__], "SIZE", size)
     step = DeltaStep(spans, layer_of(2, dtype), dtype)
-    step.compare(step.run(triton_kernels, kernel_device), step.run(TorchKernels()))
+    step.compare(step.run(triton_kernels, kernel_device), step.run(Kernels()))
 
 
 def test_the_norm_of_heads_with_a_gate(triton_kernels: Kernels, kernel_device: str) -> None:
@@ -258,7 +257,7 @@ def test_the_norm_of_heads_with_a_gate(triton_kernels: Kernels, kernel_device: s
     heads = x.double().unflatten(1, (4, 24))
     normed = heads / (heads.square().mean(2, keepdim=True) + 1e-5).sqrt() * weight.double()
     expected = normed.flatten(1) * F.silu(gate.double())
-    close(TorchKernels().norm_gate(x, gate, weight, 1e-5), expected)
+    close(Kernels().norm_gate(x, gate, weight, 1e-5), expected)
     x, gate, weight = (tensor.to(kernel_device) for tensor in (x, gate, weight))
     close(triton_kernels.norm_gate(x, gate, weight, 1e-5), expected)
 
@@ -267,9 +266,9 @@ def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels, k
     """At each number of tokens around the convolution's width and a chunk's length."""
     layer, length = layer_of(2, F32), 70
     whole = Step([(0, length)], layer)
-    y, state = whole.run(TorchKernels())
+    y, state = whole.run(Kernels())
     for cut in (1, 2, 3, 32, 33, 69):
-        for kernels, device in ((TorchKernels(), "cpu"), (triton_kernels, kernel_device)):
+        for kernels, device in ((Kernels(), "cpu"), (triton_kernels, kernel_device)):
             first, second = Step([(0, cut)], layer), Step([(cut, length)], layer)
             first.projected, second.projected = whole.projected[:cut], whole.projected[cut:]
             first_y, second.state = first.run(kernels, device)
@@ -283,10 +282,10 @@ def test_a_prompt_in_two_parts_ends_in_the_same_state(triton_kernels: Kernels, k
 def test_padding_of_a_graph_changes_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
     """A graph has static work for more requests and chunks than a step has."""
     from baton.engine.kernels.state.mamba2 import scan_work
-    from baton.engine.kernels.state.ssd import chunk_tokens
+    from baton.engine.kernels.state.plan import chunk_tokens
 
     step = Step([(4, 5), (0, 40), (3, 9)], layer_of(1, F32))
-    expected = step.run(TorchKernels())
+    expected = step.run(Kernels())
     plain = step.metadata(kernel_device)
     work = torch.from_numpy(scan_work(step.spans[1:], 1, chunk_tokens(F32))).to(kernel_device)
     contexts = plain.contexts.clone()
@@ -309,7 +308,7 @@ def test_gated_norm(
     for part, scale in zip(x32.chunk(groups, 1), weight.double().chunk(groups), strict=True):
         gated.append(part / (part.square().mean(1, keepdim=True) + 1e-5).sqrt() * scale)
     expected = torch.cat(gated, dim=1)
-    close(TorchKernels().gated_rms_norm(x, gate, weight, 1e-5, groups), expected)
+    close(Kernels().gated_rms_norm(x, gate, weight, 1e-5, groups), expected)
     x, gate, weight = (tensor.to(kernel_device) for tensor in (x, gate, weight))
     close(triton_kernels.gated_rms_norm(x, gate, weight, 1e-5, groups), expected)
 
@@ -317,8 +316,8 @@ def test_gated_norm(
 def test_the_norm_of_a_group_in_parts(triton_kernels: Kernels, kernel_device: str) -> None:
     """As ranks compute it that hold some columns of a group each."""
     x, gate, weight = (normal(*shape, seed=i) for i, shape in enumerate([(3, 96), (3, 96), (96,)]))
-    expected = TorchKernels().gated_rms_norm(x, gate, weight, 1e-5, 1)
-    for device, kernels in (("cpu", TorchKernels()), (kernel_device, triton_kernels)):
+    expected = Kernels().gated_rms_norm(x, gate, weight, 1e-5, 1)
+    for device, kernels in (("cpu", Kernels()), (kernel_device, triton_kernels)):
         parts = [[of.to(device).split((64, 32), -1)[i] for of in (x, gate, weight)] for i in range(2)]
         squares = torch.stack([kernels.gated_squares(x.contiguous(), gate) for x, gate, _ in parts])
         mean = (squares.sum(0)[:, None] / 96).repeat(1, 2)[:, 1]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine import Engine, EngineConfig, Hooks, build_engine
 from baton.engine.execution.memory_plan import (
     GIB,
     CacheLimits,
@@ -312,7 +312,9 @@ def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(
             str(embedded_model_path), device="cuda", gpu_memory_utilization=share, max_num_seqs=256,
             max_num_batched_tokens=8192, enable_prefix_caching=True,
         )  # fmt: skip
-        engines.append(build_engine(config, progress=lambda stage, _, seen=stages: seen.append(stage)))
+        engines.append(
+            build_engine(config, hooks=Hooks(progress=lambda stage, _, seen=stages: seen.append(stage)))
+        )
         assert list(dict.fromkeys(stages)) == [
             "loading weights",
             "measuring memory",

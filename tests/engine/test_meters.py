@@ -9,7 +9,7 @@ from tests.engine.scheduling import add, make, step
 
 def test_short_prompts_do_not_lower_the_speed_of_long_ones() -> None:
     """A short prompt takes as long as reading the weights."""
-    meters = Meters(8192, 0.2048)
+    meters = Meters(ChunkLimit(0.020, 8192), (8192, 0.2048))
     assert meters.prefill_tokens_per_s == 40_000
     for _ in range(50):
         meters.record(False, 20, 0.005)
@@ -20,7 +20,7 @@ def test_short_prompts_do_not_lower_the_speed_of_long_ones() -> None:
 
 
 def test_without_long_prompts_the_longest_seen_count() -> None:
-    meters = Meters()
+    meters = Meters(ChunkLimit(0.020, 8192))
     assert meters.prefill_tokens_per_s == 0
     meters.record(False, 20, 0.005)
     assert meters.prefill_tokens_per_s == 4_000
@@ -30,8 +30,9 @@ def test_without_long_prompts_the_longest_seen_count() -> None:
 
 
 def test_a_prompt_beside_decodes_is_as_fast_as_long_steps_allow() -> None:
-    meters, limit, scheduler = Meters(8192, 0.2048), ChunkLimit(0.020, 8192), make()
-    assert meters.prompt_tokens_per_s(scheduler, limit) == 40_000
+    limit, scheduler = ChunkLimit(0.020, 8192), make()
+    meters = Meters(limit, (8192, 0.2048))
+    assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == 40_000
     live = add(scheduler, 1, 8)
     for _ in range(2):
         step(scheduler)
@@ -40,31 +41,40 @@ def test_a_prompt_beside_decodes_is_as_fast_as_long_steps_allow() -> None:
     add(scheduler, 2, 8)
     scheduler.schedule()
     assert (len(scheduler.running), scheduler.decoding) == (2, 1), "the second one has no token yet"
-    assert meters.prompt_tokens_per_s(scheduler, limit) == 40_000, "nothing is known yet"
+    assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == 40_000, "nothing is known yet"
     for _ in range(50):
         limit.record(True, 0, 0.010)
         limit.record(True, 100, 0.020)
-    assert meters.prompt_tokens_per_s(scheduler, limit) == pytest.approx(100 / 0.020, rel=0.02)
+    assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == pytest.approx(
+        100 / 0.020, rel=0.02
+    )
     scheduler.drop(live)
-    assert meters.prompt_tokens_per_s(scheduler, limit) == 40_000
+    assert meters.prompt_tokens_per_s(decoding=bool(scheduler.decoding)) == 40_000
 
 
 def test_few_tokens_of_a_prompt_cost_what_steps_of_their_size_take() -> None:
-    meters, limit, scheduler = Meters(8192, 0.2048), ChunkLimit(0.020, 8192), make()
+    limit, scheduler = ChunkLimit(0.020, 8192), make()
+    meters = Meters(limit, (8192, 0.2048))
     for _ in range(50):
         meters.record(True, 40, 0.1)
-    assert meters.prompt_seconds(200, 40, scheduler, limit) == 200 / 40_000, "no such step was alone"
+    assert meters.prompt_seconds(200, 40, decoding=bool(scheduler.decoding)) == 200 / 40_000, (
+        "no such step was alone"
+    )
     for _ in range(50):
         meters.record(False, 40, 0.006)
         meters.record(False, 240, 0.014)
-    assert meters.prompt_seconds(200, 40, scheduler, limit) == pytest.approx(0.008)
-    assert meters.prompt_seconds(8000, 40, scheduler, limit) == pytest.approx(8040 / 40_000 - 0.006)
-    assert meters.prompt_seconds(100, 300, scheduler, limit) == 100 / 40_000, "400 is a size not seen"
+    assert meters.prompt_seconds(200, 40, decoding=bool(scheduler.decoding)) == pytest.approx(0.008)
+    assert meters.prompt_seconds(8000, 40, decoding=bool(scheduler.decoding)) == pytest.approx(
+        8040 / 40_000 - 0.006
+    )
+    assert meters.prompt_seconds(100, 300, decoding=bool(scheduler.decoding)) == 100 / 40_000, (
+        "400 is a size not seen"
+    )
     live = add(scheduler, 1, 8)
     for _ in range(2):
         step(scheduler)
     assert live in scheduler.running
-    assert meters.prompt_seconds(200, 40, scheduler, limit) == 200 / 40_000, "beside decodes"
+    assert meters.prompt_seconds(200, 40, decoding=bool(scheduler.decoding)) == 200 / 40_000, "beside decodes"
     scheduler.drop(live)
 
 
@@ -73,7 +83,7 @@ def test_a_prompt_that_is_handed_over_after_this_step_does_not_decode(handover: 
     """A prefill worker that reports a decode is thought slow, and gets no prompts until its next report."""
     scheduler = make()
     live = add(scheduler, 1, 8, handover=handover)
-    scheduler.launched(scheduler.schedule().chunks)
+    scheduler.launched(scheduler.schedule())
     live.promise(0)
     assert (live.num_left, len(scheduler.running)) == (1, 1)
     assert scheduler.decoding == (not handover)

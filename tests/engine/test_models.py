@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from baton.engine import EngineConfig, build_engine
-from baton.engine.layers.linear import PlainFormat
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.rotary import Rotary
-from baton.engine.layers.weights import Weights
+from baton.engine.layers.weights import PlainFormat, Weights
 from baton.engine.loader.hf import HFCheckpoint, read_config
 from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import Span

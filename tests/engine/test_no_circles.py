@@ -9,7 +9,6 @@ import pytest
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.making_room import to_drop
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.scheduler import Scheduler
 from tests.engine.scheduling import BLOCK, make, step
@@ -157,17 +156,17 @@ class TwoWorkers:
             and (answer.prefill is None or answer.prefill.phase is Phase.WAITING)
         ]
         spare = [live.id for live in (*held, *not_begun)]
-        for request_id in to_drop(worker, fetched.__contains__, (), spare):
+        for request_id in worker.to_drop(fetched.__contains__, (), spare):
             live = worker.requests[request_id]
             self.seen[f"{live.phase.name} dropped"] += 1
             worker.drop(live)
 
     def step(self, worker: Scheduler) -> None:
         plan = step(worker, 5)
-        self.seen["handed back"] += len(plan.handed_back)
+        self.seen["handed back"] += sum(live.hand_back for live in plan.preempted)
         by_live = {live: answer for answer in self.answers for live in (answer.prefill, answer.decode)}
-        for live, _, stop, _ in plan.chunks:
-            if stop < len(live.token_ids) - 1:
+        for live, positions in plan.chunks.items():
+            if positions.stop < len(live.token_ids) - 1:
                 continue
             answer = by_live[live]
             answer.given += 1

@@ -5,7 +5,6 @@ import os
 import random
 import select
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ import torch
 from baton.engine import Engine
 from baton.engine.core.pace import Pace
 from tests.device import DEVICE
-from tests.engine.test_engine import PROMPT, crowd
+from tests.engine.conftest import MakeEngine, request_of, run
+from tests.engine.test_engine import PROMPT
 
 
 def land_one(engine: Engine) -> Any:
@@ -25,49 +25,9 @@ def land_one(engine: Engine) -> Any:
             return result
 
 
-@pytest.fixture(scope="module")
-def requests(request_of: Any) -> list[Any]:
-    found = crowd(request_of)
-    for number in range(100, 103):  # nothing comes twice
-        prompt = PROMPT[: number - 98]
-        found.append(request_of(number, prompt, max_tokens=30, ignore_eos=True, repetition_penalty=1e6))
-    return found
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_engine: Callable[..., Engine], run: Any, requests: list[Any]) -> dict[bytes, list[int]]:
-    """The tokens of `requests` without overlap."""
-    return {key: result.tokens for key, result in run(tiny_engine(overlap=False), requests).items()}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({}, id="roomy"),
-        pytest.param({"max_num_batched_tokens": 8, "max_num_seqs": 8}, id="small chunks"),
-        pytest.param({"max_num_batched_tokens": 1, "max_num_seqs": 1}, id="one by one"),
-        pytest.param({"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 9}, id="preemption"),
-        pytest.param({"enable_prefix_caching": True, "block_size": 2, "num_blocks": 128}, id="prefix cache"),
-        pytest.param({"block_size": 1, "num_blocks": 256}, id="blocks of one"),
-    ],
-)
-def test_overlap_does_not_change_the_tokens(
-    late_engine: Callable[..., Engine],
-    run: Any,
-    requests: list[Any],
-    expected: dict[bytes, list[int]],
-    config: dict[str, Any],
-) -> None:
-    engine, alone = late_engine(**config), config.get("max_num_seqs") == 1
-    for half in (requests[::2], requests[1::2]) if alone else (requests, requests):
-        results = run(engine, half)
-        assert {key: result.tokens for key, result in results.items()} == {r.id: expected[r.id] for r in half}
-        engine.assert_whole()
-
-
 @pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5}])
 def test_a_step_is_launched_while_one_is_under_way(
-    late_engine: Callable[..., Engine], request_of: Any, sampling: dict[str, float]
+    late_engine: MakeEngine, sampling: dict[str, float]
 ) -> None:
     engine = late_engine()
     request = request_of(1, PROMPT, max_tokens=3, ignore_eos=True, **sampling)
@@ -86,7 +46,7 @@ def test_a_step_is_launched_while_one_is_under_way(
 
 
 def test_the_blocks_of_an_ended_request_stay_in_use_until_its_last_launched_step_is_over(
-    late_engine: Callable[..., Engine], request_of: Any, tiny_engine: Callable[..., Engine], run: Any
+    late_engine: MakeEngine, tiny_engine: MakeEngine
 ) -> None:
     probe = request_of(1, PROMPT, max_tokens=3, ignore_eos=True)
     tokens = run(tiny_engine(), [probe])[probe.id].tokens
@@ -106,9 +66,7 @@ def test_the_blocks_of_an_ended_request_stay_in_use_until_its_last_launched_step
     engine.assert_whole()
 
 
-def test_cancelling_a_request_while_a_step_with_it_is_under_way(
-    late_engine: Callable[..., Engine], request_of: Any
-) -> None:
+def test_cancelling_a_request_while_a_step_with_it_is_under_way(late_engine: MakeEngine) -> None:
     rng = random.Random(0)
     engine = late_engine(num_blocks=40, max_num_seqs=6, max_num_batched_tokens=16)
     alive: list[bytes] = []
@@ -129,9 +87,7 @@ def test_cancelling_a_request_while_a_step_with_it_is_under_way(
     engine.assert_whole()
 
 
-def test_a_nan_fails_one_request_though_the_next_step_is_launched(
-    late_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_a_nan_fails_one_request_though_the_next_step_is_launched(late_engine: MakeEngine) -> None:
     engine = late_engine()
     poison = 198
     embedding = engine._runner.model.embedding.weight
@@ -146,9 +102,7 @@ def test_a_nan_fails_one_request_though_the_next_step_is_launched(
     engine.assert_whole()
 
 
-def test_a_slow_launch_does_not_delay_the_tokens_of_the_step_before(
-    late_engine: Callable[..., Engine], request_of: Any
-) -> None:
+def test_a_slow_launch_does_not_delay_the_tokens_of_the_step_before(late_engine: MakeEngine) -> None:
     """The launch of a prompt without a graph takes long. If the step under way would end meanwhile, its
     tokens come first."""
     engine = late_engine()
@@ -182,9 +136,7 @@ class ToldEvent:
         return 1.0
 
 
-def test_prompt_tokens_wait_until_their_step_is_over(
-    late_engine: Callable[..., Engine], request_of: Any
-) -> None:
+def test_prompt_tokens_wait_until_their_step_is_over(late_engine: MakeEngine) -> None:
     """Routers learn of each other's prompts from this number."""
     engine = late_engine()
     engine.add(request_of(1, PROMPT, ignore_eos=True))
@@ -196,9 +148,7 @@ def test_prompt_tokens_wait_until_their_step_is_over(
     engine.cancel(bytes([1]) * 16)
 
 
-def test_a_landing_makes_its_file_descriptor_readable(
-    tiny_engine: Callable[..., Engine], request_of: Any
-) -> None:
+def test_a_landing_makes_its_file_descriptor_readable(tiny_engine: MakeEngine) -> None:
     engine = tiny_engine(overlap=True)
     events: list[ToldEvent] = []
 
@@ -271,9 +221,7 @@ def test_pace_of_slow_launches() -> None:
     assert not pace.fits_slow_launch(0.1), "how long it takes is not known"
 
 
-def test_a_chat_goes_on_in_its_last_block(
-    tiny_engine: Callable[..., Engine], late_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_a_chat_goes_on_in_its_last_block(tiny_engine: MakeEngine, late_engine: MakeEngine) -> None:
     """A step that was launched for the turn before, after its last token, writes behind what is kept."""
     engine = late_engine(enable_prefix_caching=True, block_size=128, num_blocks=4)
     chat, cached = [(7 * i) % 190 for i in range(70)], []

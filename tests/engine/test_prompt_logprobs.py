@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineRequest, PromptLogprobs
+from tests.engine.conftest import request_of, run
 
 RNG = random.Random(3)
 LONG, SHORT, OTHER = ([RNG.randrange(3, 199) for _ in range(n)] for n in (50, 7, 23))
@@ -32,7 +33,7 @@ def reference(tiny_path: Path) -> Callable[[list[int]], torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.engine.execution.prompt_logprobs.PIECE", 5)
+    monkeypatch.setattr("baton.engine.execution.sampler.PIECE", 5)
     monkeypatch.setattr("baton.engine.step_loop.PROMPT_PIECE", 6)
 
 
@@ -73,9 +74,7 @@ def check(pieces: Sequence[PromptLogprobs], prompt: list[int], top: int, expecte
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_prompts_in_chunks_and_in_a_batch(
-    size: int, tiny_path: Path, ranks: Any, request_of: Any, run: Any, reference: Any
-) -> None:
+def test_prompts_in_chunks_and_in_a_batch(size: int, tiny_path: Path, ranks: Any, reference: Any) -> None:
     """Of one rank and of several. A cached prefix is computed again, and serves others as before."""
     engine = ranks(tiny_path, size, **CONFIG)
     plain = request_of(9, LONG, max_tokens=3)
@@ -92,7 +91,7 @@ def test_prompts_in_chunks_and_in_a_batch(
     engine.assert_whole()
 
 
-def test_steps_that_overlap_and_a_handover(late_engine: Any, request_of: Any, reference: Any) -> None:
+def test_steps_that_overlap_and_a_handover(late_engine: Any, reference: Any) -> None:
     engine = late_engine(**CONFIG)
     request = request_of(1, LONG, max_tokens=4, prompt_logprobs=2)
     check(scores(engine, [request], handover=True)[request.id], LONG, 2, reference(LONG))
@@ -100,9 +99,7 @@ def test_steps_that_overlap_and_a_handover(late_engine: Any, request_of: Any, re
     engine.assert_whole()
 
 
-def test_a_preempted_request_gives_each_position_once(
-    tiny_engine: Any, request_of: Any, reference: Any
-) -> None:
+def test_a_preempted_request_gives_each_position_once(tiny_engine: Any, reference: Any) -> None:
     """The first of these requests grows until the second one must be computed again: in the middle of its
     prompt, and while it decodes."""
     for given in (OTHER, OTHER[:9]):

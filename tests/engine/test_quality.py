@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.kernels import Fp8KV, parts
-from baton.engine.kernels.torch_kernels import TorchKernels
+from baton.engine.kernels import Fp8KV, Kernels, parts
+from baton.engine.layers.linear import LinearMethod
 from baton.engine.layers.ranks import Part
-from baton.engine.layers.weights import LinearMethod, Weights
+from baton.engine.layers.weights import Weights
 from baton.engine.loader.int4_on_load import Int4OnLoad
 from tests.device import DEVICE
 from tests.engine.quality import TEXT, logits, quality
@@ -124,7 +124,7 @@ def test_kv_that_is_converted(
         values, scales = parts(there)
         exact = values if scales is None else values.float() * scales.transpose(2, 3)[..., None]
         if isinstance(here, Fp8KV):
-            rows = TorchKernels().quantize(exact.flatten(0, 3), grouped=False)
+            rows = Kernels().quantize(exact.flatten(0, 3), grouped=False)
             here.values.copy_(rows.values.view(exact.shape))
             here.scales.copy_(rows.scales.view(exact.shape[:-1]).transpose(2, 3))
         else:

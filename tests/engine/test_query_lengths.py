@@ -3,7 +3,7 @@
 It gives the tokens of transformers."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from baton.engine import Engine
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.step import Draws, Step, Variant, arrange
+from tests.engine.conftest import MakeEngine
 
 BLOCK = 16
 LENGTHS = np.array([1, 2, 5, 300])
@@ -75,12 +76,12 @@ def model(tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> tuple[Pat
 
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_one_rank(model: tuple[Path, list[int]], tiny_engine: Callable[..., Engine], graphs: bool) -> None:
+def test_one_rank(model: tuple[Path, list[int]], tiny_engine: MakeEngine, graphs: bool) -> None:
     path, expected = model
     engine = tiny_engine(model=str(path), cuda_graphs=graphs, **CONFIG)
     assert tokens_of(engine, by_graph=graphs) == expected
 
 
-def test_two_ranks(model: tuple[Path, list[int]], ranks: Callable[..., Engine]) -> None:
+def test_two_ranks(model: tuple[Path, list[int]], ranks: MakeEngine) -> None:
     path, expected = model
     assert tokens_of(ranks(path, 2, **CONFIG)) == expected

@@ -6,7 +6,6 @@ afterwards.
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from baton.engine import Engine, EngineRequest, Output, Reservation, StructuredO
 from baton.engine.execution.runner import Launched, ModelRunner
 from baton.engine.kernels import parts
 from baton.engine.step import Step
-from tests.engine.conftest import LateEvent
+from tests.engine.conftest import LateEvent, MakeEngine, request_of, run
+from tests.engine.scheduling import hooks_to
 from tests.engine.test_disaggregation import copy_kv
 
 KINDS: list[dict[str, Any]] = [
@@ -71,7 +71,7 @@ class Lives:
         self.resumed: set[bytes] = set()
         self.ahead = self.unsampled = 0
         self.cached = 0  # positions that reservations found in the prefix cache
-        prefill._steps._kv_sink = self
+        prefill._steps._hooks = hooks_to(self)
         for engine in (prefill, decode):
             engine._runner.run = partial(self.run, engine._runner)
 
@@ -82,9 +82,9 @@ class Lives:
         self.moved[request_id] = Counter(dict.fromkeys(range(3), num_cached))
 
     def layer_done(self, layer: int, chunks: Any) -> None:
-        for chunk in chunks:
-            assert self.moved[chunk.request_id][layer] == chunk.start
-            self.moved[chunk.request_id][layer] = chunk.stop
+        for request_id, chunk in chunks.items():
+            assert self.moved[request_id][layer] == chunk.start
+            self.moved[request_id][layer] = chunk.stop
 
     def run(self, runner: ModelRunner, step: Step, layer_done: Any) -> Launched:
         launched = ModelRunner.run(runner, step, layer_done)
@@ -219,12 +219,7 @@ class Lives:
     ],
 )
 def test_random_lives(
-    tiny_engine: Callable[..., Engine],
-    late_engine: Callable[..., Engine],
-    spelled_path: Path,
-    run: Any,
-    request_of: Any,
-    config: dict[str, Any],
+    tiny_engine: MakeEngine, late_engine: MakeEngine, spelled_path: Path, config: dict[str, Any]
 ) -> None:
     rng = random.Random(1)
 

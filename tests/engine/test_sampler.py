@@ -13,7 +13,8 @@ from baton.engine import EngineRequest, SamplingParams
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.step_builder import build_adjustments, draw_keys, draws_of, is_plain
 from baton.engine.execution.sampler import adjust, choose, top_logprobs
-from baton.engine.kernels.torch_kernels import TorchKernels, exponentials
+from baton.engine.kernels import Kernels
+from baton.engine.kernels.sampling.reference import exponentials
 from baton.engine.step import NO_CHOICE, NOT_FINITE, Adjustments, Draws
 
 VOCABULARY = 1000
@@ -40,7 +41,7 @@ def tokens(
     variant, draws = draws_of(requests, VOCABULARY)
     on_device = Draws(*map(torch.from_numpy, draws))
     adjusted = adjust(values, build_adjustments(requests, EOS, None), newest)
-    return choose(adjusted, values, variant, on_device, TorchKernels()).tolist()
+    return choose(adjusted, values, variant, on_device, Kernels()).tolist()
 
 
 def forget_last(requests: list[LiveRequest], rng: np.random.Generator) -> torch.Tensor:

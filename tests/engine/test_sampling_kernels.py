@@ -1,4 +1,4 @@
-"""The kernels of `sampling` and `thresholds` against `TorchKernels`, which defines them: compiled on a GPU,
+"""The kernels of `sampling` and `thresholds` against `Kernels`, which defines them: compiled on a GPU,
 else in Triton's interpreter."""
 
 import math
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.step_builder import draw_keys
-from baton.engine.kernels.torch_kernels import TorchKernels, exponentials
+from baton.engine.kernels import Kernels
+from baton.engine.kernels.sampling.reference import exponentials
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_thresholds(device: str, vocabulary: int, spread: float) -> None:
     probs = logits(len(LIMITS), vocabulary, vocabulary, spread).softmax(-1)
     ours = thresholds(probs.to(device), *limits(LIMITS, vocabulary, device)).cpu()
     expected = (
-        TorchKernels().thresholds(probs.double(), *limits(LIMITS, vocabulary, "cpu")).float()
+        Kernels().thresholds(probs.double(), *limits(LIMITS, vocabulary, "cpu")).float()
     )  # exact sums: boundaries are fine ones
     kept, kept_expected = ((probs >= t[:, None]) & (probs > 0) for t in (ours, expected))
     assert torch.equal(kept.sum(-1), kept_expected.sum(-1))
@@ -135,7 +136,7 @@ def test_draw(device: str, limited: bool) -> None:
     keys = torch.from_numpy(draw_keys(seeds, 7 * seeds))
     probs = (values / temperatures.clamp_min(1e-5)[:, None]).softmax(-1)
     params = [LIMITS[i % len(LIMITS)] for i in range(rows)] if limited else [SamplingParams()] * rows
-    least = TorchKernels().thresholds(probs, *limits(params, vocabulary, "cpu"))
+    least = Kernels().thresholds(probs, *limits(params, vocabulary, "cpu"))
     extra = ()
     if limited:
         extra = (probs.to(device), thresholds(probs.to(device), *limits(params, vocabulary, device)))

@@ -1,5 +1,6 @@
 """The scheduler, each rule by itself."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -7,38 +8,99 @@ import pytest
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.chunk_limit import MIXED_STEPS
 from baton.engine.core.live_request import Phase
-from baton.engine.core.making_room import to_drop
 from tests.engine.scheduling import BLOCK, add, make, step, tokens
 
 
-def test_a_step_mixes_decodes_with_chunks_of_prefills_to_the_exact_budget() -> None:
-    scheduler = make(budget=10)
-    add(scheduler, 1, 3)
-    assert tokens(step(scheduler)) == [(1, 0, 3)]
-    add(scheduler, 2, 15)
-    add(scheduler, 3, 5)
-    assert tokens(step(scheduler)) == [(1, 3, 4), (2, 0, 9)]
-    assert tokens(step(scheduler)) == [(1, 4, 5), (2, 9, 15), (3, 0, 3)]
-    assert tokens(step(scheduler)) == [(1, 5, 6), (2, 15, 16), (3, 3, 5)]
+@dataclass
+class Case:
+    """Steps of a scheduler. `arrivals`: by the number of a step, what is added before it: number, prompt and
+    options of each request. `steps`: what each computes: number, start and stop."""
+
+    scheduler: dict[str, Any]
+    arrivals: dict[int, list[tuple[int, int] | tuple[int, int, dict[str, Any]]]]
+    steps: list[list[tuple[int, int, int]]]
+    chunk_limit: int | None = None
 
 
-def test_prompts_share_a_step_only_until_it_is_full() -> None:
-    scheduler = make(num_blocks=64, full_step=8)
-    for number, prompt in enumerate([20, 3, 4, 2, 9]):
-        add(scheduler, number, prompt, handover=True)
-    assert tokens(step(scheduler)) == [(0, 0, 16)], "the first has the whole budget"
-    assert tokens(step(scheduler)) == [(0, 16, 20), (1, 0, 3)]
-    assert tokens(step(scheduler)) == [(2, 0, 4), (3, 0, 2)]
-    assert tokens(step(scheduler)) == [(4, 0, 9)]
+HANDOVER = {"handover": True}
+STEPS = {
+    "decodes and chunks of prompts fill the exact budget": Case(
+        {"budget": 10},
+        {0: [(1, 3)], 1: [(2, 15), (3, 5)]},
+        [
+            [(1, 0, 3)],
+            [(1, 3, 4), (2, 0, 9)],
+            [(1, 4, 5), (2, 9, 15), (3, 0, 3)],
+            [(1, 5, 6), (2, 15, 16), (3, 3, 5)],
+        ],
+    ),
+    "the first prompt has the whole budget, others share a step until it is full": Case(
+        {"num_blocks": 64, "full_step": 8},
+        {0: [(n, prompt, HANDOVER) for n, prompt in enumerate([20, 3, 4, 2, 9])]},
+        [[(0, 0, 16)], [(0, 16, 20), (1, 0, 3)], [(2, 0, 4), (3, 0, 2)], [(4, 0, 9)]],
+    ),
+    "beside decodes prompts fill the budget": Case(
+        {"num_blocks": 64, "full_step": 8},
+        {0: [(0, 2)], 1: [(1, 7), (2, 7)]},
+        [[(0, 0, 2)], [(0, 2, 3), (1, 0, 7), (2, 0, 7)]],
+    ),
+    "a request alone gets every second step until it has a token": Case(
+        {"budget": 8},
+        {0: [(1, 1)], 1: [(2, 14, {"alone": True}), (3, 2)]},
+        [
+            [(1, 0, 1)],
+            [(2, 0, 8)],
+            [(1, 1, 2), (3, 0, 2)],
+            [(2, 8, 14)],  # its token
+            [(1, 2, 3), (2, 14, 15), (3, 2, 3)],
+            [(1, 3, 4), (2, 15, 16), (3, 3, 4)],
+        ],
+    ),
+    "two requests alone never share a step": Case(
+        {"budget": 100},
+        {0: [(1, 5, {"alone": True}), (2, 5, {"alone": True})]},
+        [[(1, 0, 5)], [(1, 5, 6)], [(2, 0, 5)], [(1, 6, 7), (2, 5, 6)]],
+    ),
+    "a prompt with one token left is no decode": Case(
+        {"num_blocks": 40, "budget": 8},
+        {0: [(1, 9, HANDOVER), (2, 9, HANDOVER)]},
+        [[(1, 0, 8)], [(1, 8, 9), (2, 0, 7)]],
+        chunk_limit=3,
+    ),
+    "a prompt of higher priority takes the chunk limit first": Case(
+        {"num_blocks": 40, "budget": 30},
+        {0: [(1, 1)], 2: [(2, 9, HANDOVER)], 3: [(3, 4, {"priority": -1, **HANDOVER})]},
+        [
+            [(1, 0, 1)],
+            [(1, 1, 2)],
+            [(1, 2, 3), (2, 0, 3)],
+            [(1, 3, 4), (3, 0, 3)],
+            [(1, 4, 5), (3, 3, 4), (2, 3, 5)],
+        ],
+        chunk_limit=3,
+    ),
+    "a prompt of higher priority goes before the rest of another": Case(
+        {"num_blocks": 200, "budget": 16},
+        {0: [(1, 100, HANDOVER)], 1: [(2, 10, {"priority": -1, **HANDOVER})]},
+        [[(1, 0, 16)], [(2, 0, 10), (1, 16, 22)]],
+    ),
+    "priority, then retried requests, then the order of arrival": Case(
+        {"num_blocks": 30, "budget": 6},
+        {
+            0: [(1, 6), (2, 6), (3, 6, {"retried": True, **HANDOVER}), (4, 6, {"priority": -1, **HANDOVER})],
+        },
+        [[(4, 0, 6)], [(3, 0, 6)], [(1, 0, 6)]],
+    ),
+}
 
 
-def test_beside_decodes_prompts_fill_the_budget() -> None:
-    scheduler = make(num_blocks=64, full_step=8)
-    add(scheduler, 0, 2)
-    step(scheduler)
-    for number in (1, 2):
-        add(scheduler, number, 7)
-    assert tokens(step(scheduler)) == [(0, 2, 3), (1, 0, 7), (2, 0, 7)]
+@pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
+def test_what_each_step_computes(case: Case) -> None:
+    scheduler = make(**case.scheduler)
+    for number, expected in enumerate(case.steps):
+        for request, prompt, *options in case.arrivals.get(number, ()):
+            add(scheduler, request, prompt, **(options[0] if options else {}))
+        assert tokens(step(scheduler, case.chunk_limit)) == expected, f"step {number}"
 
 
 def test_the_first_prompt_of_the_next_step() -> None:
@@ -60,9 +122,9 @@ def test_requests_start_by_priority_then_arrival_and_never_overtake() -> None:
     add(scheduler, 2, 16)  # does not fit beside the first
     add(scheduler, 3, 1)  # fits
     plan = step(scheduler)
-    assert [c.live.id[0] for c in plan.chunks] == [1]
+    assert [live.id[0] for live in plan.chunks] == [1]
     add(scheduler, 4, 1, priority=-1)
-    assert [c.live.id[0] for c in step(scheduler).chunks] == [1, 4]
+    assert [live.id[0] for live in step(scheduler).chunks] == [1, 4]
     assert [live.id[0] for live in scheduler.waiting] == [2, 3]
 
 
@@ -73,7 +135,7 @@ def test_without_a_free_slot_no_request_starts() -> None:
     assert tokens(step(scheduler)) == [(1, 3, 4)], "the held request keeps its slot"
     assert not scheduler.can_admit
     assert scheduler.start(EngineRequest(b"4", [1])) is None
-    assert to_drop(scheduler, lambda request_id: request_id == third.id, [], [held.id]) == [held.id]
+    assert scheduler.to_drop(lambda request_id: request_id == third.id, [], [held.id]) == [held.id]
     scheduler.drop(held)
     assert (2, 0, 3) in tokens(step(scheduler))
 
@@ -83,21 +145,12 @@ def test_a_slot_is_free_when_the_last_step_that_uses_it_is_over() -> None:
     scheduler = make(states=1)
     live = add(scheduler, 0, 3)
     plan = scheduler.schedule()
-    scheduler.launched(plan.chunks)
+    scheduler.launched(plan)
     scheduler.drop(live)
     add(scheduler, 1, 3)
     assert not scheduler.can_admit
     scheduler.landed(plan.chunks)
     assert scheduler.can_admit
-
-
-def test_retried_requests_go_before_new_ones() -> None:
-    scheduler = make(num_blocks=30, seqs=4, budget=6)
-    add(scheduler, 1, 6)
-    add(scheduler, 2, 6)
-    scheduler.add(EngineRequest(b"\3", [1, 2, 3], [4, 5, 6], retried=True), handover=True)
-    add(scheduler, 4, 6, priority=-1)
-    assert [tokens(step(scheduler))[-1][0] for _ in range(2)] == [4, 3]
 
 
 def test_the_last_request_in_order_is_preempted_and_recomputed() -> None:
@@ -108,7 +161,7 @@ def test_the_last_request_in_order_is_preempted_and_recomputed() -> None:
         step(scheduler)
     assert (len(first.token_ids), len(second.token_ids), scheduler.pool.free) == (13, 13, 0)
     plan = step(scheduler)
-    assert plan.recomputed == [second]
+    assert plan.preempted == [second]
     assert tokens(plan) == [(1, 12, 13)]
     scheduler.drop(first)
     assert tokens(step(scheduler)) == [(2, 0, 13)], "prompt and output are prefilled together"
@@ -123,7 +176,7 @@ def test_a_preempted_joined_request_is_handed_back() -> None:
     scheduler.join(joined)
     joined.token_ids.append(7)
     plans = [step(scheduler) for _ in range(9)]
-    assert [plan.handed_back for plan in plans if plan.handed_back] == [[joined]]
+    assert [plan.preempted for plan in plans if plan.preempted] == [[joined]]
     assert joined.phase is Phase.GONE
     scheduler.drop(first)
     scheduler.assert_whole()
@@ -137,7 +190,7 @@ def test_held_and_reserved_requests_are_never_preempted() -> None:
     assert reserved is not None
     kept = list(held.blocks), list(reserved.blocks)
     grows = add(scheduler, 3, 4)
-    recomputed = [live for _ in range(12) for live in step(scheduler).recomputed]
+    recomputed = [live for _ in range(12) for live in step(scheduler).preempted]
     assert recomputed[0] is grows, "no other request can be preempted"
     assert (list(held.blocks), list(reserved.blocks)) == kept
 
@@ -155,7 +208,7 @@ def test_reservations_leave_the_watermark_for_growth() -> None:
     assert reserve(198) is None
     assert reserve(197) is not None
     for _ in range(2 * BLOCK):
-        assert not step(scheduler).recomputed
+        assert not step(scheduler).preempted
     assert first.phase is Phase.RUNNING
 
 
@@ -201,7 +254,7 @@ def test_a_resumed_request_goes_on_from_its_blocks_and_is_handed_back_on_preempt
     assert list(held.blocks) == blocks
     other = add(scheduler, 2, 8, priority=-1)
     plans = [step(scheduler) for _ in range(9)]
-    assert [plan.handed_back for plan in plans if plan.handed_back] == [[held]]
+    assert [plan.preempted for plan in plans if plan.preempted] == [[held]]
     scheduler.drop(other)
     scheduler.assert_whole()
 
@@ -228,7 +281,7 @@ def test_reservations_take_seats_in_the_batch_so_that_joining_never_waits() -> N
     assert scheduler.reserve(EngineRequest(b"\1", [0])) is not None
     add(scheduler, 2, 1)
     add(scheduler, 3, 1)
-    assert [c.live.id[0] for c in step(scheduler).chunks] == [2]
+    assert [live.id[0] for live in step(scheduler).chunks] == [2]
     assert scheduler.reserve(EngineRequest(b"\4", [0])) is None
 
 
@@ -265,40 +318,12 @@ def test_kv_is_shared_only_after_it_was_verified() -> None:
     scheduler = make(budget=8, prefix_cache=True)
     first = add(scheduler, 1, 16)
     plan = scheduler.schedule()
-    scheduler.launched(plan.chunks)
+    scheduler.launched(plan)
     scheduler.landed(plan.chunks)
     second = add(scheduler, 2, 16)
     scheduler.drop(first)
     scheduler.schedule()
     assert second.num_cached == 0
-
-
-def test_an_alone_request_gets_every_second_step_until_it_has_a_token() -> None:
-    scheduler = make(budget=8)
-    add(scheduler, 1, 1)
-    step(scheduler)
-    add(scheduler, 2, 14, alone=True)
-    add(scheduler, 3, 2)
-    assert [tokens(step(scheduler)) for _ in range(6)] == [
-        [(2, 0, 8)],
-        [(1, 1, 2), (3, 0, 2)],
-        [(2, 8, 14)],  # its token
-        [(1, 2, 3), (2, 14, 15), (3, 2, 3)],
-        [(1, 3, 4), (2, 15, 16), (3, 3, 4)],
-        [(1, 4, 5), (2, 16, 17), (3, 4, 5)],
-    ]
-
-
-def test_two_alone_requests_never_share_a_step() -> None:
-    scheduler = make(budget=100)
-    for number in (1, 2):
-        add(scheduler, number, 5, alone=True)
-    assert [tokens(step(scheduler)) for _ in range(4)] == [
-        [(1, 0, 5)],
-        [(1, 5, 6)],
-        [(2, 0, 5)],
-        [(1, 6, 7), (2, 5, 6)],
-    ]
 
 
 def test_prompts_of_every_kind_take_small_chunks_beside_decodes() -> None:
@@ -313,25 +338,6 @@ def test_prompts_of_every_kind_take_small_chunks_beside_decodes() -> None:
     assert tokens(step(scheduler, 3)) == [(1, 22, 23), (2, 3, 4), (3, 0, 2)]
     assert tokens(step(scheduler, 3)) == [(1, 23, 24), (2, 4, 5), (3, 2, 4), (4, 0, 1)]
     assert tokens(step(scheduler, 3)) == [(1, 24, 25), (2, 5, 6), (4, 1, 4)]
-
-
-def test_a_prompt_with_one_token_left_is_no_decode() -> None:
-    scheduler = make(num_blocks=40, budget=8)
-    add(scheduler, 1, 9, handover=True)
-    add(scheduler, 2, 9, handover=True)
-    assert [tokens(step(scheduler, 3)) for _ in range(2)] == [[(1, 0, 8)], [(1, 8, 9), (2, 0, 7)]]
-
-
-def test_a_waiting_request_of_higher_priority_takes_the_chunk_limit_first() -> None:
-    scheduler = make(num_blocks=40, budget=30)
-    add(scheduler, 1, 1)
-    step(scheduler, 3)
-    step(scheduler, 3)
-    add(scheduler, 2, 9, handover=True)
-    step(scheduler, 3)
-    add(scheduler, 3, 4, handover=True, priority=-1)
-    assert tokens(step(scheduler, 3)) == [(1, 3, 4), (3, 0, 3)]
-    assert tokens(step(scheduler, 3)) == [(1, 4, 5), (3, 3, 4), (2, 3, 5)]
 
 
 def test_some_steps_only_decode_so_that_their_cost_is_known() -> None:
@@ -361,7 +367,7 @@ def test_a_started_request_gets_blocks_at_once_and_is_handed_back_on_preemption(
     assert started is not None
     assert scheduler.start(EngineRequest(b"\3", [1])) is None, "the watermark keeps that block for growth"
     plans = [step(scheduler) for _ in range(9)]
-    assert [plan.handed_back for plan in plans if plan.handed_back] == [[started]]
+    assert [plan.preempted for plan in plans if plan.preempted] == [[started]]
 
 
 def test_cached_tokens_do_not_count_as_waiting():
@@ -408,8 +414,8 @@ def test_tenants_get_equal_shares_of_the_prompt_tokens() -> None:
         add(scheduler, number, 50, handover=True, tenant=b"other")
     done = {b"flood": 0, b"other": 0}
     while done[b"other"] < 500:
-        for live, start, stop, _ in step(scheduler).chunks:
-            done[live.request.tenant] += stop - start
+        for live, positions in step(scheduler).chunks.items():
+            done[live.request.tenant] += len(positions)
         assert abs(done[b"flood"] - done[b"other"]) <= 64 + 50
 
 
@@ -426,8 +432,8 @@ def test_tenants_are_not_charged_for_cached_prompts() -> None:
         scheduler.add(EngineRequest(bytes([number]), prompt, tenant=b"other"), handover=True)
     done = {b"cached": 0, b"other": 0}
     for _ in range(150):
-        for live, start, stop, _ in step(scheduler).chunks:
-            done[live.request.tenant] += stop - start
+        for live, positions in step(scheduler).chunks.items():
+            done[live.request.tenant] += len(positions)
     assert sum(done.values()) == 600
     assert abs(done[b"cached"] - done[b"other"]) <= 80 + 4
 
@@ -439,7 +445,7 @@ def test_a_reservation_is_not_charged_for_its_prompt() -> None:
         assert scheduler.reserve(request) is not None
     add(scheduler, 20, 16, handover=True, tenant=b"decodes")
     add(scheduler, 21, 16, handover=True, tenant=b"other")
-    served = step(scheduler, 8).chunks[0].live
+    served = next(iter(step(scheduler, 8).chunks))
     assert served.request.tenant == b"decodes", "it came first, and nothing was computed for its tenant"
 
 
@@ -451,7 +457,7 @@ def test_a_pause_earns_a_tenant_nothing() -> None:
         step(scheduler)
     for number in range(10, 14):
         add(scheduler, number, 50, handover=True, tenant=b"late")
-    served = [step(scheduler).chunks[0].live.request.tenant for _ in range(8)]
+    served = [next(iter(step(scheduler).chunks)).request.tenant for _ in range(8)]
     assert served.count(b"late") == 4
     assert served != [b"late"] * 4 + [b"busy"] * 4, "they take turns"
 
@@ -462,14 +468,6 @@ def test_of_one_tenant_prompts_are_served_in_order_of_arrival() -> None:
         add(scheduler, number, length, handover=True)
     order = [number for _ in range(6) for number, _, _ in tokens(step(scheduler))]
     assert order == sorted(order)
-
-
-def test_a_waiting_request_of_higher_priority_goes_before_the_rest_of_a_prompt() -> None:
-    scheduler = make(num_blocks=200, budget=16)
-    add(scheduler, 1, 100, handover=True)
-    step(scheduler)
-    add(scheduler, 2, 10, handover=True, priority=-1)
-    assert tokens(step(scheduler)) == [(2, 0, 10), (1, 16, 22)]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
-from baton.engine.core.live_request import Phase
-from baton.engine.core.schedule import Chunk
+from baton.engine.core.live_request import LiveRequest, Phase
 from tests.engine.scheduling import BLOCK, make
 
 
@@ -20,7 +19,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.numbers = iter(range(1 << 20))
         self.rng = random.Random(0)
-        self.flights: list[list[Chunk]] = []  # launched steps
+        self.flights: list[dict[LiveRequest, range]] = []  # launched steps
 
     @initialize(states=st.booleans())
     def begin(self, states: bool) -> None:
@@ -119,12 +118,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         handovers = {live.id: list(live.blocks) for live in scheduler.running if live.handover}
         computed = {live.id: live.num_computed for live in scheduler.requests.values()}
         plan = scheduler.schedule(chunk_limit)
-        assert bool(plan.chunks or plan.recomputed or plan.handed_back) == had_work
-        assert sum(c.stop - c.start for c in plan.chunks) <= scheduler.max_num_batched_tokens
-        assert len({c.live.id for c in plan.chunks}) == len(plan.chunks)
-        assert len(plan.chunks) == 1 or not any(c.live.alone for c in plan.chunks)
-        for chunk in plan.chunks:
-            live = chunk.live
+        assert bool(plan.chunks or plan.preempted) == had_work
+        assert sum(map(len, plan.chunks.values())) <= scheduler.max_num_batched_tokens
+        assert len(plan.chunks) == 1 or not any(live.alone for live in plan.chunks)
+        for live, chunk in plan.chunks.items():
             assert live.phase is Phase.RUNNING
             assert chunk.start == live.num_computed < chunk.stop <= len(live.token_ids)
             assert len(live.blocks) * BLOCK >= chunk.stop, "a token without a slot"
@@ -137,30 +134,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, blocks in handovers.items():
             live = scheduler.requests[request_id]
             assert (live.phase, list(live.blocks)) == (Phase.RUNNING, blocks), "a prefill was preempted"
-        for live in plan.recomputed:
-            assert not live.hand_back
-            assert (live.phase, list(live.blocks), live.num_computed) == (Phase.WAITING, [], 0)
-        for live in plan.handed_back:
-            assert live.hand_back
-            assert live.id not in scheduler.requests
-        for chunk in plan.chunks:
-            scheduler.launched([chunk])
-            if chunk.live.num_left == 0:
-                chunk.live.promise(0)
+        for live in plan.preempted:
+            if live.hand_back:
+                assert live.id not in scheduler.requests
+            else:
+                assert (live.phase, list(live.blocks), live.num_computed) == (Phase.WAITING, [], 0)
+        scheduler.launched(plan)
+        for live in plan.chunks:
+            if live.num_left == 0:
+                live.promise(0)
         self.flights.append(plan.chunks)
 
     @precondition(lambda self: self.flights)
     @rule()
     def land(self) -> None:
         scheduler, chunks = self.scheduler, self.flights.pop(0)
-        for chunk in chunks:
-            scheduler.landed([chunk])
-        for chunk in chunks:
-            live = chunk.live
+        scheduler.landed(chunks)
+        for live, chunk in chunks.items():
             if live.phase is Phase.GONE or chunk.stop < live.num_known:
                 continue
             live.learn(7)
-            scheduler.verified(live, chunk.stop)
+            scheduler.memory.publish(live, chunk.stop)
             live.alone = False
             if live.handover:
                 scheduler.hold(live)
@@ -190,8 +184,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for live in list(self.scheduler.requests.values()):
             self.scheduler.drop(live)
-        for chunk in [chunk for chunks in self.flights for chunk in chunks]:
-            self.scheduler.landed([chunk])
+        for chunks in self.flights:
+            self.scheduler.landed(chunks)
         self.scheduler.assert_whole()
 
 

@@ -1,20 +1,20 @@
 """Steps that graphs replay (on a GPU) give the results of steps that are launched kernel by kernel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from baton.engine import Engine, EngineRequest, PrefillChunk
+from baton.engine import Engine, EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.schedule import Chunk
-from baton.engine.core.step_builder import build_step
+from baton.engine.core.step_builder import Schedule, build_step
 from baton.engine.execution.graphs import CHUNKS, WORK, Size, Widths, batch_sizes, chunk_sizes, size_for
 from baton.engine.execution.inputs import Inputs, read_by_device
 from baton.engine.kernels import parts
 from tests.device import DEVICE
+from tests.engine.conftest import MakeEngine, request_of
+from tests.engine.scheduling import hooks_to
 
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 2, 15, 16, 17, 40, 70, 100)]
 
@@ -55,12 +55,14 @@ SIZES = [Size(rows, *kind) for rows in (8, 64) for kind in ((True, True), (True,
 def test_only_a_step_with_chunks_is_cut_by_layer(
     decodes: list[int], prompts: list[int], size: Size | None
 ) -> None:
-    chunks = []
+    plan = Schedule()
     for number, length in enumerate([*decodes, *prompts]):
         live = LiveRequest(EngineRequest(bytes([number]), [3] * length), Phase.RUNNING, number)
         live.blocks.extend(range(length))
-        chunks.append(Chunk(live, 0, length, number < len(decodes)))
-    step, *_ = build_step(chunks, 199, block_size=1, table_width=None)
+        plan.chunks[live] = range(length)
+        if number >= len(decodes):
+            plan.prompts[live] = range(length)
+    step = build_step(plan, 199, block_size=1, table_width=None)
     assert size_for(step, SIZES) == size
 
 
@@ -70,12 +72,12 @@ def test_a_graph_reads_a_step_with_padding() -> None:
     make = partial(Inputs, partial(torch.zeros, dtype=torch.uint8), widths.sizes(64, 16), WORK)
     staging, static = make(), make()
     for lengths in ([5, 5, 5], [1, 2, 5]):
-        chunks = []
+        plan = Schedule()
         for number, length in enumerate(lengths):
             live = LiveRequest(EngineRequest(bytes([number]), [3 + number] * 9), Phase.RUNNING, number)
             live.blocks.extend(range(3 * number, 3 * number + 3))
-            chunks.append(Chunk(live, 9 - length, 9, decodes=True))
-        step, *_ = build_step(chunks, 199, block_size=4, table_width=4)
+            plan.chunks[live] = range(9 - length, 9)
+        step = build_step(plan, 199, block_size=4, table_width=4)
         staging.put(read_by_device(step))
         staging.move_to(static)
     seen = static.first({"tokens": 10})
@@ -101,23 +103,21 @@ class LayersSeen:
     ) -> None:
         self.tables[request_id] = list(block_ids)
 
-    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         assert self.engine is not None
         self.order.append(layer)
         size = self.engine.block_size
-        for chunk in chunks:
-            table = self.tables[chunk.request_id]
-            slots = [table[p // size] * size + p % size for p in range(chunk.start, chunk.stop)]
+        for request_id, positions in chunks.items():
+            table = self.tables[request_id]
+            slots = [table[p // size] * size + p % size for p in positions]
             index = torch.tensor(slots, device=DEVICE)
             seen = parts(self.engine.kv_cache[layer])[0].flatten(1, 2)[:, index]
-            for position, value in zip(range(chunk.start, chunk.stop), seen.unbind(1), strict=True):
-                self.kv[chunk.request_id, layer, position] = value
+            for position, value in zip(positions, seen.unbind(1), strict=True):
+                self.kv[request_id, layer, position] = value
 
 
 @pytest.mark.parametrize("budget", [1024, 48])
-def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
-    tiny_engine: Callable[..., Engine], request_of: Any, budget: int
-) -> None:
+def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(tiny_engine: MakeEngine, budget: int) -> None:
     """With and without graphs, for prompts alone and together, whole and in chunks, beside a decode."""
     seen: list[LayersSeen] = []
     tokens: list[dict[bytes, list[int]]] = []
@@ -125,7 +125,7 @@ def test_the_kv_of_a_layer_is_written_when_layer_done_is_called(
     for graphs in (False, True):
         sink = LayersSeen()
         engine = sink.engine = tiny_engine(
-            kv_sink=sink,
+            hooks=hooks_to(sink),
             cuda_graphs=graphs,
             num_blocks=128,
             max_num_batched_tokens=budget,

@@ -9,7 +9,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +19,20 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.engine import EngineConfig, EngineRequest, PrefillChunk, SamplingParams, build_engine
+from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.engine.api.request import Reservation
-from baton.engine.core import state_copies
 from baton.engine.execution.rank import Follower
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import KV, Fp8KV, parts
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.kv_transfer.layout import heads_of
 from baton.kv_transfer.wait import wait
-from baton.prefill_worker.sink import SenderSink
+from baton.prefill_worker.role import PrefillAttempt, SenderSink
 from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
+from baton.worker.messages import Origin
 from tests.device import DEVICE
+from tests.engine.conftest import run
+from tests.engine.scheduling import hooks_to
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
 from tests.kv_transfer.transfer_process import TransferProcess
@@ -77,7 +78,7 @@ class NotingSink(SenderSink):
         self.tables: dict[bytes, Sequence[int]] = {}
         self.lengths: dict[bytes, int] = {}
         self.cached: dict[bytes, int] = {}
-        self.in_step: Callable[[int, Sequence[PrefillChunk]], None] = lambda layer, chunks: None
+        self.in_step: Callable[[int, Mapping[bytes, range]], None] = lambda layer, chunks: None
         """Is called when a layer is written. The engine goes on with its step afterwards."""
 
     def prefill_started(
@@ -86,9 +87,16 @@ class NotingSink(SenderSink):
         self.tables[request_id] = list(block_ids)
         self.lengths[request_id] = num_tokens
         self.cached[request_id] = num_cached
+        self._prefills[request_id] = PrefillAttempt(
+            stream=None,
+            origin=Origin(request_id, "", "", 0.0),
+            tokens=num_tokens,
+            handover=True,
+            awaited=False,
+        )
         super().prefill_started(request_id, block_ids, num_tokens, num_cached, state_slot)
 
-    def layer_done(self, layer: int, chunks: Sequence[PrefillChunk]) -> None:
+    def layer_done(self, layer: int, chunks: Mapping[bytes, range]) -> None:
         super().layer_done(layer, chunks)
         self.in_step(layer, chunks)
 
@@ -127,16 +135,16 @@ class Side:
         ]
         for thread in self._threads:
             thread.start()
-        self.engine = build_engine(settings, files=self._files, kv_sink=self.sink)
+        self.engine = build_engine(settings, files=self._files, hooks=hooks_to(self.sink))
         started.wait(20)
         assert kv_layout(self.engine) == layout
-        transport = kv.ArenaTransport(ends[0][0], ends[1][0], NO_TRACE, exports)
+        transport = kv.Transport(ends[0][0], ends[1][0], NO_TRACE, exports)
         self.sender = self.sink.sender = transport.sender(
             paged_kv(self.engine, lambda: self.sink.layers_ready)
         )
         self.receiver = transport.receiver(paged_kv(self.engine))
         self.caches = [self.engine.kv_cache, *(followers[rank].kv_cache for rank in sorted(followers))]
-        self._heads = [heads_of(layout, rank, ranks) for rank in range(ranks)]
+        self._heads = [layout.parts[None].heads_of(rank, ranks) for rank in range(ranks)]
 
     def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
         """[2, stop − start, heads, head_dim] of all ranks."""
@@ -222,7 +230,7 @@ class Pair:
         )  # fmt: skip
         return reservation
 
-    def arrives(self, chunk: PrefillChunk) -> None:
+    def arrives(self, chunk: range) -> None:
         """Waits in mid-step until decode has the first layer of a chunk, and all layers of the tokens before
         it. Only then is more computed."""
         layout, deadline = self.prefill.transfer.layout, time.monotonic() + 20
@@ -318,7 +326,7 @@ def test_the_tokens_are_those_of_one_rank(
         for wave, (_, _, hits) in zip(waves(), WAVES, strict=True):
             long = max(wave, key=lambda request: len(request.prompt_ids))
             if not any(hits):
-                prefill.sink.in_step = lambda layer, chunks: None if layer else pair.arrives(*chunks)
+                prefill.sink.in_step = lambda layer, chunks: None if layer else pair.arrives(*chunks.values())
             elif not all(hits):
                 pair.cache(prefill if hits[0] else decode, long)
             tokens += pair.run(wave)
@@ -336,7 +344,6 @@ def test_the_tokens_are_those_of_one_rank(
 )
 def test_kv_in_fp8(
     models: Callable[[int], tuple[Path, list[list[int]]]],
-    run: Any,
     prefill_dtype: str,
     decode_dtype: str,
     prefill_ranks: int,
@@ -369,12 +376,12 @@ def test_kv_in_fp8(
         assert [len(found) for found in tokens] == [len(found) for found in expected]
 
 
-def states(heads: int, head_dim: int) -> tuple[kv.StateType, ...]:
+def states(heads: int, head_dim: int) -> tuple[kv.CachePart, ...]:
     return (
-        kv.StateType("x", 3, heads, head_dim, "float32"),
-        kv.StateType("B", 3, 2, 16, "float32"),
-        kv.StateType("C", 3, 2, 16, "float32"),
-        kv.StateType("ssm", 1, heads, head_dim * 16, "float32"),
+        kv.CachePart("state", "x", 3, heads, head_dim, "float32"),
+        kv.CachePart("state", "B", 3, 2, 16, "float32"),
+        kv.CachePart("state", "C", 3, 2, 16, "float32"),
+        kv.CachePart("state", "ssm", 1, heads, head_dim * 16, "float32"),
     )
 
 
@@ -399,7 +406,7 @@ def test_states_are_handed_over(
     From 2 to 4 ranks KV and states go through exported memory.
 
     Two chats go on. The prefill worker begins with a copy of the states, the decode worker with its KV."""
-    monkeypatch.setattr(state_copies, "END_TOKENS", 16)
+    monkeypatch.setattr("baton.engine.core.state_copies.END_TOKENS", 16)
     reference, rng = save_tiny(tmp_path, kind), random.Random(4)
     layout = LAYOUTS.get(kind, MAMBA)
     settings: dict[str, Any] = {

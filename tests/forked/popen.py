@@ -19,21 +19,21 @@ from typing import Any, AnyStr
 
 import pytest
 
-from baton.rpc.process_end import process_end
+from baton.machine.system import process_end
 
 KINDS = {
     "baton.bench.load": "loads",
     "baton.bench.load.traffic.client_process": "loads",
     "baton.cluster.cli": "roles",
     "baton.cluster.check_model": "roles",
+    "baton.cluster.engine_process": "roles",
     "baton.kv_transfer.process": "transfers",
     "baton.router.preparation.child": "roles",
     "tests.worker_process": "roles",
-    "baton.worker.engine_process": "roles",
     "baton.worker.engine_process.rank_process": "roles",
 }
 """The fork server of each module, which is named after `-m`. That of `roles` has torch."""
-LAST = "baton.worker.engine_process"
+LAST = "baton.cluster.engine_process"
 """A worker starts no fork after this one."""
 ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 """Signals that a program ignores if the process that starts it does."""

@@ -26,7 +26,7 @@ from typing import Any
 import setproctitle
 
 from baton.kv_transfer.config import NIXL_WHEELS
-from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.spawn import die_with_parent
 from tests.forked import popen
 
 _MESSAGE = 1 << 18  # bytes, at most: the arguments and the environment
@@ -36,17 +36,16 @@ _PRELOADED = {
     "roles": (
         "torch",
         "baton.cluster.cli",
+        "baton.cluster.engine_process",
         "baton.cluster.roles",
         "baton.cluster.serve",
         "baton.decode_worker.role",
         "baton.engine.execution.rank",
         "baton.kv_transfer.endpoint.rank_copier",
         "baton.prefill_worker.role",
-        "baton.prefill_worker.sink",
         "baton.router.preparation.child",
         "baton.router.server",
         "tests.worker_process",
-        "baton.worker.engine_process.__main__",
         "baton.worker.engine_process.loop",
         "baton.worker.engine_process.offload",
         "baton.worker.engine_process.paged_kv",

@@ -23,8 +23,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.endpoint import ranked_pool
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.kv_transfer.layout import heads_of
-from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.transport import PagedKV
 from baton.kv_transfer.wait import wait
 
@@ -124,7 +123,7 @@ def _run(
     """The process of a rank. It ends with pytest, also while it is stopped."""
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
-    first, last = heads_of(layout, rank, size)
+    first, last = layout.parts[None].heads_of(rank, size)
     shape = (2, BLOCKS, BLOCK_SIZE, last - first, layout.head_dim)
     caches = [torch.zeros(shape) for _ in layout.kv_layers]
     ready: list[int] = []
@@ -135,7 +134,7 @@ def _run(
         while True:
             name, args = commands.recv()
             getattr(copier, name)(*args)
-    transport = kv.ArenaTransport(sending, receiving, kv.TraceWriter(None, ""))
+    transport = kv.Transport(sending, receiving, kv.TraceWriter(None, ""))
     leader: Any = (_Prefill if side == "prefill" else _Decode)(transport, paged, ready)
     try:
         while True:

@@ -10,7 +10,7 @@ import torch
 
 from baton.kv_transfer.arena import Arena, ArenaEnd
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.kv_transfer.layout import KVLayout, Range, heads_of
+from baton.kv_transfer.layout import KVLayout, Range
 from baton.kv_transfer.transport import PagedKV
 
 
@@ -35,7 +35,7 @@ class Ranks:
         of each layer [2, blocks, heads, block_size]. `states`: of one rank, as in `PagedKV`."""
         device = str(layers[0].device)
         self._layers_ready = 0
-        self.heads: list[Range] = [heads_of(layout, rank, size) for rank in range(size)]
+        self.heads: list[Range] = [layout.parts[None].heads_of(rank, size) for rank in range(size)]
         self.caches = [[x[..., first:last, :].contiguous() for x in layers] for first, last in self.heads]
         self.scales = [[x[:, :, first:last].contiguous() for x in scales] for first, last in self.heads]
         if device.startswith("cuda"):
@@ -112,3 +112,20 @@ def positions(blocks: Sequence[int], block_size: int, start: int, stop: int) -> 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """Bytes, because a NaN is not equal to itself."""
     return x.contiguous().view(torch.uint8)
+
+
+ORDERS = {
+    "2, blocks, block, heads, dim": (0, 1, 2, 3, 4),
+    "blocks, 2, block, heads, dim": (1, 0, 2, 3, 4),
+    "blocks, heads, block, 2 × dim": (1, 3, 2, 0, 4),
+    "2, blocks, heads, block, dim": (0, 1, 3, 2, 4),
+}
+"""Of the dimensions of a cache in memory. The first three are vLLM's, and the first is also the engine's. The
+last is that of the engine's scales."""
+
+
+def in_memory(order: str, values: torch.Tensor) -> torch.Tensor:
+    """A copy of values [2 (K, V), blocks, block size, heads, head_dim], with its dimensions in this order in
+    memory."""
+    dims = ORDERS[order]
+    return values.permute(dims).contiguous().permute([dims.index(i) for i in range(5)])

@@ -6,26 +6,51 @@ import numpy as np
 import pytest
 import torch
 
+from baton.content.cache_kinds import CachePart
+from baton.kv_transfer.device import copy_kernels
+from baton.kv_transfer.device.copy_kernels import Pages
+from baton.kv_transfer.device.host_pool import converted
+from baton.kv_transfer.device.pool import Window, window
 from baton.kv_transfer.layout import Slice
 
+from .ranks import ORDERS, as_bytes, in_memory
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+
+def lines(
+    pools: list[torch.Tensor], tables: list[torch.Tensor], dense: list[torch.Tensor], held: list[Window],
+    **sums: list[int],
+) -> torch.Tensor:  # fmt: skip
+    """The table for `launch`: one line of each pool, request, dense memory and window."""
+    found = [
+        Pages.of(pool).line(
+            pool.data_ptr(), blocks.data_ptr(), x.data_ptr(), part, **{k: v[i] for k, v in sums.items()}
+        )
+        for i, (pool, blocks, x, part) in enumerate(zip(pools, tables, dense, held, strict=True))
+    ]
+    return torch.tensor(found, device=dense[0].device)
+
+
+def most(held: list[Window]) -> tuple[int, int]:
+    return max(x.count for x in held), max(x.heads for x in held)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "block_size", "slices"),
+    ("dtype", "heads", "head_dim", "block_size", "slices"),
     [
-        (4, 64, 16, [(0, 0, 4, 0, 37)]),
-        (4, 128, 128, [(0, 1, 2, 5, 70), (1, 0, 4, 0, 1), (1, 3, 1, 100, 28)]),
-        (8, 64, 3, [(0, 7, 1, 2, 5), (1, 0, 8, 2, 5)]),
-        (2, 6, 16, [(0, 1, 1, 0, 300), (0, 0, 1, 299, 1), (1, 0, 2, 7, 0x40)]),
+        ("float32", 4, 64, 16, [(0, 0, 4, 0, 37)]),
+        ("bfloat16", 4, 128, 128, [(0, 1, 2, 5, 70), (1, 0, 4, 0, 1), (1, 3, 1, 100, 28)]),
+        ("float16", 8, 64, 3, [(0, 7, 1, 2, 5), (1, 0, 8, 2, 5)]),
+        ("bfloat16", 2, 6, 16, [(0, 1, 1, 0, 300), (0, 0, 1, 299, 1), (1, 0, 2, 7, 0x40)]),
+        ("float32", 3, 1, 16, [(0, 1, 2, 0, 300), (1, 0, 3, 5, 37)]),  # as scales
+        ("float32", 1, 5, 1, [(0, 0, 1, 0, 300)]),
     ],
 )
 def test_equal_torch(
-    kernel_device: str, dtype: str, heads: int, head_dim: int, block_size: int,
+    kernel_device: str, order: str, dtype: str, heads: int, head_dim: int, block_size: int,
     slices: list[tuple[int, int, int, int, int]],
 ) -> None:  # fmt: skip
     """`slices`: (layer, first head, heads, first position, positions), two requests in turn."""
-    from baton.kv_transfer.device import copy_kernels
-
     element, generator = getattr(torch, dtype), torch.Generator().manual_seed(len(slices))
     blocks = -(-320 // block_size)
     # Bits of any kind, NaN too: they are moved, not computed with.
@@ -33,50 +58,38 @@ def test_equal_torch(
     pools = []
     for _ in range(2):
         words = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).to(torch.int32)
-        pools.append(words.view(element)[..., :head_dim].contiguous())
+        pools.append(words.view(element)[..., :head_dim])
     tables = torch.randperm(2 * blocks, generator=generator).view(2, blocks)
+    part = CachePart("attention", "kv", 2, heads, head_dim, dtype)
+    pieces = [Slice(layer, *rest) for layer, *rest in slices]
+    held = [window(x, part, (0, heads)) for x in pieces]
 
-    def rows(number: int) -> torch.Tensor:
-        _, _, _, start, tokens = slices[number]
-        position = torch.arange(start, start + tokens)
-        return tables[number % 2][position // block_size] * block_size + position % block_size
+    def places(i: int) -> tuple[slice, torch.Tensor, torch.Tensor, slice]:
+        piece = pieces[i]
+        position = torch.arange(piece.token_start, piece.token_start + piece.token_count)
+        held_heads = slice(piece.head_start, piece.head_start + piece.head_count)
+        return slice(None), tables[i % 2][position // block_size], position % block_size, held_heads
 
-    expected = [
-        pools[layer].flatten(1, 2)[:, rows(i), first : first + count].contiguous()
-        for i, (layer, first, count, _, _) in enumerate(slices)
-    ]
-    on_device = [p.to(kernel_device) for p in pools]
+    expected = [pools[piece.layer][places(i)].contiguous() for i, piece in enumerate(pieces)]
     moved = [torch.zeros_like(e, device=kernel_device) for e in expected]
-    device_tables = tables.to(kernel_device)
+    device_tables = [tables[i % 2].to(kernel_device) for i in range(len(pieces))]
 
     def launch(layers: list[torch.Tensor], *, into_pool: bool) -> None:
-        lines = [
-            copy_kernels.line(
-                layers[layer],
-                device_tables[i % 2],
-                moved[i].data_ptr(),
-                Slice(layer, first, count, start, tokens),
-                (first, first + count),
-                0,
-            )
-            for i, (layer, first, count, start, tokens) in enumerate(slices)
-        ]
-        table = torch.tensor(lines).to(kernel_device)
-        most = max(s[4] for s in slices), max(s[2] for s in slices)
-        copy_kernels.launch(table, layers[0], *most, into_pool=into_pool)
+        table = lines([layers[piece.layer] for piece in pieces], device_tables, moved, held)
+        copy_kernels.launch(table, Pages.of(layers[0]), most(held), into_pool=into_pool)
 
-    launch(on_device, into_pool=False)
+    launch([in_memory(order, p).to(kernel_device) for p in pools], into_pool=False)
     for ours, right in zip(moved, expected, strict=True):
         assert torch.equal(ours.cpu().view(torch.uint8), right.view(torch.uint8))
 
-    targets = [torch.ones_like(p) for p in pools]
-    expected_targets = [t.clone() for t in targets]
-    for i, (layer, first, count, _, _) in enumerate(slices):
-        expected_targets[layer].flatten(1, 2)[:, rows(i), first : first + count] = expected[i]
-    targets = [t.to(kernel_device) for t in targets]
+    expected_targets = [torch.ones_like(p) for p in pools]
+    for i, piece in enumerate(pieces):
+        expected_targets[piece.layer][places(i)] = expected[i]
+    targets = [in_memory(order, torch.ones_like(p)).to(kernel_device) for p in pools]
     launch(targets, into_pool=True)
     for target, right in zip(targets, expected_targets, strict=True):
-        assert torch.equal(target.cpu().view(torch.uint8), right.view(torch.uint8))
+        ours, right = target.cpu().contiguous(), right.contiguous()
+        assert torch.equal(ours.view(torch.uint8), right.view(torch.uint8))
 
 
 def checksum(words: np.ndarray) -> int:
@@ -93,39 +106,30 @@ def checksum(words: np.ndarray) -> int:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_checksums_of_what_is_moved(kernel_device: str, fp8: bool, into_pool: bool) -> None:
     """Values, and the scales behind them, of two slices."""
-    from baton.kv_transfer.device import copy_kernels
-
     heads, head_dim, blocks = 3, 16, torch.tensor([7, 2, 5], device=kernel_device)
-    pieces = [Slice(0, 0, heads, 5, 37), Slice(0, 1, 2, 0, 48)]
     element = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    part = CachePart("attention", "kv", 2, heads, head_dim, str(element).removeprefix("torch."))
+    pieces = [Slice(0, 0, heads, 5, 37), Slice(0, 1, 2, 0, 48)]
+    held = [window(piece, part, (0, heads)) for piece in pieces]
     pool = torch.randint(0, 255, (2, 9, 16, heads, head_dim * element.itemsize), dtype=torch.uint8)
     pool = pool.to(kernel_device).view(element)
-    scales = torch.rand(2, 9, heads, 16, device=kernel_device)
-    words = [2 * p.token_count * p.head_count * (head_dim * element.itemsize // 4 + fp8) for p in pieces]
+    scales = torch.rand(2, 9, heads, 16, device=kernel_device).transpose(2, 3).unsqueeze(4)
+    words = [part.bytes_of(x.head_count, x.token_count) // 4 for x in pieces]
     slots = [torch.randint(-9, 9, (n,), dtype=torch.int32, device=kernel_device) for n in words]
     sums = torch.zeros(2, dtype=torch.int64, device=kernel_device)
-    for part in (pool, scales)[: 1 + fp8]:
-        values = part is scales
-        lines = []
-        for i, (piece, slot) in enumerate(zip(pieces, slots, strict=True)):
-            first = len(slot) - 2 * piece.token_count * piece.head_count if values else 0
-            held = piece.head_start, piece.head_start + piece.head_count
-            lines.append(
-                copy_kernels.line(
-                    part, blocks, slot.data_ptr() + 4 * first, piece, held, 0,
-                    checksum=sums[i].data_ptr(), first_word=first,
-                )
-            )  # fmt: skip
-        copy_kernels.launch(
-            torch.tensor(lines, device=kernel_device), part, 48, heads, into_pool=into_pool, sums=True
-        )
+    at = [sums.data_ptr() + 8 * i for i in range(2)]
+    for plane in (pool, scales)[: 1 + fp8]:
+        first = [n - 2 * x.dense_size if plane is scales else 0 for n, x in zip(words, held, strict=True)]
+        dense = [slot[n:] for slot, n in zip(slots, first, strict=True)]
+        table = lines([plane] * 2, [blocks] * 2, dense, held, checksum=at, first_word=first)
+        copy_kernels.launch(table, Pages.of(plane), most(held), into_pool=into_pool, sums=True)
     found = sums.tolist()
     assert found == [checksum(slot.cpu().numpy()) for slot in slots]
 
     again = torch.zeros(2, dtype=torch.int64, device=kernel_device)
     slots[1][words[1] - 1] ^= 1 << 20
-    lines = [[s.data_ptr(), len(s), again.data_ptr() + 8 * i] for i, s in enumerate(slots)]
-    copy_kernels.launch_sums(torch.tensor(lines, device=kernel_device), max(words))
+    of_sums = [[s.data_ptr(), len(s), again.data_ptr() + 8 * i] for i, s in enumerate(slots)]
+    copy_kernels.launch_sums(torch.tensor(of_sums, device=kernel_device), max(words))
     assert again.tolist()[0] == found[0]
     assert again.tolist()[1] != found[1], "one bit differs"
     assert again.tolist()[1] == checksum(slots[1].cpu().numpy())
@@ -137,15 +141,15 @@ def test_checksums_of_what_is_moved(kernel_device: str, fp8: bool, into_pool: bo
 )
 def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim: int, beside: int) -> None:
     """Heads 2 to `heads` of a rank, of which one slice has some. Other numbers lie beside them in a row."""
-    from baton.kv_transfer.device import copy_kernels
-
     generator = torch.Generator().manual_seed(rows)
     width, first_head = (heads - 2) * head_dim, 2
     whole = torch.randint(-(2**31), 2**31 - 1, (4, rows, width + beside), generator=generator).to(torch.int32)
+    part = CachePart("state", "ssm", rows, heads, head_dim, "float32")
     pieces = [Slice(0, 0, 4, 9, 0, 0), Slice(0, 2, heads - 2, 9, 0, 0)]
-    held = [(2, min(4, heads)), (2, heads)]
+    held = [window(piece, part, (first_head, heads)) for piece in pieces]
 
     def pool(tensor: torch.Tensor) -> torch.Tensor:
+        """[slots, rows, heads, head_dim]"""
         return tensor.view(torch.float32)[..., beside:].unflatten(2, (-1, head_dim))
 
     source = whole.to(kernel_device)
@@ -154,29 +158,65 @@ def test_states_equal_torch(kernel_device: str, rows: int, heads: int, head_dim:
         torch.zeros(rows, p.head_count, head_dim, dtype=torch.int32, device=kernel_device) for p in pieces
     ]
     sums = torch.zeros(2, dtype=torch.int64, device=kernel_device)
+    at = [sums.data_ptr() + 8 * i for i in range(2)]
 
     def launch(of: torch.Tensor, *, into_pool: bool) -> None:
-        lines = [
-            copy_kernels.state_line(
-                pool(of), slots[i : i + 1], dense[i].data_ptr(), pieces[i], held[i], first_head,
-                checksum=sums[i].data_ptr(),
-            )
-            for i in range(2)
-        ]  # fmt: skip
-        table = torch.tensor(lines, device=kernel_device)
-        copy_kernels.launch_states(table, pool(of), heads, into_pool=into_pool, sums=True)
+        plane = pool(of).transpose(0, 1).unsqueeze(3)
+        table = lines([plane] * 2, [slots[i:] for i in range(2)], dense, held, checksum=at)
+        copy_kernels.launch(table, Pages.of(plane), most(held), into_pool=into_pool, sums=True)
 
     launch(source, into_pool=False)
-    for i, (slot, (first, last)) in enumerate(zip((3, 1), held, strict=True)):
-        expected = torch.zeros_like(dense[i].cpu())
-        part = pool(whole)[slot, :, first - first_head : last - first_head].view(torch.int32)
-        expected[:, first - pieces[i].head_start : last - pieces[i].head_start] = part
-        assert torch.equal(dense[i].cpu(), expected)
+    of_slots = [(3, 2, min(4, heads)), (1, 2, heads)]
+    for ours, piece, (slot, first, last) in zip(dense, pieces, of_slots, strict=True):
+        expected = torch.zeros_like(ours.cpu())
+        right = pool(whole)[slot, :, first - first_head : last - first_head].view(torch.int32)
+        expected[:, first - piece.head_start : last - piece.head_start] = right
+        assert torch.equal(ours.cpu(), expected)
     assert sums.tolist()[1] == checksum(dense[1].cpu().numpy().flatten())
 
     target, expected = torch.ones_like(source), torch.ones_like(whole)
     launch(target, into_pool=True)
-    for slot, (first, last) in zip((3, 1), held, strict=True):
-        heads_of_slot = slice(first - first_head, last - first_head)
-        pool(expected)[slot, :, heads_of_slot] = pool(whole)[slot, :, heads_of_slot]
+    for slot, first, last in of_slots:
+        moved = slice(first - first_head, last - first_head)
+        pool(expected)[slot, :, moved] = pool(whole)[slot, :, moved]
     assert torch.equal(target.cpu(), expected)
+
+
+@pytest.mark.usefixtures("exact_casts")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("sent", "to", "head_dim"),
+    [("bfloat16", "float8_e4m3fn", 16), ("float32", "float8_e4m3fn", 24), ("float8_e4m3fn", "float16", 24)],
+)
+def test_kernel_that_converts(kernel_device: str, order: str, sent: str, to: str, head_dim: int) -> None:
+    """Against the torch code. The pool has heads 2 to 5 of 8, and the slice has heads 1 to 4."""
+    part = CachePart("attention", "kv", 2, 8, head_dim, sent)
+    held = window(Slice(0, 1, 4, 5, 37), part, (2, 6))
+    dense = [torch.randn(2, 37, 4, head_dim)]
+    dense[0][1, 3] = 0
+    if sent == "float8_e4m3fn":
+        dense = [dense[0].to(torch.float8_e4m3fn), torch.rand(2, 37, 4, 1) + 0.1]
+    else:
+        dense = [dense[0].to(getattr(torch, sent))]
+    sent_planes = [as_bytes(x).numpy() for x in dense]
+    slot = np.concatenate([x.flatten() for x in sent_planes])
+    assert len(slot) == part.bytes_of(4, 37)
+    values, *scales = map(torch.from_numpy, converted(sent_planes, sent, to))
+
+    pools = [in_memory(order, torch.zeros(2, 9, 16, 4, head_dim).to(getattr(torch, to))).to(kernel_device)]
+    if scales:
+        pools.append(in_memory(order, torch.zeros(2, 9, 16, 4, 1)).to(kernel_device))
+    blocks, there = torch.tensor([7, 2, 5], device=kernel_device), torch.from_numpy(slot).to(kernel_device)
+    of_values, of_scales = pools[0].data_ptr(), pools[-1].data_ptr()
+    line = copy_kernels.line_to_convert(of_values, of_scales, blocks.data_ptr(), there.data_ptr(), held)
+    table = torch.tensor([line], device=kernel_device)
+    copy_kernels.launch_converting(table, pools, getattr(torch, sent), held.dense_size)
+
+    position = torch.arange(5, 42)
+    places = slice(None), torch.tensor([7, 2, 5])[position // 16], position % 16, slice(0, 3)
+    for pool, right, dtype in zip(
+        pools, (values, *scales), (getattr(torch, to), torch.float32), strict=False
+    ):
+        expected = torch.zeros(pool.shape, dtype=dtype)
+        expected[places] = right.view(dtype)[:, :, 1:]
+        assert torch.equal(pool.cpu().float(), expected.float()), "nothing else moves"

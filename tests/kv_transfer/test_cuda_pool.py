@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,20 +14,25 @@ from typing import Any
 import pytest
 import torch
 
+from baton.content.cache_kinds import KINDS, CacheKind, CachePart
 from baton.kv_transfer import staging
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.cuda_memory import DeviceMemory, Slots, copy
 from baton.kv_transfer.device import copy_kernels, cuda_pool
+from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.cuda_pool import CudaPool
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.device.pool import Pool, Rest, Staged
-from baton.kv_transfer.layout import FP8, KVLayout, Slice, StateType, cut, cut_state, slice_bytes
+from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
+from baton.kv_transfer.layout import FP8, KVLayout, Slice, cut, slice_bytes
+from baton.kv_transfer.protocol.credits import SenderSlots
 from baton.kv_transfer.transport import PagedKV
 
 from . import cuda_on_cpu
+from .ranks import ORDERS, in_memory, positions
 
 BLOCKS, TOKENS, SLOTS, SLOT_BYTES = 6, 41, 16, 4096
-STATES = StateType("conv", 1, 4, 6, "bfloat16"), StateType("ssm", 4, 4, 8, "float32")
+STATES = CachePart("state", "conv", 1, 4, 6, "bfloat16"), CachePart("state", "ssm", 4, 4, 8, "float32")
 THERE, HERE = [5, 0, 3, 1], [2, 4, 0, 5]
 DTYPES = [("bfloat16", "bfloat16"), (FP8, FP8), ("bfloat16", FP8), (FP8, "float32")]
 
@@ -44,8 +48,8 @@ def emulated(kernel_device: str, exact_casts: None) -> Iterator[None]:
         yield
 
 
-def cache(dtype: str, block_size: int, seed: int) -> PagedKV:
-    """A KV cache with random bytes: two layers of KV, one of states."""
+def cache(dtype: str, block_size: int, seed: int, order: str | None = None) -> PagedKV:
+    """A KV cache with random bytes: two layers of KV, one of states. `order`: of the KV in memory."""
     layout = KVLayout(3, 4, 8, dtype, STATES, (1,))
     torch.manual_seed(seed)
     layers = [torch.randn(2, BLOCKS, block_size, 4, 8).to(getattr(torch, dtype)) for _ in range(2)]
@@ -54,6 +58,8 @@ def cache(dtype: str, block_size: int, seed: int) -> PagedKV:
         [torch.randn(3, state.rows, state.heads, state.head_dim).to(getattr(torch, state.dtype))]
         for state in STATES
     ]
+    if order is not None:
+        layers = [in_memory(order, x) for x in layers]
     return PagedKV(layers, block_size, layout, "cpu", scales=scales, states=states)
 
 
@@ -73,12 +79,16 @@ def everything(kv: PagedKV) -> list[torch.Tensor]:
 
 def pieces(layout: KVLayout, most: int) -> list[Slice]:
     found = [p for i in (0, 2) for h in ((0, 3), (3, 4)) for p in cut(layout, i, (7, TOKENS), h, most)]
-    return found + [p for state in (0, 1) for p in cut_state(layout, 1, state, TOKENS, (0, 4), 300)]
+    return found + [p for state in (0, 1) for p in cut(layout, 1, (0, TOKENS), (0, 4), 300, state)]
 
 
-def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str) -> PagedKV:
+def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str, order: str | None = None) -> PagedKV:
     """The receiver's cache after a transfer through an arena."""
-    source, target, arena = cache(sent, 16, 1), cache(kept, 32, 2), Arena.create(SLOTS, SLOT_BYTES)
+    source, target, arena = (
+        cache(sent, 16, 1, order),
+        cache(kept, 32, 2, order),
+        Arena.create(SLOTS, SLOT_BYTES),
+    )
     sender, receiver = make(source, arena), make(target, arena)
     tables = sender.table(THERE, TOKENS, 2), receiver.table(HERE, TOKENS, 1)
     for few in batches(source.layout, 2048):
@@ -132,7 +142,10 @@ def test_the_pool_gets_the_numbers_that_it_gets_on_a_host(sent: str, kept: str) 
     right = everything(moved(HostPool, sent, kept))
     through_exported, whole = pulled(sent, kept, nothing)
     assert all(whole)
-    for ours in (moved(partial(CudaPool, exported=False), sent, kept), through_exported):
+    device = partial(CudaPool, exported=False)
+    found = [moved(device, sent, kept, order) for order in ORDERS]
+    found += [moved(HostPool, sent, kept, order) for order in ORDERS]
+    for ours in (*found, through_exported):
         for tensor, expected in zip(everything(ours), right, strict=True):
             assert torch.equal(tensor, expected)
 
@@ -188,12 +201,12 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
     sent: str, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker of two ranks, from a worker of one. What is converted is read by both."""
-    launch, read = copy_kernels._launch, 0
+    launch, read = copy_kernels.launch, 0
 
-    def counted(table: torch.Tensor, halves: int, *args: Any, into_pool: bool, **kwargs: Any) -> None:
+    def counted(table: torch.Tensor, pages: Pages, *args: Any, into_pool: bool, **kwargs: Any) -> None:
         nonlocal read
-        read += 4 * halves * int((table[:, 4] * table[:, 6]).sum()) if into_pool else 0
-        launch(table, halves, *args, into_pool=into_pool, **kwargs)
+        read += 4 * pages.rows * int((table[:, 4] * table[:, 6]).sum()) if into_pool else 0
+        launch(table, pages, *args, into_pool=into_pool, **kwargs)
 
     source, whole_target = cache(sent, 16, 1), cache(kept, 32, 2)
     sender = CudaPool(source, Arena.create(SLOTS, SLOT_BYTES), exported=True)
@@ -202,14 +215,15 @@ def test_ranks_read_each_byte_once_and_their_sums_add_up(
     export = sender.export()
     memories = [rank.open(export, sent) for rank in ranks]
     there, here = sender.table(THERE, TOKENS, 2), [rank.table(HERE, TOKENS, 1) for rank in ranks]
-    monkeypatch.setattr(copy_kernels, "_launch", counted)
+    monkeypatch.setattr(copy_kernels, "launch", counted)
     in_all = 0
     for generation, few in enumerate(batches(source.layout, SLOT_BYTES + 512), 1):
         sender.gather([Staged(piece, slot, there, generation=generation) for slot, piece in few])
         in_all += sum(slice_bytes(source.layout, piece) for _, piece in few)
         rests = dict.fromkeys(few, 0)
         for rank, memory, table in zip(ranks, memories, here, strict=True):
-            mine = [item for item in few if operator.lt(*rank._kernels.held(item[1]))]
+            windows = [rank._kernels.window(piece) for _, piece in few]
+            mine = [item for item, held in zip(few, windows, strict=True) if min(held.count, held.heads) > 0]
             staged = [Staged(piece, slot, table, sent, generation) for slot, piece in mine]
             for item, rest in zip(mine, rank.pull(memory, staged)[1](), strict=True):
                 assert rest is not None
@@ -249,3 +263,38 @@ def test_a_wrong_byte_is_in_the_rest_of_the_rank_that_reads_it() -> None:
     ctypes.memset(sender._exported.slot(3) + 2 * 16, 0xA5, 1)  # of head 2
     assert rests()[0] == first
     assert rests()[1] != second
+
+
+@pytest.mark.parametrize("make", [HostPool, partial(CudaPool, exported=False)], ids=["host", "gpu"])
+def test_an_entry_of_the_registry_makes_a_kind(
+    make: Callable[[PagedKV, Arena], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One vector of each token, which has no heads to share: each of two ranks gets all of it."""
+    monkeypatch.setitem(KINDS, "latent", CacheKind(True, "latent={0.head_dim}", rows=1))
+    layout = KVLayout(2, 1, 24, "bfloat16", kind="latent")
+    assert (layout.fingerprint, layout.bytes_per_token) == ("kv6 layers=2 latent=24", 2 * 24 * 2)
+
+    def of_rank(rank: int, ranks: int, block_size: int) -> PagedKV:
+        layers = [torch.randn(1, BLOCKS, block_size, 1, 24).bfloat16() for _ in range(2)]
+        return PagedKV(layers, block_size, layout, "cpu", rank, ranks)
+
+    arena = Arena.create(SLOTS, SLOT_BYTES)
+    source, targets = of_rank(0, 1, 16), [of_rank(rank, 2, 32) for rank in (0, 1)]
+    slices = Slicing(layout, ranks=1)
+    account = SenderSlots(SLOTS).account(1)
+    transfer = OutgoingTransfer(b"", OutgoingPrefill(b""), account, 1024, False, ((7, TOKENS),), (0, 1))
+    for layer in (0, 1):
+        slices.add(transfer, layer, 0, TOKENS, None)
+    assert transfer.bytes == (TOKENS - 7) * layout.bytes_per_token
+    sent = [piece for piece, _ in transfer.pending]
+    sender = make(source, arena)
+    sender.gather([Staged(x, i, sender.table(THERE, TOKENS)) for i, x in enumerate(sent)])
+    for target in targets:
+        receiver = make(target, arena)
+        before = [x.clone() for x in target.layers]
+        receiver.scatter([Staged(x, i, receiver.table(HERE, TOKENS)) for i, x in enumerate(sent)])
+        for layer in (0, 1):
+            there, here = positions(THERE, 16, 7, TOKENS), positions(HERE, 32, 7, TOKENS)
+            expected = before[layer].flatten(1, 2)
+            expected[:, here] = source.layers[layer].flatten(1, 2)[:, there]
+            assert torch.equal(target.layers[layer].flatten(1, 2), expected)

@@ -13,12 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.kv_transfer.arena import Arena
-from baton.kv_transfer.device.open_pool import open_pool
+from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Pool, Staged
 from baton.kv_transfer.layout import KVLayout, cut
 from baton.kv_transfer.staging import GATHER_BYTES, SCATTER_BYTES, SLACK, at_once, coalesce, landing_bytes
 from baton.kv_transfer.transport import PagedKV
 
+from . import ranks
+from .ranks import in_memory
+
+ORDERS = list(ranks.ORDERS)[:3]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -41,15 +45,22 @@ def dense(tensor: torch.Tensor, table: list[int], start: int, stop: int) -> torc
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "from_order", "to_order"),
+    [("float32", *ORDERS[:2]), ("bfloat16", *ORDERS[1:]), ("float16", ORDERS[2], ORDERS[0])],
+)
 @pytest.mark.parametrize(("from_block", "to_block"), [(16, 16), (16, 128), (128, 64), (3, 16)])
 @pytest.mark.parametrize("heads", [[(0, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 4)]])
-def test_from_pool_to_pool(device: str, dtype: str, from_block: int, to_block: int, heads: Any) -> None:
-    """Bit for bit, whatever the block sizes and however the heads are divided; nothing else moves."""
+def test_from_pool_to_pool(
+    device: str, dtype: str, from_order: str, to_order: str, from_block: int, to_block: int, heads: Any
+) -> None:
+    """Bit for bit, whatever the block sizes, the order of dimensions in memory, and however the heads are
+    divided; nothing else moves."""
     layout = KVLayout(2, 4, 8, dtype)
     arena = Arena.create(8, 8192)
     n, start = 250, 37
-    source, target = cache(layout, 100, from_block, device), cache(layout, 100, to_block, device)
+    source = [in_memory(from_order, x) for x in cache(layout, 100, from_block, device)]
+    target = [in_memory(to_order, x) for x in cache(layout, 100, to_block, device)]
     before = [t.cpu().clone() for t in target]
     sender = open_pool(PagedKV(source, from_block, layout, device), arena)
     # An arena is pinned by one pool: on CUDA the receiver has one of its own.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.kv_transfer.device.convert import Dense
-from baton.kv_transfer.layout import Slice, slice_bytes
+from baton.kv_transfer.device.host_pool import converted
+from baton.kv_transfer.device.pool import Window
 
-from .ranks import as_bytes, positions
+from .ranks import as_bytes
 
 FP8 = torch.float8_e4m3fn
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,9 +83,8 @@ def test_chunks_of_a_prefix_cache(make_pair: Any) -> None:
 def test_numbers_that_are_not_finite_spoil_their_head_alone() -> None:
     exact = torch.randn(2, 3, 4, 16)
     exact[0, 1, 2, 5], exact[1, 2, 3, 0] = torch.nan, torch.inf
-    dense = Dense(as_bytes(exact).numpy(), None).converted("float32", "float8_e4m3fn")
-    assert dense.scales is not None
-    ours = torch.from_numpy(dense.values).view(FP8).float() * torch.from_numpy(dense.scales)[..., None]
+    values, scales = map(torch.from_numpy, converted([as_bytes(exact).numpy()], "float32", "float8_e4m3fn"))
+    ours = values.view(FP8).float() * scales.view(torch.float32)
     sound = torch.ones(2, 3, 4, dtype=torch.bool)
     sound[0, 1, 2] = sound[1, 2, 3] = False
     assert torch.equal(ours[sound], rounded(exact)[sound])
@@ -97,75 +95,11 @@ def test_a_gpu_that_does_not_know_fp8_decodes_it(kernel_device: str) -> None:
     """All 256 numbers, two of them NaN, with a scale of 1."""
     from baton.kv_transfer.device import copy_kernels
 
-    piece = Slice(0, 0, 8, 0, 1)
+    held = Window(0, 1, 0, 8, 0, 0, 1, 8)
     bits = torch.arange(256).to(torch.uint8)
     dense = torch.cat((bits, torch.ones(16).view(torch.uint8))).to(kernel_device)
     pool = torch.zeros(2, 1, 1, 8, 16, device=kernel_device)
     block = torch.tensor([0], device=kernel_device)
-    line = copy_kernels.line_to_convert(pool, None, block, dense.data_ptr(), piece, (0, 8), 0)
-    copy_kernels.launch_converting(torch.tensor([line], device=kernel_device), pool, FP8, 8)
+    line = copy_kernels.line_to_convert(pool.data_ptr(), 0, block.data_ptr(), dense.data_ptr(), held)
+    copy_kernels.launch_converting(torch.tensor([line], device=kernel_device), [pool], FP8, 8)
     torch.testing.assert_close(pool.cpu().flatten(), bits.view(FP8).float(), equal_nan=True, rtol=0, atol=0)
-
-
-def test_kernel_of_scales(kernel_device: str) -> None:
-    from baton.kv_transfer.device import copy_kernels
-
-    pool = torch.rand(2, 9, 4, 16, device=kernel_device)
-    blocks, piece = torch.tensor([7, 2, 5], device=kernel_device), Slice(0, 1, 3, 5, 37)
-    dense = torch.zeros(2, 37, 3, device=kernel_device)
-    table = torch.tensor(
-        [copy_kernels.line(pool, blocks, dense.data_ptr(), piece, (1, 4), 0)], device=kernel_device
-    )
-    copy_kernels.launch(table, pool, 37, 3, into_pool=False)
-    position = torch.arange(5, 42, device=kernel_device)
-    block, offset = blocks[position // 16], position % 16
-    assert torch.equal(dense, pool.transpose(2, 3)[:, block, offset, 1:4])
-    other = torch.zeros_like(pool)
-    copy_kernels.launch(
-        torch.tensor([[other.data_ptr(), *table[0, 1:].tolist()]], device=kernel_device), other, 37, 3,
-        into_pool=True,
-    )  # fmt: skip
-    expected = torch.zeros_like(pool)
-    expected.transpose(2, 3)[:, block, offset, 1:4] = dense
-    assert torch.equal(other, expected)
-
-
-@pytest.mark.usefixtures("exact_casts")
-@pytest.mark.parametrize(
-    ("sent", "kept"),
-    [("bfloat16", "float8_e4m3fn"), ("float32", "float8_e4m3fn"), ("float8_e4m3fn", "float16")],
-)
-def test_kernel_that_converts(kernel_device: str, sent: str, kept: str) -> None:
-    """Against the torch code of `Dense`. The pool has heads 2 to 5 of 8, and the slice has heads 1 to 4."""
-    from baton.kv_transfer.device import copy_kernels
-
-    whole = kv.KVLayout(1, 8, 16, sent)
-    piece, held = Slice(0, 1, 4, 5, 37), (2, 5)
-    exact = torch.randn(2, 37, 4, 16)
-    exact[1, 3] = 0
-    if sent == "float8_e4m3fn":
-        scales = torch.rand(2, 37, 4) + 0.1
-        slot = np.concatenate([as_bytes(x).flatten().numpy() for x in (exact.to(FP8), scales)])
-    else:
-        slot = as_bytes(exact.to(FLOATS[sent])).flatten().numpy()
-    assert len(slot) == slice_bytes(whole, piece)
-    expected = Dense.of(memoryview(bytearray(slot)), piece, whole).converted(sent, kept)
-
-    pool = torch.zeros(2, 9, 16, 4, 16, device=kernel_device).to(getattr(torch, kept))
-    of_pool = torch.zeros(2, 9, 4, 16, device=kernel_device) if kept == "float8_e4m3fn" else None
-    blocks, dense = torch.tensor([7, 2, 5], device=kernel_device), torch.from_numpy(slot).to(kernel_device)
-    line = copy_kernels.line_to_convert(pool, of_pool, blocks, dense.data_ptr(), piece, held, 2)
-    table = torch.tensor([line], device=kernel_device)
-    copy_kernels.launch_converting(table, pool, getattr(torch, sent), 37 * 4)
-
-    rows = positions([7, 2, 5], 16, 5, 42)
-    ours = pool.cpu().flatten(1, 2)[:, rows].float()
-    values = torch.from_numpy(expected.values).view(getattr(torch, kept)).float()[:, :, 1:4]
-    if of_pool is not None:
-        assert expected.scales is not None
-        scales = of_pool.cpu().transpose(2, 3).flatten(1, 2)[:, rows]
-        assert torch.equal(scales[..., :3], torch.from_numpy(expected.scales)[:, :, 1:4])
-        assert not scales[..., 3:].any()
-    assert torch.equal(ours[:, :, :3], values)
-    assert not ours[:, :, 3:].any()
-    assert int((pool.cpu().float() != 0).any(dim=-1).sum()) == int((values != 0).any(dim=-1).sum())

@@ -136,6 +136,10 @@ def test_older_samples_of_an_average_weigh_less() -> None:
     assert seconds.value == 4
     seconds.add(1.0)
     assert seconds.value == (0.5 * 4 + 1) / 1.5
+    seconds.scale(0.5)
+    assert seconds.value == (0.5 * 4 + 1) / 1.5 / 2
+    seconds.add(1.0)
+    assert seconds.value == ((0.5 * 4 + 1) / 4 + 1) / 1.75, "the next sample weighs as before"
     speed = Average(0.5)
     speed.add(100, 2.0)
     speed.add(100, 1.0, steps=2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
@@ -19,8 +20,9 @@ from baton.router.config import RouterConfig
 from baton.router.server import RunningRouter, running
 from baton.router.text.gguf_tokenizer import read_gguf
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
-from baton.rpc import TlsFiles
+from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.tls import TlsFiles
 
 NO_DEFAULTS = SamplingDefaults()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."
@@ -44,6 +46,13 @@ ARGUMENTS = '{"city": "Paris"}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
+def accepts(grammar: str, text: str) -> bool:
+    """Whether workers take `text` as the whole output."""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    said = text.encode()
+    return matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
+
+
 @pytest.fixture(scope="session")
 def tokenizer(embedded_model_path: Path) -> ModelTokenizer:
     return load_tokenizer(str(embedded_model_path))
@@ -51,7 +60,7 @@ def tokenizer(embedded_model_path: Path) -> ModelTokenizer:
 
 def encode_chat(tokenizer: ModelTokenizer, messages: list[dict[str, Any]]) -> list[int]:
     """The token ids of a chat, as the router makes them."""
-    return tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    return tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +174,7 @@ class Cluster:
                 and not services.admission.parked.without_worker
                 and services.admission.waiting_tokens == 0
                 and all(not c.attempts for c in services.pool.connections)
-                and all(load.own == 0 for load in services.pool._candidates.decodes)
+                and all(load.own == 0 for load in services.pool.decodes)
             )
         )
 
@@ -179,9 +188,15 @@ class Cluster:
         """The text of its prompt."""
         return self.tokenizer.decode(list(self.sent.prompt_ids), skip_special_tokens=False)
 
-    async def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
-        async with self.http.post(self.url + path, json=body) as response:
+    async def post(
+        self, path: str, headers: Mapping[str, str] | None = None, /, **body: Any
+    ) -> tuple[int, dict[str, Any]]:
+        async with self.http.post(self.url + path, json=body, headers=headers) as response:
             return response.status, await response.json()
+
+    def connection(self, worker: FakeWorker) -> Worker:
+        """What the router knows of a worker that is listed."""
+        return self.router.services.pool.listed[worker.address]
 
     async def metrics(self) -> str:
         async with self.http.get(self.url + "/metrics") as response:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.admission.drain_rate import DrainRate
 from baton.router.admission.keys import ANY_CLIENT, MAX_RETRY_AFTER, Account, ApiKey
 from baton.router.admission.queue import Admission, Turn, TurnResult
 from baton.router.errors import Overloaded, RateLimited
@@ -109,22 +108,26 @@ def test_a_request_larger_than_the_bound_is_served_alone():
         assert admission.waiting_tokens == 5000
 
 
-def test_the_drain_rate_covers_the_last_ten_seconds_with_waiting_tokens():
-    clock = Clock()
-    rate = DrainRate(clock)
+def test_clients_try_again_when_the_waiting_tokens_will_have_drained():
+    clock, account = Clock(), no_limit()
+    admission = Admission(10**6, lambda prompt: math.inf, clock=clock)
     clock.now += 1000
-    rate.began()
-    assert rate.tokens_per_s() == 0
+    admission.reserve(account, 4000)
+    assert admission._retry_after() == 1, "nothing is known yet"
     for _ in range(4):
         clock.now += 0.5
-        rate.add(100)
-    assert rate.tokens_per_s() == 200
+        admission.answered(account, 100, sent=False, drained=True)
+    assert admission._retry_after() == 3600 / 200
     for _ in range(40):
         clock.now += 0.5
-        rate.add(50)
-    assert rate.tokens_per_s() == pytest.approx(100, rel=0.1)
+        admission.answered(account, 50, sent=False, drained=True)
+    assert admission._retry_after() == pytest.approx(1600 / 100, rel=0.1)
+    admission.answered(account, 1600, sent=False, drained=False)
+    clock.now += 1000
+    admission.reserve(account, 1600)
+    assert admission._retry_after() == pytest.approx(1600 / 100, rel=0.1), "nothing waited meanwhile"
     clock.now += 60
-    assert rate.tokens_per_s() == 0
+    assert admission._retry_after() == MAX_RETRY_AFTER
 
 
 class Router:

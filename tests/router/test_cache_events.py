@@ -16,9 +16,9 @@ from baton.content import Tier, prompt_hints
 from baton.router.policy import apply_cache_events
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers import candidates, connection
-from baton.router.workers.candidates import PrefixSource
+from baton.router.workers import roster, stream
 from baton.router.workers.checks import CacheAction, CacheSequence
+from baton.router.workers.pool import PrefixSource
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
@@ -117,9 +117,8 @@ async def caching(tokenizer: ModelTokenizer, tmp_path: Path) -> AsyncIterator[Cl
 
 def reported(cluster: Cluster) -> list[int]:
     """Returns how many chunks each worker has, as far as the router knows."""
-    members = cluster.router.services.pool._candidates
-    rows = {connection.address: row for connection, row in members._rows.items()}
-    return [members._loads.index.reported(rows[worker.address]) for worker in cluster.prefills]
+    pool = cluster.router.services.pool
+    return [pool.loads.index.reported(pool.listed[worker.address].row) for worker in cluster.prefills]
 
 
 async def went_to(cluster: Cluster, prompt: list[int], session: str) -> int:
@@ -165,12 +164,12 @@ async def test_after_a_missing_report_the_router_asks_for_a_snapshot(caching: Cl
 
 
 async def test_the_chunks_of_a_lost_worker_are_forgotten(caching: Cluster, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(candidates, "STALE_PART", 2)
+    monkeypatch.setattr(roster, "STALE_PART", 2)
     worker = caching.prefills[0]
     worker.change_cache([1, 2, 3])
     await caching.until(lambda: reported(caching)[0] == 3)
     port = int(worker.address.rpartition(":")[2])
-    index = caching.router.services.pool._candidates._loads.index
+    index = caching.router.services.pool.loads.index
     await worker.kill()
     await caching.until(lambda: not len(index))
     worker.cache = {8}
@@ -185,15 +184,13 @@ async def test_a_worker_that_reports_more_chunks_than_blocks_is_refused(caching:
     worker.change_cache([512])
     pool = caching.router.services.pool
     await caching.until(lambda: len(pool.ready(pb.POOL_PREFILL)) == 2)
-    [refused] = [c for c in pool.connections if c.address == worker.address]
-    assert "more cached chunks" in refused.reason
+    assert "more cached chunks" in caching.connection(worker).reason
 
 
 async def test_a_worker_with_a_host_tier_may_report_more_chunks(caching: Cluster):
     worker = caching.prefills[0]
     pool = caching.router.services.pool
-    [connection] = [c for c in pool.connections if c.address == worker.address]
-    connection.description.offload_blocks = 1
+    caching.connection(worker).description.offload_blocks = 1
     worker.change_cache(range(512))
     worker.change_cache([512])
     await caching.until(lambda: reported(caching)[0] == 513)
@@ -213,7 +210,7 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
         return submitted.content.incarnation if submitted.HasField("content") else None
 
     assert await source() is None
-    index = caching.router.services.pool._candidates._loads.index
+    index = caching.router.services.pool.loads.index
     decode.change_cache(prompt_hints(prompt, b"", b"")[:3])
     await caching.until(lambda: len(index) == 3)
     assert await source() == decode.incarnation
@@ -227,23 +224,19 @@ async def test_a_prefill_goes_with_the_name_of_the_worker_that_has_more_of_its_p
     await caching.until(lambda: len(index) == 7)
     assert await source() == decode.incarnation
     pool = caching.router.services.pool
-    [connection] = [c for c in pool.connections if c.address == decode.address]
+    connection = caching.connection(decode)
     monkeypatch.setattr(pool, "_may_fetch_prefixes", False)
     assert await source() is None
     monkeypatch.undo()
     other = next(w for w in caching.prefills if w is not home)
-    [home_there, other_there] = [
-        next(c for c in pool.connections if c.address == worker.address) for worker in (home, other)
-    ]
-    chunks, candidates = prompt_hints(prompt, b"", b""), pool._candidates
-    index.expect(candidates._rows[other_there], chunks)
-    found = {candidates.prefix_source(home_there, chunks, 500, random.Random(seed)) for seed in range(9)}
+    home_there, other_there = caching.connection(home), caching.connection(other)
+    chunks = prompt_hints(prompt, b"", b"")
+    index.expect(other_there.row, chunks)
+    found = {pool.prefix_source(home_there, chunks, 500) for _ in range(9)}
     assert found == {PrefixSource(connection, Tier.DEVICE)}, (
         "the other one will have it, but has nothing to send yet"
     )
-    index.unexpect(candidates._rows[other_there], chunks)
-    connection.description.kv_address = ""  # a decode worker of an older version may have none
-    assert await source() is None
+    index.unexpect(other_there.row, chunks)
 
 
 async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worker_that_has_it(
@@ -251,7 +244,7 @@ async def test_a_decode_worker_that_computes_a_prompt_gets_the_name_of_the_worke
 ):
     prompt, [decode], holder = list(range(3, 503)), caching.decodes, caching.prefills[0]
     await caching.complete(prompt=prompt)
-    index = caching.router.services.pool._candidates._loads.index
+    index = caching.router.services.pool.loads.index
     holder.change_cache(prompt_hints(prompt, b"", b""))
     await caching.until(lambda: len(index) == 7)
     await caching.complete(prompt=prompt)
@@ -300,9 +293,9 @@ async def test_what_a_worker_offers_goes_to_a_worker_that_lacks_it(caching: Clus
 async def test_a_worker_that_left_the_list_may_offer_prefixes_for_a_while(
     caching: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connection, "OFFERS", 0.2)
+    monkeypatch.setattr(stream, "OFFERS", 0.2)
     leaving, pool = caching.prefills[0], caching.router.services.pool
-    pool._retire(pool._connections.pop(leaving.address))
+    pool.retire(leaving.address)
     leaving.offer(1, list(range(200)))
     await caching.until(lambda: any(worker.submitted for worker in caching.prefills))
     assert not leaving.submitted, "it was not declined"
@@ -313,14 +306,12 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
     prompt, [asker, slow, fast] = list(range(3, 503)), caching.prefills
     chunks = prompt_hints(prompt, b"", b"")
     pool = caching.router.services.pool
-    candidates = pool._candidates
-    by_address = {connection.address: connection for connection in pool.connections}
-    asking = by_address[asker.address]
+    asking = caching.connection(asker)
     for worker in (slow, fast):
         worker.change_cache(chunks)
     slow.change_cache([], tiers={Tier.HOST: chunks[2:]})
-    index = candidates._loads.index
-    [slow_row, fast_row] = [candidates._rows[by_address[worker.address]] for worker in (slow, fast)]
+    index = pool.loads.index
+    slow_row, fast_row = caching.connection(slow).row, caching.connection(fast).row
     await caching.until(lambda: index.slowest_tier(slow_row, chunks) is Tier.HOST)
     await caching.until(lambda: index.reported(fast_row) == 7)
     asker.status.prefill_tokens_per_s = 1000.0  # 448 tokens take 0.448 s
@@ -334,12 +325,12 @@ async def test_the_source_is_one_that_is_fetched_in_little_time(caching: Cluster
         asker.status.tokens_waiting += 1
         asker.report()
         await caching.until(lambda: asking.status.tokens_waiting == asker.status.tokens_waiting)
-        found = {candidates.prefix_source(asking, chunks, 500, random.Random(seed)) for seed in range(9)}
+        found = {pool.prefix_source(asking, chunks, 500) for _ in range(9)}
         [only] = found
         return only
 
-    from_fast = PrefixSource(by_address[fast.address], Tier.DEVICE)
-    from_slow = PrefixSource(by_address[slow.address], Tier.HOST)
+    from_fast = PrefixSource(caching.connection(fast), Tier.DEVICE)
+    from_slow = PrefixSource(caching.connection(slow), Tier.HOST)
     assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 5e3)) == from_fast
     assert await source(a=(fast, Tier.DEVICE, 1e4), b=(slow, Tier.HOST, 2e4)) == from_slow
     assert await source(a=(fast, Tier.DEVICE, 1e4)) == from_slow, "it was not measured lately"
@@ -358,16 +349,16 @@ async def test_askers_of_one_prefix_go_to_many_holders(caching: Cluster):
     chunks = prompt_hints(list(range(3, 503)), b"", b"")
     pool = caching.router.services.pool
     asker, *holders = [*caching.prefills, *caching.decodes]
-    [asking] = [connection for connection in pool.connections if connection.address == asker.address]
+    asking = caching.connection(asker)
     for number, worker in enumerate(holders):
         worker.change_cache(chunks)
         asker.status.prefix_links.add(incarnation=worker.incarnation, wait=0.01 * number, tokens_per_s=1e6)
     asker.status.prefill_tokens_per_s = 1000.0
     asker.report()
-    index = pool._candidates._loads.index
+    index = pool.loads.index
     await caching.until(lambda: bool(asking.status.prefix_links))
     await caching.until(lambda: sum(map(index.reported, range(4))) == 21)
-    rng = random.Random(0)
-    found = Counter(pool._candidates.prefix_source(asking, chunks, 500, rng) for _ in range(300))
+    pool._rng = random.Random(0)
+    found = Counter(pool.prefix_source(asking, chunks, 500) for _ in range(300))
     assert len(found) == 2, "of any two the faster one"
     assert max(found.values()) < 240

@@ -68,7 +68,7 @@ def test_a_turn_tokenizes_only_what_is_new_to_its_scope(tokenizer: ModelTokenize
     encoder = ChatEncoder(spy)  # pyrefly: ignore[bad-argument-type]
     messages = [{"role": "user", "content": "Name a fruit."}, {"role": "assistant", "content": "Apple."}]
     new = [*messages, {"role": "user", "content": "Another."}]
-    first, second = (tokenizer.render_chat(m, add_generation_prompt=False) for m in (messages, new))
+    first, second = (tokenizer.chat_template.render(m, add_generation_prompt=False) for m in (messages, new))
     encoder.encode(first, "a")
     spy.texts.clear()
     encoder.encode(second, "a")

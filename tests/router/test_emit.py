@@ -1,11 +1,36 @@
 """Each output index is emitted once, in order, and only from a current attempt, in any order of messages."""
 
+from typing import cast
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.router.generation.output import EmitOnce, Verdict
+from baton.machine.tracing import Span
+from baton.router.admission.parked import Waits
+from baton.router.api.jobs import Job
+from baton.router.generation.attempts import AttemptPair, DecodeAttempt, Verdict
+from baton.router.policy import PrefillLoads, PrefillOffer, PrefillWork
+from baton.router.workers.pool import PrefillTarget, WorkerPool
+from baton.router.workers.worker import Worker
+from baton.rpc import worker_pb2 as pb
+
+WORKER = Worker("w", PrefillLoads(), lambda: None, lambda: None)
+TARGET = PrefillTarget(WORKER, PrefillWork(1), PrefillOffer(0.0), 0.0, queues=False)
+
+
+def make_pair() -> AttemptPair:
+    job = Job([1], pb.SamplingParams(), 0, [])
+    return AttemptPair(
+        lambda event: None, cast("Span", None), job, "r", cast("WorkerPool", None), cast("Waits", None)
+    )
+
+
+def begin_prefill(pair: AttemptPair, name: bytes) -> int:
+    pair.plan_prefill(TARGET, handover=True).id = name
+    assert pair.prefill is not None
+    return pair.prefill.base
 
 
 def true_token(index: int) -> int:
@@ -17,7 +42,7 @@ class EmitMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.emit = EmitOnce()
+        self.pair = make_pair()
         self.received: list[int] = []
         self.ids = iter(range(10**9))
         self.prefill: bytes | None = None
@@ -31,28 +56,30 @@ class EmitMachine(RuleBasedStateMachine):
         return next(self.ids).to_bytes(16)
 
     def offer(self, attempt_id: bytes, index: int, token: int) -> Verdict:
-        verdict = self.emit.offer(attempt_id, index, token)
+        verdict = self.pair.offer(attempt_id, index, token)
         if verdict is Verdict.EMIT:
             assert not self.ended
             assert index == len(self.received)
             self.received.append(token)
         return verdict
 
+    @precondition(lambda self: not self.ended)
     @rule()
     def new_prefill(self) -> None:
         if self.prefill is not None:
             self.dead.append(self.prefill)
         self.prefill = self.fresh()
-        self.prefill_base = self.emit.begin_prefill(self.prefill)
+        self.prefill_base = begin_prefill(self.pair, self.prefill)
         assert self.prefill_base == len(self.received)
 
+    @precondition(lambda self: not self.ended)
     @rule()
     def new_decode(self) -> None:
         """Starts a decode after the emitted tokens, or at prefill's base, where it repeats a token."""
         if self.decode is not None:
             self.dead.append(self.decode)
         self.decode = self.fresh()
-        self.emit.begin_decode(self.decode)
+        self.pair.decode = DecodeAttempt(WORKER, id=self.decode)
         self.decode_next = min(self.prefill_base, len(self.received))
 
     @rule()
@@ -60,14 +87,14 @@ class EmitMachine(RuleBasedStateMachine):
         if self.prefill is not None:
             self.dead.append(self.prefill)
             self.prefill = None
-            self.emit.end_prefill()
+            self.pair.end_prefill()
 
     @rule()
     def decode_ends(self) -> None:
         if self.decode is not None:
             self.dead.append(self.decode)
             self.decode = None
-            self.emit.end_decode()
+            self.pair.end_decode(cancel=False)
 
     @rule(times=st.integers(1, 3))
     def prefill_answers(self, times: int) -> None:
@@ -76,7 +103,7 @@ class EmitMachine(RuleBasedStateMachine):
             assert self.prefill is not None
             known = len(self.received) > self.prefill_base
             verdict = self.offer(self.prefill, self.prefill_base, true_token(self.prefill_base))
-            assert verdict is (Verdict.DROP if known or self.ended else Verdict.EMIT)
+            assert verdict is (Verdict.DROP if known else Verdict.EMIT)
 
     @rule(beyond=st.integers(1, 6))
     def prefill_speaks_out_of_turn(self, beyond: int) -> None:
@@ -88,7 +115,7 @@ class EmitMachine(RuleBasedStateMachine):
         if self.decode is not None and self.decode_next <= len(self.received):
             known = self.decode_next < len(self.received)
             verdict = self.offer(self.decode, self.decode_next, true_token(self.decode_next))
-            assert verdict is (Verdict.DROP if known or self.ended else Verdict.EMIT)
+            assert verdict is (Verdict.DROP if known else Verdict.EMIT)
             self.decode_next += 1
 
     @rule(back=st.integers(0, 5))
@@ -101,14 +128,14 @@ class EmitMachine(RuleBasedStateMachine):
     def decode_skips(self, ahead: int) -> None:
         if self.decode is not None:
             verdict = self.offer(self.decode, len(self.received) + ahead, 7)
-            assert verdict is (Verdict.DROP if self.ended else Verdict.BROKEN)
+            assert verdict is Verdict.BROKEN
 
     @rule(back=st.integers(0, 5))
     def decode_contradicts(self, back: int) -> None:
         index = len(self.received) - 1 - back
         if self.decode is not None and index >= 0:
             verdict = self.offer(self.decode, index, 7)
-            assert verdict is (Verdict.DROP if self.ended else Verdict.BROKEN)
+            assert verdict is Verdict.BROKEN
 
     @rule(pick=st.integers(0, 1000), index=st.integers(-2, 2), token=st.integers(0, 5))
     def the_dead_speak(self, pick: int, index: int, token: int) -> None:
@@ -118,13 +145,15 @@ class EmitMachine(RuleBasedStateMachine):
 
     @rule()
     def ends(self) -> None:
-        self.emit.end()
+        self.dead += [attempt_id for attempt_id in (self.prefill, self.decode) if attempt_id is not None]
+        self.prefill = self.decode = None
+        self.pair.end()
         self.ended = True
 
     @invariant()
     def the_client_has_the_truth(self) -> None:
         assert self.received == [true_token(i) for i in range(len(self.received))]
-        assert self.emit.output_ids == self.received
+        assert self.pair.output_ids == self.received
 
 
 TestEmit = EmitMachine.TestCase
@@ -133,9 +162,9 @@ TestEmit.settings = settings(max_examples=100, stateful_step_count=60)
 
 def test_the_first_token_comes_from_prefill_or_decode():
     for first, second in ((b"p", b"d"), (b"d", b"p")):
-        emit = EmitOnce()
-        emit.begin_prefill(b"p")
-        emit.begin_decode(b"d")
+        emit = make_pair()
+        begin_prefill(emit, b"p")
+        emit.decode = DecodeAttempt(WORKER, id=b"d")
         assert emit.offer(first, 0, 5) is Verdict.EMIT
         assert emit.offer(second, 0, 5) is Verdict.DROP
         assert emit.output_ids == [5]
@@ -143,9 +172,9 @@ def test_the_first_token_comes_from_prefill_or_decode():
 
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_prefill_has_one_token_and_one_index(index):
-    emit = EmitOnce()
-    emit.begin_prefill(b"first")
+    emit = make_pair()
+    begin_prefill(emit, b"first")
     emit.offer(b"first", 0, 5)
-    assert emit.begin_prefill(b"second") == 1
+    assert begin_prefill(emit, b"second") == 1
     assert emit.offer(b"second", index, 6) is Verdict.DROP
     assert emit.offer(b"second", 1, 6) is Verdict.EMIT

@@ -15,7 +15,7 @@ def described(**changes: Any) -> pb.WorkerDescription:
         "first_pool": pb.POOL_DECODE, "block_size": 16, "num_blocks": 8, "max_model_len": 64,
         "max_num_seqs": 4, "max_num_batched_tokens": 64,
         "model": "theirs", "model_fingerprint": "model=m1; weights=w1; format=gguf", "dtype": "bfloat16",
-        "layout_fingerprint": "l1", "vocab_size": 1024,
+        "layout_fingerprint": "l1", "vocab_size": 1024, "kv_address": "a:2",
         "vocabulary_fingerprint": "v1",
     }  # fmt: skip
     return pb.WorkerDescription(**{**fields, **changes})
@@ -25,7 +25,6 @@ def described(**changes: Any) -> pb.WorkerDescription:
     "changes",
     [
         {},
-        {"vocabulary_fingerprint": "", "vocab_size": 0},  # a worker of the wire version before
         {"vocabulary_fingerprint": ""},  # a model of random weights
         {"dtype": "float8_e4m3fn"},  # is converted
         {"vocab_size": 999},  # a token was added to the tokenizer, and not to the model
@@ -42,7 +41,7 @@ def test_workers_that_fit(changes: dict[str, Any]) -> None:
         ({"block_size": 0}, "no block size", "log"),
         ({"max_num_seqs": 0}, "no seats", "log"),
         ({"max_num_batched_tokens": 0}, "or no tokens of a step", "log"),
-        ({"first_pool": pb.POOL_PREFILL}, "no KV address", "log"),
+        ({"kv_address": ""}, "no KV address", "log"),
         ({"content_root": bytes(65)}, "65 bytes, more than 64", "log"),
         (
             {"vocabulary_fingerprint": "v2"},

@@ -2,15 +2,15 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from baton.bench.fakes.worker import SECRET, FakeWorker
+from baton.router.policy import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import attempts
-from baton.rpc import connect
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 
 from .conftest import Cluster, make_cluster
@@ -19,16 +19,12 @@ from .test_recovery import answered_whole, decodes, prefills, retargets
 PREFILL, DECODE = pb.POOL_PREFILL, pb.POOL_DECODE
 
 
-def connection_of(cluster: Cluster, worker: FakeWorker) -> Any:
-    return next(c for c in cluster.router.services.pool.connections if c.address == worker.address)
-
-
 async def flipped(cluster: Cluster, worker: FakeWorker, pool: "pb.Pool") -> None:
     """Moves the worker with its own RPC, and waits until the router knows."""
     async with connect(worker.address, SECRET) as channel:
         status = await WorkerStub(channel).SetPool(pb.SetPoolRequest(pool=pool))
     assert status.pool == pool
-    connection = connection_of(cluster, worker)
+    connection = cluster.connection(worker)
     await cluster.until(lambda: connection.pool == pool)
 
 
@@ -132,16 +128,6 @@ async def test_requests_wait_for_a_pool_without_workers(tokenizer: ModelTokenize
         await cluster.idle()
 
 
-async def test_a_status_without_a_pool_means_the_first_one(cluster: Cluster) -> None:
-    [prefill], pool = cluster.prefills, cluster.router.services.pool
-    await flipped(cluster, prefill, DECODE)
-    assert (pool.ready(PREFILL), len(pool.ready(DECODE))) == ([], 2)
-    prefill.flip(pb.POOL_UNSPECIFIED)
-    await cluster.until(lambda: len(pool.ready(PREFILL)) == 1)
-    await answered_whole(cluster)
-    assert len(prefills(prefill)) == 1
-
-
 async def test_a_worker_keeps_its_known_cache_in_both_pools(
     tokenizer: ModelTokenizer, tmp_path: Path
 ) -> None:
@@ -150,15 +136,15 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
         chunks = list(range(100, 110))
         worker.cache = set(chunks)
         await cluster.until(lambda: len(pool.ready(PREFILL)) == 2 and pool.complete)
-        connection = connection_of(cluster, worker)
+        connection = cluster.connection(worker)
 
         def cached(pool_of: "pb.Pool") -> int:
             """Cached tokens of the prompt at the worker, as the choice in that pool sees it."""
             if pool_of == PREFILL:
-                target = pool.choose_prefill(0, chunks, 641, ())
+                target = pool.choose_prefill(PrefillRequest(0, 641, chunks))
                 assert target is not None
                 return 641 - target.work.tokens if target.worker is connection else 0
-            place = pool.place(connection, chunks, 641, 1, None, ())
+            place = pool.place(connection, PrefillRequest(0, 641, chunks), 1, None)
             assert place is not None
             assert place.work is not None
             return 641 - place.work.tokens
@@ -179,11 +165,11 @@ async def test_a_worker_with_an_open_breaker_serves_when_the_others_leave_its_po
     (p0, p1), pool = pair.prefills, pair.router.services.pool
 
     def chosen() -> set[str]:
-        targets = [pool.choose_prefill(key << 60, [], 10, ()) for key in range(16)]
+        targets = [pool.choose_prefill(PrefillRequest(key << 60, 10)) for key in range(16)]
         return {target.worker.address for target in targets if target is not None}
 
     for _ in range(3):
-        connection_of(pair, p0).attempt_failed()
+        pair.connection(p0).attempt_failed()
     assert chosen() == {p1.address}
     await flipped(pair, p1, DECODE)
     assert chosen() == {p0.address}

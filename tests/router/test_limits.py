@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,12 @@ from baton.router.text.tokenizer import ModelTokenizer
 from .conftest import TEXT, Cluster, make_cluster
 
 CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def ask_as(cluster: Cluster, key: str, **body: Any) -> asyncio.Task[tuple[int, dict[str, Any]]]:
+    """Asks with an API key."""
+    header = {"Authorization": f"Bearer {key}"}
+    return asyncio.create_task(cluster.post("/v1/completions", header, **body))
 
 
 async def test_waiting_prompt_tokens_have_a_limit(tokenizer: ModelTokenizer, tmp_path: Path):
@@ -83,22 +90,20 @@ async def test_the_client_sets_a_timeout(cluster: Cluster):
     """In the body or in a header. The shortest timeout counts, and workers get it."""
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     prefill.steps = asyncio.Semaphore(0)
-    url = cluster.url + "/v1/completions"
-    for body, header in (({"timeout": 0.3}, {}), ({"timeout": 60}, {"x-request-timeout": "0.3"})):
-        async with cluster.http.post(url, json={"prompt": "x", **body}, headers=header) as response:
-            assert response.status == 504
-            assert "within 0.3 s" in (await response.json())["error"]["message"]
+    path = "/v1/completions"
+    for timeout, header in ((0.3, {}), (60, {"x-request-timeout": "0.3"})):
+        status, result = await cluster.post(path, header, prompt="x", timeout=timeout)
+        assert status == 504
+        assert "within 0.3 s" in result["error"]["message"]
     assert all(m.prefill.request.timeout_ms <= 300 for m in prefill.submitted)
     await decode.until(lambda w: len(w.cancelled) == 2)
     await prefill.until(lambda w: len(w.cancelled) == 2)
-    async with cluster.http.post(url, json={"prompt": "x", "timeout": 0.04}) as response:
-        assert "within 0.04 s" in (await response.json())["error"]["message"]
+    _, result = await cluster.post(path, prompt="x", timeout=0.04)
+    assert "within 0.04 s" in result["error"]["message"]
     for wrong in ("0", "-1", "nan", "1e9", "soon"):
-        sent = {"x-request-timeout": wrong}
-        async with cluster.http.post(url, json={"prompt": "x"}, headers=sent) as response:
-            assert response.status == 400
-            assert (await response.json())["error"]["param"] == "x-request-timeout"
-    status, result = await cluster.post("/v1/completions", prompt="x", timeout=0)
+        status, result = await cluster.post(path, {"x-request-timeout": wrong}, prompt="x")
+        assert (status, result["error"]["param"]) == (400, "x-request-timeout")
+    status, result = await cluster.post(path, prompt="x", timeout=0)
     assert (status, result["error"]["param"]) == (400, "timeout")
 
 
@@ -154,23 +159,14 @@ async def test_many_requests_of_one_key_do_not_starve_another(tokenizer: ModelTo
     async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
         prefill = cluster.prefills[0]
         prefill.steps = asyncio.Semaphore(0)
-
-        async def ask(key: str, token: int) -> int:
-            body = {"prompt": [token] * 1000, "max_tokens": 2}
-            header = {"Authorization": f"Bearer {key}"}
-            async with cluster.http.post(
-                cluster.url + "/v1/completions", json=body, headers=header
-            ) as response:
-                return response.status
-
         queue = cluster.router.services.admission.queue
-        flood = [asyncio.create_task(ask("k1", 100 + i)) for i in range(20)]
+        flood = [ask_as(cluster, "k1", prompt=[100 + i] * 1000, max_tokens=2) for i in range(20)]
         await cluster.until(lambda: len(queue) == 18)
-        other = asyncio.create_task(ask("k2", 99))
+        other = ask_as(cluster, "k2", prompt=[99] * 1000, max_tokens=2)
         await prefill.until(lambda w: len(w.submitted) == 3)
         for _ in range(21):
             prefill.steps.release()
-        assert {await asked for asked in (*flood, other)} == {200}
+        assert {(await asked)[0] for asked in (*flood, other)} == {200}
         order = [m.prefill.request.prompt_ids[0] for m in prefill.submitted]
         assert order.index(99) == 2, "the worker had one step of prompts"
         await cluster.idle()
@@ -182,24 +178,15 @@ async def test_a_flood_of_long_outputs_leaves_slots_to_other_keys(tokenizer: Mod
     async with make_cluster(tokenizer, tmp_path, api_keys=keys) as cluster:
         decode = cluster.decodes[0]
         decode.steps = asyncio.Semaphore(0)
-
-        async def ask(key: str) -> int:
-            header = {"Authorization": f"Bearer {key}"}
-            body = {"prompt": [7] * 20, "max_tokens": 1000}
-            async with cluster.http.post(
-                cluster.url + "/v1/completions", json=body, headers=header
-            ) as response:
-                return response.status
-
-        admission = cluster.router.services.admission
-        flood = [asyncio.create_task(ask("k1")) for _ in range(70)]
+        admission, body = cluster.router.services.admission, {"prompt": [7] * 20, "max_tokens": 1000}
+        flood = [ask_as(cluster, "k1", **body) for _ in range(70)]
         await cluster.until(lambda: admission.waiting_for_decode == 13)
-        others = [asyncio.create_task(ask("k2")) for _ in range(6)]
+        others = [ask_as(cluster, "k2", **body) for _ in range(6)]
         await decode.until(lambda w: len(w.submitted) == 57 + 6)
         assert admission.waiting_for_decode == 13
         for _ in range(76 * len(cluster.output_ids)):
             decode.steps.release()
-        assert {await asked for asked in (*flood, *others)} == {200}
+        assert {(await asked)[0] for asked in (*flood, *others)} == {200}
         await cluster.idle()
 
 

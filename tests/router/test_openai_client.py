@@ -43,11 +43,8 @@ async def test_chat_stream(client: openai.AsyncOpenAI):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].usage is not None
-
-
-async def test_the_client_accumulates_a_stream(client: openai.AsyncOpenAI):
-    async with client.chat.completions.stream(model="fake", messages=CHAT) as stream:
-        final = await stream.get_final_completion()
+    async with client.chat.completions.stream(model="fake", messages=CHAT) as accumulated:
+        final = await accumulated.get_final_completion()
     assert final.choices[0].message.content == TEXT
 
 

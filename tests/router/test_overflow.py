@@ -65,7 +65,7 @@ async def test_a_nearly_cached_prompt_goes_to_the_decode_worker_that_has_it(
         await cluster.until(lambda: all(worker.attached for worker in cluster.workers))
         await offering(cluster, tokens=100)
         holder = cluster.decodes[1]
-        index = pool._candidates._loads.index
+        index = pool.loads.index
         sent: list[int] = []
         monkeypatch.setattr(
             PrefillLoads,

@@ -1,6 +1,7 @@
 """The retry budget, and the generations that wait for it."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -57,7 +58,7 @@ class Waiting:
             on_worker=self._on_worker,
             on_retry=self._on_retry,
             on_deadline=lambda error: None,
-            timeout=60.0,
+            deadline=time.monotonic() + 60.0,
             worker_wait=60.0,
         )
 

@@ -222,7 +222,7 @@ def caches(*free: int) -> tuple[DecodeCaches, ChunkIndex, list[DecodeLoad]]:
 
 
 def holders(found: DecodeCaches, chosen: int = 0, avoid: tuple[str, ...] = ()) -> list[tuple[int, int]]:
-    return found.candidates(chosen, chunks=CHUNKS, tokens=700, rng=random.Random(1), avoid=avoid)
+    return found.candidates(chosen, PrefillRequest(1, 700, CHUNKS, avoid), random.Random(1))
 
 
 def test_the_worker_with_most_of_the_prompt_is_offered_if_it_has_capacity() -> None:
@@ -251,7 +251,7 @@ def test_the_worker_with_most_of_the_prompt_decodes_unless_it_is_much_more_loade
     found, index, loads = caches(100, 100, 100)
 
     def nearest() -> int:
-        return found.nearest(0, chunks=CHUNKS, tokens=700, rng=random.Random(1), avoid=())
+        return found.nearest(0, PrefillRequest(1, 700, CHUNKS), random.Random(1))
 
     assert nearest() == 0, "nothing is cached"
     index.add(1, CHUNKS[:2])

@@ -28,10 +28,10 @@ from baton.router.api.sampling import Body
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from baton.router.preparation import child
-from baton.router.preparation.child import reply_to
+from baton.router.preparation.child import MAX_OPTIONS_BYTES, read_reply, reply_to, request_head
 from baton.router.preparation.prepare import _BODIES, Kind, Prepared, Served, prepare
 from baton.router.preparation.preparer import SMALL_BYTES, Preparer
-from baton.router.preparation.wire import MAX_OPTIONS_BYTES, read_reply, request_head
+from baton.router.text.chat import ChatTemplate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
 from baton.rpc.inference_pb2_grpc import InferenceStub
@@ -153,7 +153,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(ModelTokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
-    monkeypatch.setattr(ModelTokenizer, "render_chat", lambda *_, **__: pytest.fail("it was rendered"))
+    monkeypatch.setattr(ChatTemplate, "render", lambda *_, **__: pytest.fail("it was rendered"))
     text = json.dumps({"prompt": "a" * (8192 * tokenizer.longest_token + 1)}).encode()
     messages = json.dumps({"messages": CHAT["messages"] * 8193}).encode()
     for kind, raw in (("completion", text), ("chat", messages)):

@@ -254,13 +254,13 @@ async def test_a_pause_of_the_supervisor_is_no_silence_of_a_process(monkeypatch:
     monkeypatch.setattr(sockets, "REPLY_SECONDS", 0.4)
     asked = asyncio.Event()
 
-    async def ping() -> bytes:
+    async def ping(command: str) -> bytes:
         asked.set()
         await asyncio.sleep(0.05)
         return b"here"
 
     ours, theirs = socket.socketpair()
-    serving = asyncio.create_task(sockets.serve_commands(theirs.detach(), {"ping": ping}))
+    serving = asyncio.create_task(sockets.serve_commands(theirs.detach(), ping))
     client = await sockets.ControlClient.connect(ours)
     sent = asyncio.create_task(client.send("ping"))
     await asked.wait()

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from baton.bench.fakes.worker import FakeWorker
+from baton.router.policy import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
 
 from .conftest import Cluster, make_cluster
-from .test_flips import connection_of, flipped, hold, no_attempt_was_replaced, release
+from .test_flips import flipped, hold, no_attempt_was_replaced, release
 from .test_recovery import decodes, prefills
 
 TOKENS = 1500
@@ -44,7 +45,7 @@ async def filled(cluster: Cluster, worker: FakeWorker) -> list[asyncio.Task[None
 
 def reserved(cluster: Cluster) -> int:
     """Decodes that the router has submitted, whether or not they have arrived."""
-    return sum(load.own for load in cluster.router.services.pool._candidates.decodes)
+    return sum(load.own for load in cluster.router.services.pool.decodes)
 
 
 @pytest.fixture
@@ -72,23 +73,12 @@ async def test_the_decode_is_submitted_when_the_prefill_starts(
     assert await no_attempt_was_replaced(cluster)
 
 
-async def test_the_token_of_an_older_worker_brings_the_decode(
-    cluster: Cluster, queue: list[asyncio.Task[None]]
-) -> None:
-    [prefill] = cluster.prefills
-    prefill.reports_starts = False
-    start(prefill, 3)
-    release(prefill)
-    await asyncio.gather(*queue)
-    assert await no_attempt_was_replaced(cluster)
-
-
 async def test_prompts_of_other_routers_are_ahead_too(cluster: Cluster) -> None:
     [prefill], [decode] = cluster.prefills, cluster.decodes
     prefill.starts = asyncio.Semaphore(0)
     prefill.status.tokens_waiting, prefill.status.prefill_tokens_per_s = 10_000, 1.0
     prefill.report()
-    connection = connection_of(cluster, prefill)
+    connection = cluster.connection(prefill)
     await cluster.until(lambda: connection.status.tokens_waiting == 10_000)
     request = asyncio.create_task(answered(cluster, 1))
     await prefill.until(prefills)
@@ -116,18 +106,18 @@ async def test_the_decode_of_a_queued_prompt_finds_room(
     """A later request does not take it, but waits before its prefill."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
     pool = cluster.router.services.pool
-    [load] = pool._candidates.decodes
+    [load], wanted = pool.decodes, PrefillRequest(0, TOKENS + 1)
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert pool.choose_decode([], TOKENS + 1, ()) is None
-    assert pool.choose_decode([], TOKENS + 1, (), promised=True) is not None
+    assert pool.choose_decode(wanted) is None
+    assert pool.choose_decode(wanted, promised=True) is not None
     start(prefill, 3)
     await decode.until(lambda w: len(decodes(w)) == 3)
     decode.status.blocks_free = TOKENS // 16 + 10
     decode.report()
     await cluster.until(lambda: load.blocks_free == TOKENS // 16 + 10)
-    assert pool.choose_decode([], TOKENS + 1, ()) is not None, "the promise was kept"
+    assert pool.choose_decode(wanted) is not None, "the promise was kept"
 
 
 async def test_the_end_of_a_queued_prompt_ends_its_promise(
@@ -147,7 +137,7 @@ async def test_a_started_prefill_waits_for_decode_capacity(
     [prefill], [decode] = cluster.prefills, cluster.decodes
     admission = cluster.router.services.admission
     hold(decode)
-    [load] = cluster.router.services.pool._candidates.decodes
+    [load] = cluster.router.services.pool.decodes
     decode.status.blocks_free = 0
     decode.report()
     await cluster.until(lambda: load.blocks_free <= 0)
@@ -159,7 +149,7 @@ async def test_a_started_prefill_waits_for_decode_capacity(
     await cluster.heard(third)
     if dropped:
         prefill.drop(third)
-        await cluster.until(lambda: connection_of(cluster, prefill).attempts.get(third) is None)
+        await cluster.until(lambda: cluster.connection(prefill).attempts.get(third) is None)
         assert len(prefills(prefill)) == 3
     decode.status.blocks_free = 512
     decode.report()

@@ -3,17 +3,24 @@
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.router.api import responses
-from baton.router.endpoints.builders.base import OutputParser, Part
+from baton.router.endpoints.builders.base import OutputParser
 from baton.router.endpoints.builders.completions import ChatBuilder
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
-from baton.router.tools import REASONING, Beginning, continues_reasoning, reasoning_of
+from baton.router.tools.parser import Part
+from baton.router.tools.reasoning import (
+    Beginning,
+    ReasoningParser,
+    beginning_after,
+    continues_reasoning,
+    reasoning_of,
+)
 from baton.rpc import worker_pb2 as pb
 
 from .conftest import ANSWER, CALL, THINKING_TEMPLATE, THOUGHT, Cluster
@@ -22,55 +29,52 @@ from .test_tools import TOOLS
 CHAT = [{"role": "user", "content": "What does <think> mean?"}]
 SCHEMA = {"type": "object"}
 
-CASES: list[tuple[str, Beginning, str, str, str]] = [
-    ("qwen3", "either", f"<think>{THOUGHT}</think>{ANSWER}", THOUGHT, ANSWER),
-    ("qwen3", "either", "\n<think></think>", "", ""),
-    ("qwen3", "either", "<think>never ends </thin", "never ends </thin", ""),
-    ("qwen3", "either", " No <think>mark</think>", "", " No <think>mark</think>"),
-    ("qwen3", "either", "<thi", "", "<thi"),
-    ("qwen3", "answer", "<think>a</think>", "", "<think>a</think>"),
-    ("qwen3", "reasoning", f"{THOUGHT}</think>{ANSWER}</think>", THOUGHT, f"{ANSWER}</think>"),
-    ("qwen3", "either", " \n \n", "", " \n \n"),
-    ("deepseek_r1", "reasoning", "a</think>b", "a", "b"),
-    ("deepseek_r1", "reasoning", "\n</think>b", "\n", "b"),
-    ("deepseek_r1", "reasoning", "<think>\na</think>b", "\na", "b"),
-    ("deepseek_r1", "reasoning", "\n<th", "\n<th", ""),
-    ("deepseek_r1", "reasoning", " <b>a</think>", " <b>a", ""),
+CASES: list[tuple[Beginning, str, str, str]] = [
+    ("either", f"<think>{THOUGHT}</think>{ANSWER}", THOUGHT, ANSWER),
+    ("either", "\n<think></think>", "", ""),
+    ("either", "<think>never ends </thin", "never ends </thin", ""),
+    ("either", " No <think>mark</think>", "", " No <think>mark</think>"),
+    ("either", "<thi", "", "<thi"),
+    ("answer", "<think>a</think>", "", "<think>a</think>"),
+    ("reasoning", f"{THOUGHT}</think>{ANSWER}</think>", THOUGHT, f"{ANSWER}</think>"),
+    ("either", " \n \n", "", " \n \n"),
+    ("reasoning", "a</think>b", "a", "b"),
+    ("reasoning", "\n</think>b", "\n", "b"),
+    ("reasoning", "<think>\na</think>b", "\na", "b"),
+    ("reasoning", "\n<th", "\n<th", ""),
+    ("reasoning", " <b>a</think>", " <b>a", ""),
 ]
 
 
-@pytest.mark.parametrize(("name", "beginning", "text", "reasoning", "content"), CASES)
+@pytest.mark.parametrize(("beginning", "text", "reasoning", "content"), CASES)
 def test_every_split_of_a_text_gives_the_same_result(
-    name: str, beginning: Beginning, text: str, reasoning: str, content: str
+    beginning: Beginning, text: str, reasoning: str, content: str
 ):
     splits = [[text], list(text)]
     for i, j in itertools.combinations_with_replacement(range(len(text) + 1), 2):
         splits.append([text[:i], text[i:j], text[j:]])
     for pieces in splits:
-        parser = REASONING[name](beginning)
+        parser = ReasoningParser(beginning)
         got = [*(parser.push(piece) for piece in pieces), parser.finish()]
         assert ("".join(p.reasoning for p in got), "".join(p.content for p in got)) == (reasoning, content)
 
 
 @settings(max_examples=200)
 @given(
-    st.sampled_from(
-        [("qwen3", "either"), ("qwen3", "reasoning"), ("qwen3", "answer"), ("deepseek_r1", "reasoning")]
-    ),
+    st.sampled_from(get_args(Beginning)),
     st.lists(
         st.sampled_from(["<think>", "</think>", "<", "</thi", "nk>", " ", "\n", "text", "é"]), max_size=12
     ),
     st.data(),
 )
 def test_hostile_output_loses_and_doubles_no_text(
-    form: tuple[str, Beginning], parts: list[str], data: st.DataObject
+    beginning: Beginning, parts: list[str], data: st.DataObject
 ):
-    name, beginning = form
     text = "".join(parts)
     cut = data.draw(st.integers(0, len(text)))
     found: list[tuple[str, str]] = []
     for pieces in ([text], list(text), [text[:cut], text[cut:]]):
-        parser = REASONING[name](beginning)
+        parser = ReasoningParser(beginning)
         got = [*(parser.push(piece) for piece in pieces), parser.finish()]
         found.append(("".join(p.reasoning for p in got), "".join(p.content for p in got)))
     assert found[0] == found[1] == found[2]
@@ -86,7 +90,7 @@ def test_hostile_output_loses_and_doubles_no_text(
 @pytest.mark.parametrize("filler", [" ", "<", "x", "</think>"])
 def test_long_output_takes_time_in_proportion_to_its_length(filler: str):
     def seconds(count: int) -> float:
-        parser = REASONING["qwen3"]("either")
+        parser = ReasoningParser("either")
         began = time.process_time()
         for _ in range(count):
             parser.push(filler)
@@ -97,19 +101,19 @@ def test_long_output_takes_time_in_proportion_to_its_length(filler: str):
 
 
 def test_the_end_of_the_prompt_says_what_the_output_begins_with():
-    qwen, deepseek = REASONING["qwen3"], REASONING["deepseek_r1"]
-    assert qwen.beginning("<|im_start|>assistant\n<think>\n") == "reasoning"
-    assert qwen.beginning("<think>\n\n</think>\n\n") == deepseek.beginning("</think>") == "answer"
-    assert qwen.beginning("<think><|im_end|>\n<|im_start|>assistant\n") == "either"
-    assert deepseek.beginning("</think>x<｜Assistant｜>") == "reasoning"
+    assert beginning_after("<|im_start|>assistant\n<think>\n", "qwen3") == "reasoning"
+    assert beginning_after("<think>\n\n</think>\n\n", "qwen3") == "answer"
+    assert beginning_after("</think>", "deepseek_r1") == "answer"
+    assert beginning_after("<think><|im_end|>\n<|im_start|>assistant\n", "qwen3") == "either"
+    assert beginning_after("</think>x<｜Assistant｜>", "deepseek_r1") == "reasoning"
     assert continues_reasoning("<think>so far")
     assert not continues_reasoning("<think>all</think> so")
     assert not continues_reasoning("text")
 
 
 def test_the_parser_follows_from_the_chat_template():
-    assert reasoning_of(THINKING_TEMPLATE) is REASONING["qwen3"]
-    assert reasoning_of("{{ c.split('</think>')[-1] }}<｜Assistant｜>") is REASONING["deepseek_r1"]
+    assert reasoning_of(THINKING_TEMPLATE) == "qwen3"
+    assert reasoning_of("{{ c.split('</think>')[-1] }}<｜Assistant｜>") == "deepseek_r1"
     assert reasoning_of("{{ messages }}") is None
 
 
@@ -224,12 +228,12 @@ async def test_a_model_that_is_not_known_to_reason(cluster: Cluster):
 
 
 def test_the_flag_overrides_the_template(thinking_path: Path, small_directory: Path):
-    for flag, expected in (("none", None), ("deepseek_r1", REASONING["deepseek_r1"])):
-        assert load_tokenizer(str(thinking_path), reasoning_parser=flag).reasoning_parser is expected
+    for flag, expected in (("none", None), ("deepseek_r1", "deepseek_r1")):
+        assert load_tokenizer(str(thinking_path), reasoning_parser=flag).reasoning_parser == expected
     with pytest.raises(ValueError, match="--reasoning-parser qwen3: this model has no token </think>"):
         load_tokenizer(str(small_directory), reasoning_parser="qwen3")
 
 
 def test_a_child_process_gets_the_parser(thinking_tokenizer: ModelTokenizer):
     restored = ModelTokenizer.restored(thinking_tokenizer.state)
-    assert restored.reasoning_parser is REASONING["qwen3"]
+    assert restored.reasoning_parser == "qwen3"

@@ -1,7 +1,10 @@
 """Workers fail in every way, and the client reads the same output as without failures."""
 
 import asyncio
+import contextlib
 import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from baton.rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster
 
-BODY = {"max_tokens": 200}
+BODY = {"prompt": "Hello", "max_tokens": 200, "stream": True, "return_token_ids": True}
 
 
 async def answered_whole(cluster: Cluster, **body: Any) -> None:
@@ -51,6 +54,20 @@ def tokens_in(line: bytes) -> list[int]:
     if not line.startswith(b"data: {"):
         return []
     return json.loads(line[6:])["choices"][0]["token_ids"]
+
+
+@contextlib.asynccontextmanager
+async def streaming(cluster: Cluster) -> AsyncIterator[Callable[..., Awaitable[list[int]]]]:
+    """Yields a function that returns the tokens so far, once there are so many, or all of them."""
+    received: list[int] = []
+    async with cluster.http.post(cluster.url + "/v1/completions", json=BODY) as response:
+
+        async def read(count: float = math.inf) -> list[int]:
+            while len(received) < count and (line := await response.content.readline()):
+                received.extend(tokens_in(line))
+            return received
+
+        yield read
 
 
 def waiting_prefills(cluster: Cluster) -> int:
@@ -101,17 +118,14 @@ async def test_decode_may_report_finished_before_prefills_last_token_comes(clust
 async def test_a_decode_that_continues_another_text_is_replaced(cluster: Cluster):
     decode = cluster.decodes[0]
     right, decode.output_ids, decode.steps = decode.output_ids, [7] * 99, asyncio.Semaphore(0)
-    body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
-    async with cluster.http.post(cluster.url + "/v1/completions", json=body) as response:
-        received = tokens_in(await response.content.readline())
+    async with streaming(cluster) as read:
+        await read(1)
         decode.steps.release()  # its repetition of the first token is wrong
         await decode.until(lambda w: w.cancelled)
         decode.output_ids = right
         for _ in right:
             decode.steps.release()
-        async for line in response.content:
-            received += tokens_in(line)
-    assert received == cluster.output_ids
+        assert await read() == cluster.output_ids
 
 
 # ---------------------------------------------------------------- failures of prefill
@@ -139,15 +153,12 @@ async def test_prefill_lost_before_its_token(pair: Cluster):
 async def test_prefill_lost_between_its_token_and_the_end_of_the_transfer(pair: Cluster):
     for worker in pair.prefills:
         worker.holds_kv = True
-    body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
-    async with pair.http.post(pair.url + "/v1/completions", json=body) as response:
-        received = tokens_in(await response.content.readline())
+    async with streaming(pair) as read:
+        await read(1)
         used, other = busy(pair.prefills)
         other.holds_kv = used.holds_kv = False
         pair.lanes.of(prefills(used)[0].prefill_id).settle(False)
-        async for line in response.content:
-            received += tokens_in(line)
-    assert received == pair.output_ids
+        assert await read() == pair.output_ids
     decode, _ = busy(pair.decodes)
     [retarget] = retargets(decode)
     assert list(retarget.output_ids) == pair.output_ids[:1]
@@ -196,20 +207,15 @@ async def test_decode_lost_after_some_tokens(pair: Cluster, tokens: int):
     """
     for worker in pair.decodes:
         worker.steps = asyncio.Semaphore(tokens)
-    body = {"prompt": "Hello", "stream": True, "return_token_ids": True, **BODY}
-    async with pair.http.post(pair.url + "/v1/completions", json=body) as response:
-        received: list[int] = []
-        while len(received) < tokens:
-            received += tokens_in(await response.content.readline())
+    async with streaming(pair) as read:
+        await read(tokens)
         # After decode has joined, no prefill is open.
         await pair.until(lambda: waiting_prefills(pair) == 0)
         killed, other = busy(pair.decodes)
         prefill, _ = busy(pair.prefills)
         other.steps = None
         await killed.kill()
-        async for line in response.content:
-            received += tokens_in(line)
-    assert received == pair.output_ids
+        assert await read() == pair.output_ids
     assert prefills(prefill)[0].prefill_id in prefill.cancelled
     again = [p for w in pair.prefills for p in prefills(w)][-1]
     assert list(again.request.output_ids) == pair.output_ids[:tokens]
@@ -260,7 +266,7 @@ async def test_a_dropped_prefill_is_repeated_only_with_decode_capacity(cluster: 
     await cluster.until(lambda: cluster.router.services.admission.waiting_for_decode == 1)
     [first] = prefills(prefill)
     prefill.drop(first.prefill_id)
-    connection = next(c for c in cluster.router.services.pool.connections if c.address == prefill.address)
+    connection = cluster.connection(prefill)
     await cluster.until(lambda: not connection.attempts)
     assert len(prefills(prefill)) == 1
     decode.report()
@@ -284,12 +290,9 @@ async def test_a_request_for_two_tokens_waits_for_a_full_decode_pool(cluster: Cl
 async def test_three_attempts_without_a_token_fail_and_name_the_request(pair: Cluster):
     for worker in pair.prefills:
         worker.fail = (9, pb.FAILURE_CODE_ENGINE)
-    async with pair.http.post(
-        pair.url + "/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "r-42"}
-    ) as response:
-        assert response.status == 500
-        error = (await response.json())["error"]
-    assert "r-42" in error["message"]
+    status, result = await pair.post("/v1/completions", {"x-request-id": "r-42"}, prompt="x")
+    assert status == 500
+    assert "r-42" in result["error"]["message"]
     assert sum(len(prefills(w)) for w in pair.prefills) == 3
     assert all(prefills(w) for w in pair.prefills)  # the second attempt went to the other worker
 
@@ -391,7 +394,7 @@ async def test_a_worker_with_draining_status_gets_no_requests(pair: Cluster):
 
 async def test_a_worker_that_drained_and_ended_is_no_wrong_address(pair: Cluster):
     leaving = pair.decodes[0]
-    [connection] = [c for c in pair.router.services.pool.connections if c.address == leaving.address]
+    connection = pair.connection(leaving)
     leaving.status.health = pb.WorkerStatus.HEALTH_DRAINING
     leaving.report()
     await pair.until(lambda: connection.state == "draining")

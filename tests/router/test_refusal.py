@@ -14,14 +14,15 @@ import grpc.aio
 import pytest
 from aiohttp import web
 
-from baton import rpc
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.supervision.processes import PACKAGES
 from baton.router.config import RouterConfig
 from baton.router.workers import checks
 from baton.router.workers.ask import first_description
-from baton.rpc import TlsFiles
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect, create_public_server
+from baton.rpc.health import HealthServicer
+from baton.rpc.tls import TlsFiles
 from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.conftest import Certificates
 
@@ -67,7 +68,7 @@ async def loading_worker() -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def router_port() -> AsyncIterator[str]:
-    server = rpc.create_public_server(1 << 20, rpc.HealthServicer(), [], message_timeout=5.0, share=False)
+    server = create_public_server(1 << 20, HealthServicer(), [], message_timeout=5.0, share=False)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"
@@ -88,7 +89,7 @@ async def no_name() -> AsyncIterator[str]:
 
 async def told(address: str, tls: TlsFiles | None = None, secret: bytes = SECRET) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        async with rpc.connect(address, secret, tls) as channel:
+        async with connect(address, secret, tls) as channel:
             await WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=5)
     return checks.explain(error.value, files=tls is not None)
 

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from baton.router.admission import parked
+from baton.router.policy import PrefillRequest
 from baton.router.workers import attempts
 from baton.rpc import worker_pb2 as pb
 
@@ -26,21 +27,20 @@ async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
 ) -> None:
     monkeypatch.setattr(attempts, "TOGETHER_S", 0.0)
     bad, other = pair.decodes
-    connections = {c.address: c for c in pair.router.services.pool.connections}
     other.status.blocks_free = 256
     other.report()  # the failing worker now has more free blocks
-    await pair.until(lambda: connections[other.address].status.blocks_free == 256)
+    await pair.until(lambda: pair.connection(other).status.blocks_free == 256)
     bad.fail = (4, pb.FAILURE_CODE_ENGINE)
     for _ in range(6):
         await answered_whole(pair)
     assert len(decodes(bad)) == 3
-    connection = connections[bad.address]
+    connection = pair.connection(bad)
 
     async def tried_again() -> int:
         """Ends the time without requests. Returns how many of six requests the worker then gets."""
         before = len(decodes(bad))
         connection.breaker._open_until = 0.0
-        pair.router.services.pool.breaker_changed(connection)
+        pair.router.services.pool.apply_breakers()
         for _ in range(6):
             await answered_whole(pair)
         return len(decodes(bad)) - before
@@ -71,10 +71,10 @@ async def test_a_worker_serves_again_although_the_timer_of_its_breaker_fires_ear
         loop, "call_later", lambda delay, *call, **context: call_later(delay / 2, *call, **context)
     )
     pool, [failing, other] = pair.router.services.pool, pair.decodes
-    [connection] = [c for c in pool.connections if c.address == failing.address]
+    connection = pair.connection(failing)
 
     def serves() -> bool:
-        return pool.choose_decode([], 10, {other.address}) is connection
+        return pool.choose_decode(PrefillRequest(0, 10, avoid={other.address})) is connection
 
     for _ in range(3):
         connection.attempt_failed()
@@ -88,7 +88,7 @@ async def test_a_lost_stream_that_opens_the_breaker_starts_nothing_there(
 ) -> None:
     monkeypatch.setattr(attempts, "FAILURES", 1)
     pool, [lost, _] = pair.router.services.pool, pair.decodes
-    [connection] = [c for c in pool.connections if c.address == lost.address]
+    connection = pair.connection(lost)
     dispatched: list[bool] = []
     monkeypatch.setattr(pool, "on_capacity", lambda: dispatched.append(connection.ready))
     await lost.kill()

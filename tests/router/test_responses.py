@@ -224,6 +224,7 @@ async def test_a_client_that_leaves_before_its_background_response_begins(
     async def leaving(self: HttpGeneration, request: web.Request, *args: Any) -> ActiveRequest:
         active = await prepare(self, request, *args)
         request.task.cancel()
+        await asyncio.sleep(0)  # the cancellation arrives
         return active
 
     monkeypatch.setattr(HttpGeneration, "prepare", leaving)

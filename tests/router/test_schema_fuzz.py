@@ -107,14 +107,19 @@ async def test_bodies_of_the_own_schema(
     for body in bodies[:count]:
         allowed = validator.is_valid(body)
         status, said = await post(thinking, path, body)
-        while allowed and status in (400, 404, 504) and (field := documented_field(said)) is not None:
-            # The rest of the body must be taken.
+        while (
+            (allowed or "Response with id" in said)  # which is looked for before the body is validated
+            and status in (400, 404, 504)
+            and (field := documented_field(said)) is not None
+        ):
+            # The rest of the body must be taken, if the schema allows it.
             changed = {name: value for name, value in body.items() if name != field}
             if field in NEEDED and (body.get(field) is None or not validator.is_valid(changed)):
                 changed[field] = NEEDED[field]
             if body == changed:
                 break
             body = changed
+            allowed = allowed or validator.is_valid(body)
             status, said = await post(thinking, path, body)
         statuses[allowed, status] += 1
         if status != (200 if allowed else 400):

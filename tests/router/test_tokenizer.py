@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import tokenizers
 
+from baton.content import vocabulary_fingerprint
 from baton.engine.loader.tokenizer_json import vocabulary
 from baton.router.text.chat import ChatTemplate, ChatTemplateError
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
-from baton.rpc import vocabulary_fingerprint
 
 from .conftest import encode_chat
 
@@ -119,7 +119,7 @@ def test_tokens_are_those_of_transformers(tokenizer: ModelTokenizer, reference):
 @pytest.mark.parametrize("messages", MESSAGES)
 def test_chat_prompts_are_those_of_transformers(tokenizer: ModelTokenizer, reference, messages):
     expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.render_chat(messages) == expected
+    assert tokenizer.chat_template.render(messages) == expected
     assert encode_chat(tokenizer, messages) == reference(expected, add_special_tokens=False)["input_ids"]
 
 
@@ -196,12 +196,11 @@ def test_the_chat_template_of_each_possible_file(small_directory: Path, tmp_path
     model = tmp_path / "model"
     shutil.copytree(small_directory, model)
     (model / "chat_template.jinja").write_text("file: {{ messages[0].content }} {{ eos_token }}")
-    assert (
-        load_tokenizer(str(model)).render_chat(MESSAGES[0]) == f"file: {MESSAGES[0][0]['content']} <|im_end|>"
-    )
+    rendered = load_tokenizer(str(model)).chat_template.render(MESSAGES[0])
+    assert rendered == f"file: {MESSAGES[0][0]['content']} <|im_end|>"
     (tmp_path / "given.jinja").write_text("given{% generation %}!{% endgeneration %}")
     given = load_tokenizer(str(model), chat_template=str(tmp_path / "given.jinja"))
-    assert given.render_chat(MESSAGES[0]) == "given!"
+    assert given.chat_template.render(MESSAGES[0]) == "given!"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +218,7 @@ def test_templates_are_sandboxed_and_may_refuse_messages(
     (tmp_path / "t.jinja").write_text(template)
     loaded = load_tokenizer(str(small_directory), chat_template=str(tmp_path / "t.jinja"))
     with pytest.raises(ValueError, match=reason):
-        loaded.render_chat(MESSAGES[0])
+        loaded.chat_template.render(MESSAGES[0])
 
 
 def test_bytes_of_sentencepiece_tokens(tmp_path: Path, directory: Path):

@@ -12,33 +12,33 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.router.api.messages import Tool
-from baton.router.tools import FORMATS, Piece, format_of
+from baton.router.tools.formats import FORMATS, format_of
+from baton.router.tools.parser import Part
 
 WEATHER = {"city": 'Paris "} </tool_call> [TOOL_CALLS] é\\', "days": [1, {"x": "]"}], "deep": {"a": {}}}
 W = json.dumps(WEATHER, ensure_ascii=False)
 CALL = f'{{"name": "get_weather", "arguments": {W}}}'
 
 
-def read(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
+def read(parts: list[Part]) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content, and name and arguments of each call."""
     content, calls = "", []
-    for piece in pieces:
-        if piece.call is None:
-            assert piece.name is None
-            content += piece.text
+    for part in parts:
+        if part.kind == "content":
+            assert part.name is None
+            content += part.text
             continue
-        if piece.name is not None:
-            assert piece.call == len(calls)
-            calls.append((piece.name, ""))
-        assert piece.call == len(calls) - 1
-        calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
+        if part.name is not None:
+            assert part.call == len(calls)
+            calls.append((part.name, ""))
+        assert part.call == len(calls) - 1
+        calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
     return content, calls
 
 
 def parse(name: str, chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
     parser = FORMATS[name]()
-    pieces = [piece for chunk in chunks for piece in parser.push(chunk)] + parser.finish()
-    found = read(pieces)
+    found = read([part for chunk in chunks for part in parser.push(chunk)] + parser.finish())
     assert parser.num_calls == len(found[1])
     return found
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import openai
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from baton.router.api import responses
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 
-from .conftest import TEXT, Cluster, encode_chat, make_cluster
+from .conftest import TEXT, Cluster, accepts, encode_chat, make_cluster
 
 CHAT: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
 TEMPLATE = """
@@ -271,11 +271,8 @@ async def test_tool_choice_can_enforce_a_call(calling: Cluster, body: Any, texts
     city = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "CITY"}}\n</tool_call>'
     spelled = {"now": now, "now now": f"{now}\n{now}", "Rome": city.replace("CITY", "Rome"),
                "Oslo": city.replace("CITY", "Oslo")}  # fmt: skip
-    for text, expected in texts.items():
-        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar), log_level=0)
-        said = spelled.get(text, text).encode()
-        taken = matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
-        assert taken == expected, text
+    found = {text: accepts(LLMatcher.grammar_from_lark(grammar), spelled.get(text, text)) for text in texts}
+    assert found == texts
 
 
 async def test_a_response_format_beside_tools_allows_calls_or_an_answer(calling: Cluster):
@@ -287,13 +284,10 @@ async def test_a_response_format_beside_tools_allows_calls_or_an_answer(calling:
     )
     assert status == 200, result
     grammar = calling.prefills[0].submitted[0].prefill.request.sampling.structured_output.grammar
-    for text, expected in {'{"a": 5}': True, CALLS.partition("\n")[2].replace("°C", ""): False,
-                           '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>': True,
-                           '{"a": "x"}': False, "text": False}.items():  # fmt: skip
-        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar), log_level=0)
-        said = text.encode()
-        taken = matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
-        assert taken == expected, text
+    texts = {'{"a": 5}': True, CALLS.partition("\n")[2].replace("°C", ""): False,
+             '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>': True,
+             '{"a": "x"}': False, "text": False}  # fmt: skip
+    assert {text: accepts(LLMatcher.grammar_from_lark(grammar), text) for text in texts} == texts
 
 
 RECURSES = """{%- macro type_of(spec) %}
@@ -379,9 +373,7 @@ async def test_a_call_can_be_forced_with_any_template(directory: Path, tmp_path:
 def accepts_call(cluster: Cluster) -> bool:
     """Whether workers got a grammar that takes a call."""
     grammar = LLMatcher.grammar_from_lark(cluster.sent.sampling.structured_output.grammar)
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
-    said = ONE.replace(', "unit": "°C"', "").encode()
-    return matcher.try_consume_tokens(list(said)) == len(said) and matcher.is_accepting()
+    return accepts(grammar, ONE.replace(', "unit": "°C"', ""))
 
 
 async def test_the_special_tokens_of_a_format_are_parsed(directory: Path, tmp_path: Path):

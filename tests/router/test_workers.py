@@ -14,9 +14,10 @@ from baton.bench.fakes.worker import FakeWorker
 from baton.router.config import RouterConfig
 from baton.router.generation.generation import Generation
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers import connection
-from baton.router.workers.connection import WorkerConnection, WorkerState
-from baton.router.workers.send_queue import SendQueue
+from baton.router.workers import stream
+from baton.router.workers.pool import WorkerPool
+from baton.router.workers.stream import WorkerStream
+from baton.router.workers.worker import SendQueue, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
 
 from .conftest import TEXT, Cluster, make_cluster
@@ -98,7 +99,7 @@ async def test_a_worker_with_another_model_is_refused(tokenizer: ModelTokenizer,
 async def test_a_request_that_no_decode_worker_can_hold_does_not_stop_the_queue(cluster: Cluster):
     """The only worker that could hold it has gone. The request parks until such a worker comes."""
     pool, [decode] = cluster.router.services.pool, cluster.decodes
-    [load] = pool._candidates.decodes
+    [load] = pool.decodes
     await cluster.full(*cluster.prefills)
     load.full = True  # as after a refused reservation
     long = asyncio.create_task(cluster.complete(prompt=[5] * 3000))
@@ -123,7 +124,7 @@ async def test_a_worker_with_another_tokenizer_is_refused(
     caplog: pytest.LogCaptureFixture,
 ):
     """`/status` shows the reason, and the log has it once, although the router tries again."""
-    monkeypatch.setattr(connection, "LAST_BACKOFF", 0.02)
+    monkeypatch.setattr(stream, "LAST_BACKOFF", 0.02)
     async with make_cluster(tokenizer, tmp_path, decode=0) as cluster:
         stranger = FakeWorker(pb.POOL_DECODE, cluster.lanes, cluster.output_ids, index=9)
         stranger.vocab_size, stranger.vocabulary_fingerprint = 151936, "of another tokenizer"
@@ -177,6 +178,11 @@ async def test_a_restarted_worker_is_a_new_incarnation(cluster: Cluster):
     assert cluster.decodes[0].submitted[-1].decode.source.incarnation == before + 1
 
 
+def open_stream(pool: WorkerPool) -> WorkerStream:
+    worker = Worker("127.0.0.1:1", pool.loads, lambda: None, lambda: None)
+    return WorkerStream(worker, pool, pool.offered, b"x" * 16, b"")
+
+
 async def test_a_connection_closes_if_its_stream_breaks_at_the_same_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
@@ -184,7 +190,7 @@ async def test_a_connection_closes_if_its_stream_breaks_at_the_same_time(
     check, a router that ends together with its workers sometimes never ends."""
     waits = asyncio.Event()
 
-    async def breaks(connection: WorkerConnection) -> None:
+    async def breaks(opened: WorkerStream) -> None:
         waits.set()
         try:
             await asyncio.Event().wait()
@@ -192,9 +198,8 @@ async def test_a_connection_closes_if_its_stream_breaks_at_the_same_time(
             none, gone = grpc.aio.Metadata(), grpc.StatusCode.UNAVAILABLE
             raise grpc.aio.AioRpcError(gone, none, none, details="gone", debug_error_string="") from None
 
-    monkeypatch.setattr(WorkerConnection, "_serve_stream", breaks)
-    pool = cluster.router.services.pool
-    made = WorkerConnection("127.0.0.1:1", b"x" * 16, b"", pool)
+    monkeypatch.setattr(WorkerStream, "_serve", breaks)
+    made = open_stream(cluster.router.services.pool)
     await waits.wait()
     await asyncio.wait_for(made.close(), 10)
 
@@ -305,16 +310,16 @@ async def test_a_connection_that_ends_at_once_is_opened_less_often(
     opened: list[float] = []
     often = asyncio.Event()
 
-    async def ends(connection: WorkerConnection) -> None:
-        connection._send_queue = SendQueue()
+    async def ends(made: WorkerStream) -> None:
+        made.worker.send_queue = SendQueue(lambda: None)
         opened.append(time.monotonic())
         if len(opened) == 6:
             often.set()
         raise RuntimeError("the test wants it")
 
-    monkeypatch.setattr(WorkerConnection, "_serve_stream", ends)
-    monkeypatch.setattr(connection, "FIRST_BACKOFF", 0.01)
-    made = WorkerConnection("127.0.0.1:1", b"x" * 16, b"", cluster.router.services.pool)
+    monkeypatch.setattr(WorkerStream, "_serve", ends)
+    monkeypatch.setattr(stream, "FIRST_BACKOFF", 0.01)
+    made = open_stream(cluster.router.services.pool)
     async with asyncio.timeout(10):
         await often.wait()
     await made.close()
@@ -343,9 +348,7 @@ async def test_a_defect_in_one_request_does_not_hide_a_lost_worker_from_the_othe
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"port": 70_000}, "--port"),
-        ({"request_timeout": 0}, "--request-timeout"),
-        ({"worker_wait": -1}, "--worker-wait"),
+        ({"drain_timeout": -1}, "--drain-timeout"),
         ({"decode_only": True, "overflow": False}, "--no-overflow"),
         ({"workers": ("nowhere",)}, "--worker"),
         ({"workers": ("host:99999",)}, "--worker"),

@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.rpc import TlsFiles, add_port, cluster_pems, connect, create_server, load_secret
-from baton.rpc.auth import certificate
-from baton.rpc.tls import Pems
+from baton.rpc.auth import certificate, load_secret
+from baton.rpc.channel import cluster_pems, connect, create_server
+from baton.rpc.tls import Pems, TlsFiles, add_port
 from baton.rpc.worker_pb2 import DescribeRequest, RouterHello, RouterMessage, WorkerDescription, WorkerMessage
 from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 from tests.conftest import Certificates
@@ -186,3 +186,72 @@ def test_the_secret_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("BATON_CLUSTER_SECRET")
     with pytest.raises(ValueError, match=r"BATON_CLUSTER_SECRET=\$\(openssl .*--cluster-secret-file"):
         load_secret()
+
+
+# ---------------------------------------------------------------- certificates of the user
+
+
+async def test_both_sides_show_certificates(certificates: Certificates):
+    tls = TlsFiles(*certificates.worker, certificates.ca)
+    async with serving(cluster_pems(SECRET, tls), tls) as address:
+        client = TlsFiles(*certificates.client, certificates.ca)
+        assert await describe(connect(address, SECRET, client)) == 7
+        # The connection is encrypted.
+        host, port = address.split(":")
+        context = ssl.create_default_context(cafile=certificates.ca)
+        context.load_cert_chain(*certificates.client)
+        _, writer = await asyncio.open_connection(
+            host, int(port), ssl=context, server_hostname="baton-worker"
+        )
+        assert writer.get_extra_info("ssl_object").version() == "TLSv1.3"
+        writer.close()
+
+
+async def test_a_router_without_the_right_certificates_is_refused(
+    certificates: Certificates, strange_certificates: Certificates
+):
+    ours, theirs = certificates, strange_certificates
+    tls = TlsFiles(*ours.worker, ours.ca)
+    async with serving(cluster_pems(SECRET, tls), tls) as address:
+        for router in (
+            None,  # the certificate that the secret makes
+            TlsFiles(*theirs.client, ours.ca),  # a certificate of another authority
+            TlsFiles(*ours.client, theirs.ca),  # trusts another authority
+        ):
+            await refused(connect(address, SECRET, router))
+        without = grpc.ssl_channel_credentials(Path(ours.ca).read_bytes())
+        options = [("grpc.ssl_target_name_override", "baton-worker")]
+        await refused(grpc.aio.secure_channel(address, without, options))
+
+
+async def test_a_router_refuses_a_server_without_the_certificate_of_a_worker(certificates: Certificates):
+    """Its certificate is a client's of the same authority, or the one that the secret makes."""
+    files = TlsFiles(*certificates.client, certificates.ca)
+    for tls in (files, None):
+        async with serving(cluster_pems(SECRET, tls), tls) as address:
+            await refused(connect(address, SECRET, files))
+
+
+def test_an_error_names_the_missing_or_broken_file(
+    certificates: Certificates, strange_certificates: Certificates, tmp_path: Path
+):
+    chain, key = certificates.server
+    assert TlsFiles.of("ssl", None, None, None) is None
+    assert TlsFiles.of("ssl", chain, key, None) == TlsFiles(chain, key)
+    assert TlsFiles.of("cluster", chain, key, certificates.ca, mutual=True) is not None
+    broken = tmp_path / "broken"
+    broken.write_text("nothing")
+    for given, message in (
+        ((chain, None, None), "--ssl-certfile and --ssl-keyfile: some are missing"),
+        ((None, None, certificates.ca), "some are missing"),
+        ((chain, strange_certificates.server[1], None), "cannot be used"),
+        ((str(broken), key, None), "broken"),
+        ((chain, str(broken), None), "cannot be used"),
+        ((chain, key, str(broken)), "cannot be used"),
+        ((chain, str(tmp_path / "none"), None), "No such file"),
+    ):
+        with pytest.raises(ValueError) as error:
+            TlsFiles.of("ssl", *given)
+        assert message in str(error.value)
+    with pytest.raises(ValueError, match="--cluster-ca-certs: some are missing"):
+        TlsFiles.of("cluster", chain, key, None, mutual=True)

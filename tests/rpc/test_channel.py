@@ -8,8 +8,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.rpc import add_port, channel, cluster_pems, connect, create_server
-from baton.rpc.channel import MAX_MESSAGE_BYTES
+from baton.rpc import channel
+from baton.rpc.channel import MAX_MESSAGE_BYTES, cluster_pems, connect, create_server
+from baton.rpc.tls import add_port
 from baton.rpc.worker_pb2 import DescribeRequest, WorkerDescription, WorkerMessage
 from baton.rpc.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 

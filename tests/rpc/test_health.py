@@ -9,7 +9,9 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from baton.rpc import HealthServicer, create_public_server, health
+from baton.rpc import health
+from baton.rpc.channel import create_public_server
+from baton.rpc.health import HealthServicer
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
 

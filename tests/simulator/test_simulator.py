@@ -12,9 +12,8 @@ from baton.bench.routing_sim.baselines import POLICIES, emptiest
 from baton.bench.routing_sim.traces import h200, mooncake, multi_turn, shared_prefix, size
 from baton.router.policy import two_choices
 from baton.simulator import decode
-from baton.simulator.prefill import Outcome, Simulation
+from baton.simulator.prefill import Outcome, Queued, Simulation, SimWorker
 from baton.simulator.trace import Session, Trace, Turn
-from baton.simulator.worker import Queued, SimWorker
 
 
 def simulate(trace: Trace, policy: str, *, workers: int = 8, changes=()) -> Outcome:
@@ -39,9 +38,11 @@ def test_a_worker_computes_one_prompt_after_another_and_evicts_the_least_recentl
     def compute(*chunks: int) -> int:
         turn = Turn(64 * len(chunks) + 1, chunks, 0.0)
         worker.queue.append(Queued(turn, 0.0, lambda now, at, hit: done.append(hit)))
-        assert worker.tokens_waiting() == turn.tokens - worker.cached(turn)
+        waiting = worker.tokens_waiting()
         worker.begin(0.0)
-        return worker.finish()[1]
+        _, hit = worker.finish()
+        assert waiting == turn.tokens - hit
+        return hit
 
     assert compute(1, 2, 3) == 0
     assert compute(1, 2, 3) == 192

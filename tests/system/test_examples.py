@@ -82,7 +82,7 @@ def test_the_first_answers_are_far_from_a_tie(quantization: str) -> None:
     """Rounding may turn a near tie into another answer, which goes on for thousands of tokens."""
     path = model.resolve(None).location
     tokenizer = load_tokenizer(path)
-    chat = tokenizer.render_chat([{"role": "user", "content": QUESTION}])
+    chat = tokenizer.chat_template.render([{"role": "user", "content": QUESTION}])
     engine = build_engine(
         EngineConfig(model=path, num_blocks=16, max_model_len=256, num_threads=1, quantization=quantization)
     )

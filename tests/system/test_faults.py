@@ -19,8 +19,7 @@ import pytest
 
 from baton.bench.chaos.cluster import free_port, leaks_when_idle, status
 from baton.bench.chaos.faults import Happened
-from baton.bench.chaos.load import Load, judge
-from baton.bench.chaos.streams import Case, Stream, cases, expected, new_session, read
+from baton.bench.chaos.streams import Case, Load, Stream, cases, expected, judge, new_session, read
 
 from .machine import Machine, until
 from .recovery import MIXED

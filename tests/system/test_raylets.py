@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.bench.chaos.cluster import free_port, leaks_when_idle
-from baton.bench.chaos.load import Load, judge
-from baton.bench.chaos.streams import Case, cases, expected
+from baton.bench.chaos.streams import Case, Load, cases, expected, judge
 
 from .machine import Machine, alive, command_lines, titled, tree, until
 from .raylets import Raylets
@@ -60,6 +59,35 @@ node = sys.argv.pop(1)
 services.find_node_ids = lambda: {node}
 from baton.cluster.cli import app
 app()
+"""
+
+
+# The actor of a role on a machine where the directory of logs cannot be made, and then can.
+_LOST_DISK = """
+import pathlib, sys
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
+from baton.cluster.on_ray import placement
+from baton.cluster.on_ray.actors import RoleActor
+from baton.cluster.supervision.plan import RoleSpec
+
+address, in_the_way = sys.argv[1], pathlib.Path(sys.argv[2])
+in_the_way.touch()
+ray.init(address=address, log_to_driver=False)
+spec = RoleSpec("prefill", 0, (), {"BATON_CLUSTER_SECRET": "s" * 32})
+role = ray.remote(RoleActor).options(**placement.options(spec))
+actor = role.remote(spec, in_the_way / "logs", "127.0.0.1:1")
+while True:
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=5)
+        break
+    except (RayActorError, GetTimeoutError) as error:
+        assert not isinstance(error, ActorDiedError), "the actor is lost for good"
+        if in_the_way.is_file():
+            in_the_way.unlink()
+assert not in_the_way.is_file(), "it could not start at first"
+ray.kill(actor)
+ray.shutdown()
 """
 
 
@@ -204,6 +232,13 @@ async def survive(joined: Joined, raylets: list[str], clients: int) -> None:
         await off(joined.raylets.gcs, True)
         await progress(load, clients)
     await off(joined.assert_whole)
+
+
+@pytest.mark.long
+def test_an_actor_of_a_role_starts_when_its_disk_has_room_again(machine: Machine, raylets: Raylets) -> None:
+    raylets.add(2)
+    done = machine.python("-c", _LOST_DISK, raylets.address, str(machine.home / "disk"), within=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.long

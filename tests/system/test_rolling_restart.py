@@ -9,8 +9,7 @@ import signal
 
 import pytest
 
-from baton.bench.chaos.load import Load, judge
-from baton.bench.chaos.streams import cases, expected
+from baton.bench.chaos.streams import Load, cases, expected, judge
 
 from .machine import Machine
 from .serve import Serve

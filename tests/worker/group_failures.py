@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,8 +74,7 @@ async def tokens_despite(
             ahead = request(prompt_of(3800), sampling(max_tokens=1))
             await pair.prefill.submit_prefill(ahead, handover=False)
         prefill_id = await pair.prefill.submit_prefill(asked, handover=True, report_start=True)
-        decode_id = await pair.decode.submit_decode(asked, pair.source(prefill_id))
-        await pair.decode.reserved(decode_id)
+        decode_id = await pair.decode.reserve(asked, pair.source(prefill_id))
         emitted = await _strike(failure, pair, rank, held, (prefill_id, decode_id))
         if failure.side == "decode":
             if failure.how == signal.SIGKILL:
@@ -90,11 +88,11 @@ async def tokens_despite(
             tokens = await _go_on(asked, pair.decode, decode_id, third, source)
         elif emitted:
             asked.output_ids[:] = emitted
-            tokens = await _collect(third, await _submit(third, asked, None))
+            tokens = await _collect(third, await third.reserve(asked))
         else:
             source = pair.source(prefill_id)
             source.attempt = 1
-            again = await _submit(third, asked, source)
+            again = await third.reserve(asked, source)
             message = (await third.next(again)).message
             if isinstance(message, pb.TokenEvent):
                 tokens = [message.token_id, *await _collect(third, again, ended=bool(message.finish_reason))]
@@ -104,7 +102,7 @@ async def tokens_despite(
                 emitted = [(await pair.decode.token(decode_id))[0].token_id]
                 emitted += _rest(pair.decode, decode_id)
                 asked.output_ids[:] = emitted
-                tokens = await _collect(third, await _submit(third, asked, None))
+                tokens = await _collect(third, await third.reserve(asked))
         if failure.how == signal.SIGSTOP:  # an idle worker notices a rank that hangs with its next step
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 stream = pair.prefill if failure.side == "prefill" else pair.decode
@@ -158,14 +156,6 @@ async def _go_on(
     source.prefill_id = await third.submit_prefill(asked, handover=True)
     await decode.send(retarget=pb.Retarget(decode_id=decode_id, source=source))
     return await _collect(decode, decode_id)
-
-
-async def _submit(stream: WorkerStream, asked: pb.Request, source: pb.PrefillSource | None) -> bytes:
-    decode_id = os.urandom(16)
-    submit = pb.SubmitDecode(decode_id=decode_id, request=asked, source=source)
-    await stream.send(decode=submit)
-    await stream.reserved(decode_id)
-    return decode_id
 
 
 async def _collect(stream: WorkerStream, decode_id: bytes, *, ended: bool = False) -> list[int]:

@@ -3,106 +3,104 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from baton.decode_worker.role import DecodeRole
 from baton.engine import EngineRequest, Logprobs, Output
 from baton.kv_transfer import TraceWriter
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempts
-from baton.worker.messages import Code, FromEngine
-
-A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
+from baton.worker.engine_process.attempts import Attempt, Attempts
+from baton.worker.messages import Code, FromEngine, Origin
 
 
-def attempts() -> tuple[Attempts, list[FromEngine]]:
-    sent: list[FromEngine] = []
-    table = Attempts(sent.append)
-    table.open(1, A)
-    table.open(1, B)
-    table.open(2, C)
-    return table, sent
+class Table:
+    """Three attempts: two of the router of stream 1, then one of that of stream 2."""
+
+    def __init__(self) -> None:
+        self.sent: list[FromEngine] = []
+        self.table = Attempts(self.sent.append)
+        self.a, self.b, self.c = made = [attempt(b"a", 1), attempt(b"b", 1), attempt(b"c", 2)]
+        for each in made:
+            assert self.table.open(each, used=False)
 
 
-def test_tokens_of_a_step_are_one_message_per_router() -> None:
-    table, sent = attempts()
-    for attempt in (A, C, B):
-        table.token(Output(attempt, 0, 7))
-    assert sent == []
-    table.flush()
-    assert [(m.stream, [t.id for t in m.tokens]) for m in sent if isinstance(m, messages.Tokens)] == [
-        (1, [A, B]),
-        (2, [C]),
+def attempt(name: bytes, stream: int) -> Attempt:
+    return Attempt(stream=stream, origin=Origin(name * 16, "r", "", 0.0), tokens=1)
+
+
+@pytest.fixture
+def of() -> Table:
+    return Table()
+
+
+def test_tokens_of_a_step_are_one_message_per_router_and_its_reports_follow(of: Table) -> None:
+    report = messages.Decoded(of.a.origin, 1.0, 2.0, 3)
+    of.table.report(report)
+    for each in (of.a, of.c, of.b):
+        of.table.token(each, Output(each.id, 0, 7))
+    assert of.sent == []
+    of.table.flush_tokens()
+    assert [(m.stream, [t.id for t in m.tokens]) for m in of.sent if isinstance(m, messages.Tokens)] == [
+        (1, [of.a.id, of.b.id]),
+        (2, [of.c.id]),
     ]
-    table.flush()
-    assert len(sent) == 2, "no token is sent twice, and no message is empty"
+    more = Output(of.a.id, 1, 7)
+    of.table.token(of.a, more)
+    of.table.flush()
+    assert of.sent[2:] == [messages.Tokens(1, [more]), report]
+    of.table.flush()
+    assert len(of.sent) == 4, "nothing is sent twice, and no message is empty"
 
 
-def test_an_ended_attempt_sends_no_messages() -> None:
-    table, sent = attempts()
-    table.end(A)
-    table.token(Output(A, 0, 7))
-    table.fail(A, Code.ENGINE, "late")
-    table.kv_failed(A, C, "late")
-    table.prefill_started(A)
-    table.flush()
-    assert sent == []
-    table.end(A)
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_an_attempt_that_ended_sends_no_messages(of: Table, how: str) -> None:
+    if how == "cancelled":
+        of.table.cancelled(of.a)
+    else:
+        of.table.fail(of.a, Code.HANDED_BACK, "why")
+    of.table.flush()
+    last = messages.Cancelled(of.a.origin)
+    assert of.sent == [
+        last if how == "cancelled" else messages.AttemptFailed(1, of.a.origin, Code.HANDED_BACK, "why", b"")
+    ]
+    of.table.token(of.a, Output(of.a.id, 0, 7))
+    of.table.reserved(of.a)
+    of.table.prefill_started(of.a)
+    for code in (Code.ENGINE, Code.KV_FAILED):
+        of.table.fail(of.a, code, "late")
+    of.table.flush()
+    assert len(of.sent) == 1
+    assert of.table.find(of.a.id) is of.a, "its blocks may still be in use"
 
 
-def test_a_failure_ends_an_attempt_and_is_sent_after_its_tokens() -> None:
-    table, sent = attempts()
-    table.token(Output(A, 0, 7, Logprobs(-1.0, (7,), (-1.0,))))
-    table.fail(A, Code.HANDED_BACK, "why")
-    table.fail(A, Code.ENGINE, "twice")
-    assert [type(m) for m in sent] == [messages.Tokens, messages.AttemptFailed]
-    assert sent[1] == messages.AttemptFailed(1, A, Code.HANDED_BACK, "why")
-    assert table.of(1) == [B]
+def test_a_failure_is_sent_after_the_tokens_before_it(of: Table) -> None:
+    of.table.token(of.a, Output(of.a.id, 0, 7, Logprobs(-1.0, (7,), (-1.0,))))
+    of.table.fail_all(Code.DRAINING, "why")
+    assert [type(m) for m in of.sent] == [messages.Tokens, *[messages.AttemptFailed] * 3]
 
 
-def test_an_attempt_stays_open_when_its_kv_failed() -> None:
-    table, sent = attempts()
-    table.kv_failed(A, C, "gone")
-    assert sent == [messages.AttemptFailed(1, A, Code.KV_FAILED, "gone", C)]
-    assert table.owned(1, A)
+def test_an_attempt_goes_on_when_its_kv_failed(of: Table) -> None:
+    of.table.fail(of.a, Code.KV_FAILED, "gone", of.c.id)
+    assert of.sent == [messages.AttemptFailed(1, of.a.origin, Code.KV_FAILED, "gone", of.c.id)]
+    assert of.a.stream == 1
 
 
-def test_an_attempt_is_owned_by_the_stream_that_submitted_it() -> None:
-    table, _ = attempts()
-    assert table.owned(1, A)
-    assert not table.owned(2, A)
-    assert not table.owned(1, b"unknown")
-
-
-def test_a_decode_may_not_have_the_id_of_a_prefill_that_the_engine_does_not_know_yet() -> None:
-    """The prefill waits for a prefix of another worker. The engine would get two requests with one id."""
-    table, sent = attempts()
-    engine: Any = SimpleNamespace(has=lambda _: False)
+@pytest.mark.parametrize("used", ["by a prefill", "by the engine"])
+def test_an_id_in_use_is_refused(of: Table, used: str) -> None:
+    """The engine does not know a prefill that waits for a prefix of another worker. It would get two requests
+    with one id."""
+    engine: Any = SimpleNamespace(has=lambda _: used == "by the engine")
     parts: Any = SimpleNamespace(
-        attempts=table,
+        attempts=of.table,
         counts=None,
-        link=None,
         trace=TraceWriter(None, ""),
         config=SimpleNamespace(incarnation=1),
     )
     unused: Any = None
-    role = DecodeRole(parts, engine, unused, unused, unused)
-    work = messages.Work(EngineRequest(A, [1]), timeout=1.0, name="r", traceparent="")
+    role = DecodeRole(parts, engine, unused, unused, unused, unused)
+    again = attempt(b"a" if used == "by a prefill" else b"d", 2).origin
+    work = messages.Work(EngineRequest(again.attempt_id, [1]), timeout=1.0, origin=again)
     role.handle(messages.Decode(2, work, None))
-    assert sent == [messages.AttemptFailed(2, A, Code.INVALID, "this id is in use")]
-    assert table.owned(1, A)
-    assert not role.owns(A)
-
-
-def test_reports_of_a_step_follow_its_tokens_and_may_wait_for_more() -> None:
-    table, sent = attempts()
-    report = messages.Decoded(A, 1.0, 2.0, 3)
-    table.report(report)
-    tokens = [Output(A, index, 7) for index in range(2)]
-    table.token(tokens[0])
-    assert not sent
-    table.flush_tokens()
-    assert sent == [messages.Tokens(1, tokens[:1])]
-    table.token(tokens[1])
-    table.flush()
-    assert sent[1:] == [messages.Tokens(1, tokens[1:]), report]
-    table.flush()
-    assert len(sent) == 3
+    assert of.sent == [messages.AttemptFailed(2, again, Code.INVALID, "this id is in use", b"")]
+    assert of.a.stream == 1
+    assert not role.owns(again.attempt_id)

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from baton.engine import EngineConfig
-from baton.worker import Deadlines, WorkerConfig
+from baton.kv_transfer import TransferDeadlines
+from baton.worker import WorkerConfig
 
 
 def config(**fields: Any) -> WorkerConfig:
-    given: dict[str, Any] = {"role": "prefill", "engine": EngineConfig("model"), "secret": b"x" * 16} | fields
-    return WorkerConfig(**given)
+    given: dict[str, Any] = {"role": "prefill", "engine": EngineConfig("model"), "secret": b"x" * 16}
+    return WorkerConfig(engine_module="engine", **given | fields)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,8 @@ def config(**fields: Any) -> WorkerConfig:
         ({"kv_host": "0.0.0.0"}, "--kv-host: '0.0.0.0'"),
         ({"kv_host": "no such host"}, "--kv-host: 'no such host' is neither"),
         ({"run_dir": "/tmp/" + "x" * 100}, "--run-dir: /tmp/xx"),
+        ({"deadlines": TransferDeadlines(engine_dead=0)}, "--engine-timeout: 0"),
+        ({"drain_timeout": 1e6}, "--drain-timeout: 1000000.0"),
     ],
 )
 def test_an_error_names_the_flag_and_the_value(
@@ -57,14 +60,9 @@ def test_an_error_names_the_flag_and_the_value(
 def test_nixl_reads_memory_of_gpus_where_nics_can(
     connector: Any, device: str, nics: bool, slots: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.kv_transfer.config.nics_read_gpus", lambda: nics)
+    monkeypatch.setattr("baton.worker.config.nics_read_gpus", lambda: nics)
     engine = EngineConfig("model", device=device)
     assert config(kv_connector=connector, engine=engine).nixl_device() == slots
-
-
-def test_a_deadline_must_be_above_zero() -> None:
-    with pytest.raises(ValueError, match="--engine-timeout: 0"):
-        Deadlines(engine=0)
 
 
 def test_the_representation_hides_the_secret() -> None:

@@ -51,7 +51,7 @@ DEATHS = [
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Death, WorkerProcess]]:
     """One worker for each death."""
-    patience = {signal.SIGSTOP: {"engine": 4.0}}
+    patience = {signal.SIGSTOP: {"engine_dead": 4.0}}
     settings = {
         death: {"role": death.role, "engine": ENGINE, "deadlines": patience.get(death.how, {})}
         for death in DEATHS

@@ -55,7 +55,7 @@ def alive(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
         for name in ended:
             started[name] = start_worker(
                 "decode", model, directory / name, engine=WORKERS[name],
-                deadlines={"engine": 3.0, "hold": 10.0, "peer": 3.0},
+                deadlines={"engine_dead": 3.0, "fetch_wait": 10.0, "hold": 10.0, "peer_dead": 3.0},
             )  # fmt: skip
         for name in ended:
             started[name].wait_ready()

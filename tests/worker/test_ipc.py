@@ -10,7 +10,6 @@ import zmq
 
 from baton.kv_transfer.wait import wait
 from baton.worker import messages
-from baton.worker.failure import StartError
 from baton.worker.ipc import EngineLink, ServiceLink
 
 
@@ -61,7 +60,7 @@ async def test_an_engine_whose_service_does_not_read_gives_up(
 
 
 async def test_a_missing_run_directory_is_a_start_error(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"--run-dir .*missing: No such file"):
+    with pytest.raises(ValueError, match=r"--run-dir .*missing: No such file"):
         EngineLink(str(tmp_path / "missing"))
 
 

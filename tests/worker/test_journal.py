@@ -32,24 +32,20 @@ class Worker:
 
     def __init__(self, role: Role, receiver: Receiver) -> None:
         config = WorkerConfig(
+            engine_module="engine",
             role=role, index=2, engine=EngineConfig(model="none"), secret=b"s" * 16,
             otlp_endpoint=receiver.endpoint,
         )  # fmt: skip
-        self.role = role
         self.journal = Journal(config, 7)
         self.attempt, self.trace_id, self.parent = os.urandom(16), os.urandom(16).hex(), os.urandom(8).hex()
         self.receiver = receiver
 
-    def submit(self, stream: int = 1) -> None:
+    def submit(self) -> messages.Origin:
         asked = request([1] * 10, sampling(), [2])
         asked.name, asked.traceparent = "mine", f"00-{self.trace_id}-{self.parent}-01"
         work = validation.work(self.attempt, asked, validation.Limits(100, 100))
-        source = messages.PrefillSource(b"", "", 0, 1)
-        self.journal.sent(
-            messages.Prefill(stream, work, handover=True)
-            if self.role == "prefill"
-            else messages.Decode(stream, work, source)
-        )
+        self.journal.accepted(work)
+        return work.origin
 
     def spans(self, count: int) -> dict[str, Span]:
         self.journal.close()
@@ -59,8 +55,8 @@ class Worker:
 def test_a_prefill_makes_spans_and_log_lines(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "baton.worker")
     worker, now = Worker("prefill", receiver), time.monotonic()
-    worker.submit()
-    worker.journal.prefilled(messages.Prefilled(worker.attempt, now, now + 1, now + 3, 11, 4))
+    origin = worker.submit()
+    worker.journal.prefilled(messages.Prefilled(origin, now, now + 1, now + 3, 11, 4))
     spans = worker.spans(2)
     queue, prefill = spans["queue"], spans["prefill"]
     assert {span.parent for span in spans.values()} == {worker.parent}
@@ -77,51 +73,26 @@ def test_a_prefill_makes_spans_and_log_lines(receiver: Receiver, caplog: pytest.
 
 def test_a_decode_makes_spans(receiver: Receiver) -> None:
     worker, now = Worker("decode", receiver), time.monotonic()
-    worker.submit()
+    origin = worker.submit()
     stats = InjectStats(1000, 10, 3, now, now, now + 1, now + 3, now + 2, now + 3, now + 4)
-    worker.journal.injected(messages.KVInjected(worker.attempt, stats))
-    worker.journal.decoded(messages.Decoded(worker.attempt, now + 4, now + 9, 6))
+    worker.journal.injected(messages.KVInjected(origin, stats))
+    worker.journal.decoded(messages.Decoded(origin, now + 4, now + 9, 6))
     spans = worker.spans(3)
     seconds = {name: (span.end - span.start) / 1e9 for name, span in spans.items()}
     assert seconds == pytest.approx({"transfer": 2.0, "injection": 2.0, "decode": 5.0}, abs=1e-3)
     assert spans["transfer"].attributes["baton.kv.bytes"] == 1000
     assert spans["decode"].attributes["gen_ai.usage.completion_tokens"] == 6
-    assert worker.journal._open == {}
 
 
-def test_a_prompt_that_the_decode_worker_prefills_makes_spans_of_both_phases(receiver: Receiver) -> None:
-    worker, now = Worker("decode", receiver), time.monotonic()
-    worker.submit()
-    worker.journal.prefilled(messages.Prefilled(worker.attempt, now, now + 1, now + 2, 11, 0))
-    worker.journal.decoded(messages.Decoded(worker.attempt, now + 2, now + 3, 6))
-    assert worker.spans(3).keys() == {"queue", "prefill", "decode"}
-
-
-def test_every_end_removes_the_attempt_and_only_failures_are_logged_at_info(
-    receiver: Receiver, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_failures_are_logged_at_info(receiver: Receiver, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.worker")
-    worker, now = Worker("decode", receiver), time.monotonic()
-    journal, attempt = worker.journal, worker.attempt
-    worker.submit(stream=1)
-    journal.sent(messages.Cancel(2, attempt))  # of another router
-    # The attempt keeps its reservation.
-    journal.failed(messages.AttemptFailed(1, attempt, Code.KV_FAILED, "lost"))
-    assert len(journal._open) == 1
-    journal.sent(messages.Cancel(1, attempt))
-    assert journal._open == {}
-    worker.submit(stream=1)
-    journal.sent(messages.CancelStream(1))
-    assert journal._open == {}
-    worker.submit()
-    journal.failed(messages.AttemptFailed(1, attempt, Code.NO_ROOM, "full"))
-    assert journal._open == {}
-    worker.submit()
-    journal.failed(messages.AttemptFailed(1, attempt, Code.ENGINE, "not finite"))
-    journal.decoded(messages.Decoded(attempt, now, now, 1))  # arrives after the end
-    assert journal._open == {}
-    journal.close()
+    worker = Worker("decode", receiver)
+    origin = worker.submit()
+    for code, why in ((Code.KV_FAILED, "lost"), (Code.NO_ROOM, "full"), (Code.ENGINE, "not finite")):
+        worker.journal.failed(messages.AttemptFailed(1, origin, code, why, b""))
+    worker.journal.cancelled(origin)
+    worker.journal.close()
     assert [record.getMessage() for record in caplog.records if record.name == Journal.__module__] == [
-        f"request mine, attempt {attempt.hex()}: kv_failed: lost",
-        f"request mine, attempt {attempt.hex()}: engine: not finite",
+        f"request mine, attempt {worker.attempt.hex()}: kv_failed: lost",
+        f"request mine, attempt {worker.attempt.hex()}: engine: not finite",
     ]

@@ -16,8 +16,8 @@ import grpc.aio
 import psutil
 import pytest
 
-from baton import rpc
 from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
 from tests.cluster_helpers import (
     SECRET,
@@ -76,7 +76,7 @@ async def test_a_worker_reports_its_start_and_describes_itself(prefill: WorkerPr
     for title, loaded in (("engine", ["libtorch."]), ("transfer", [])):
         maps = Path(f"/proc/{worker.child(title).pid}/maps").read_text()
         assert [library for library in ("cygrpc", "libtorch.") if library in maps] == loaded, title
-    async with rpc.connect(worker.address, SECRET) as channel:
+    async with connect(worker.address, SECRET) as channel:
         described = await WorkerStub(channel).Describe(pb.DescribeRequest())
         assert await health(channel) == "SERVING"
     assert described.first_pool == pb.POOL_PREFILL
@@ -149,9 +149,9 @@ def test_sigterm_during_the_start_leaves_nothing(tmp_path: Path) -> None:
 def ending(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerProcess]]:
     """Workers that the tests end."""
     workers = {
-        "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"hold": 1.0}},
+        "drains prefill": {"role": "prefill", "engine": TINY, "deadlines": {"fetch_wait": 1.0, "hold": 1.0}},
         "drains decode": {"role": "decode", "engine": TINY},
-        "hurried": {"role": "prefill", "engine": TINY, "deadlines": {"drain": 0.5}},
+        "hurried": {"role": "prefill", "engine": TINY, "drain_timeout": 0.5},
     }
     with side_by_side(tmp_path_factory.mktemp("ending"), workers) as started:
         yield started
@@ -165,8 +165,7 @@ async def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
     trees = [worker.tree() for worker in started]
     async with paired(prefill, decode) as pair:
         running = sampling(max_tokens=300, ignore_eos=True)
-        _, decode_id = await pair.submit(request(range(100), running))
-        await pair.decode.reserved(decode_id)
+        _, decode_id = await pair.reserve(request(range(100), running))
         await pair.decode.token(decode_id)
         held = await pair.prefill.submit_prefill(request(range(50), running), handover=True)
         await pair.prefill.token(held)
@@ -214,7 +213,7 @@ async def test_a_drain_ends_at_its_deadline(ending: dict[str, WorkerProcess]) ->
 
 
 async def test_a_router_with_another_secret_gets_nothing(prefill: WorkerProcess) -> None:
-    async with rpc.connect(prefill.address, b"another secret, long enough") as channel:
+    async with connect(prefill.address, b"another secret, long enough") as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="CERTIFICATE_VERIFY_FAILED"):
             await WorkerStub(channel).GetStatus(pb.StatusRequest())
 
@@ -234,7 +233,7 @@ async def test_a_router_with_another_secret_gets_nothing(prefill: WorkerProcess)
 async def test_a_stream_that_does_not_begin_with_hello_is_refused(
     prefill: WorkerProcess, first: pb.RouterMessage, reason: str
 ) -> None:
-    async with rpc.connect(prefill.address, SECRET) as channel:
+    async with connect(prefill.address, SECRET) as channel:
         call = WorkerStub(channel).Attach(iter([first]))
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert reason in (await call.details() or "")
@@ -290,8 +289,7 @@ async def test_ctrl_c_ends_the_worker_without_a_drain(prefill: WorkerProcess) ->
     worker, tree = prefill, prefill.tree()
     async with attached(worker) as stream:
         source = pb.PrefillSource(prefill_id=os.urandom(16), kv_address="127.0.0.1:9", incarnation=1)
-        decode_id = await stream.submit_decode(request([1], ENDLESS), source)
-        await stream.reserved(decode_id)
+        await stream.reserve(request([1], ENDLESS), source)
         began = time.monotonic()
         for process in tree:
             process.send_signal(signal.SIGINT)

@@ -206,13 +206,13 @@ def test_a_slow_fetch_is_not_the_last_one(world: World) -> None:
     assert world.start(), "it is fast again"
 
 
-@pytest.mark.parametrize("outcome", [FetchFailed, Closed])
-def test_a_prompt_is_computed_if_the_fetch_fails(world: World, outcome: Any) -> None:
-    world.start()
-    world.fetches.handle(
-        outcome(world.asked[0], "gone") if outcome is FetchFailed else outcome(world.asked[0])
-    )
-    assert world.added == [b"r"]
+@pytest.mark.parametrize("reason", ["busy", "cancelled"])
+def test_all_prompts_that_wait_for_a_fetch_are_computed_if_it_fails(world: World, reason: str) -> None:
+    for name in (b"1", b"2"):
+        assert world.start(name)
+    [fetch_id] = world.asked
+    world.fetches.handle(FetchFailed(fetch_id, reason) if reason == "busy" else Closed(fetch_id))
+    assert world.added == [b"1", b"2"]
     assert [*world.imports.values()] == [0]
     assert world.empty
 
@@ -270,14 +270,6 @@ def test_a_prompt_fetches_what_the_fetch_before_did_not_bring(world: World) -> N
     world.inject(1, 0.1)
     assert world.added == [b"1", b"3", b"2"]
     assert world.fetched == [4 * CHUNK_TOKENS, 0, CHUNK_TOKENS], "what came for each of them"
-    assert world.empty
-
-
-def test_prompts_that_wait_for_a_fetch_that_fails_are_computed(world: World) -> None:
-    for name in (b"1", b"2"):
-        assert world.start(name)
-    world.fetches.handle(FetchFailed(world.asked[0], "busy"))
-    assert world.added == [b"1", b"2"]
     assert world.empty
 
 

@@ -1,16 +1,19 @@
-"""Child processes: their tie to the parent, their environment and their exit."""
+"""Child processes: their tie to the parent, their environment, their exit and their signs of life."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from baton.rpc.process_end import describe_exit
-from baton.worker.processes import ChildProcess, spawn
+from baton.machine.system import describe_exit
+from baton.worker import processes
+from baton.worker.processes import ChildProcess, TreeError, Watchdog, spawn
 
 # A parent process that spawns a child and prints the pid of the child. The child ties itself to the parent.
 _PARENT = """
@@ -99,3 +102,33 @@ async def test_a_child_that_does_not_end_in_time_is_killed_even_when_stopped() -
 @pytest.mark.parametrize(("code", "text"), [(3, "exited with 3"), (-9, "was killed by SIGKILL")])
 def test_an_exit_code_is_described_in_words(code: int, text: str) -> None:
     assert describe_exit(code) == text
+
+
+async def test_a_counter_that_stands_still_raises() -> None:
+    with pytest.raises(TreeError, match="the engine gave no sign of life for 0"):
+        await asyncio.wait_for(Watchdog("the engine", lambda: 7, 0.2).watch(), 5)
+
+
+async def test_a_counter_that_moves_raises_nothing() -> None:
+    ticks = itertools.count()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(Watchdog("the engine", lambda: next(ticks), 0.05).watch(), 0.5)
+
+
+async def test_silence_at_the_start_does_not_count_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that loads weights may be silent for longer than one that serves."""
+    now, ended = 0.0, 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now, ended
+        now += seconds
+        if now == 10.0:
+            dog.restart(3.0)
+        ended = now
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(processes, "asyncio", SimpleNamespace(sleep=sleep))
+    dog = Watchdog("the engine", lambda: 7, 600.0)
+    with pytest.raises(TreeError, match=r"for 3\.8 s"):
+        await dog.watch()
+    assert ended == 13.75

@@ -111,9 +111,7 @@ async def test_a_worker_with_two_ranks_serves_the_tokens_of_one(
     asked = request(prompt_of(310), sampling(ignore_eos=True))
     async with attached(worker) as stream:
         assert (await stream.stub.Describe(pb.DescribeRequest())).tensor_parallel_size == 2
-        decode_id = os.urandom(16)
-        await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=asked))
-        await stream.reserved(decode_id)
+        decode_id = await stream.reserve(asked)
         assert [token.token_id for token, _ in await stream.tokens(decode_id)] == alone(engine, 310)
     others = worker.tree()[1:]
     assert len(others) == 3, "engine, rank 1 and transfer"
@@ -132,7 +130,7 @@ async def test_a_worker_with_two_ranks_serves_the_tokens_of_one(
 async def test_the_worker_blames_the_step_in_which_a_rank_fails(
     tmp_path: Path, how: signal.Signals, said: str
 ) -> None:
-    settings = {"fails": {"role": "decode", "engine": TWO_RANKS, "deadlines": {"engine": 3.0}}}
+    settings = {"fails": {"role": "decode", "engine": TWO_RANKS, "deadlines": {"engine_dead": 3.0}}}
     with side_by_side(tmp_path, settings) as started:
         worker = started["fails"].wait_ready()
         await fails(worker, how)
@@ -143,10 +141,7 @@ async def fails(worker: WorkerProcess, how: signal.Signals) -> None:
     """Sends the signal to rank 1 during a step. The worker must end, and blame the requests of the step."""
     others = worker.tree()[1:]
     async with attached(worker) as stream:
-        ids = [os.urandom(16) for _ in range(6)]
-        for decode_id in ids:
-            asked = request(PROMPT, sampling())
-            await stream.send(decode=pb.SubmitDecode(decode_id=decode_id, request=asked))
+        ids = [await stream.submit_decode(request(PROMPT, sampling())) for _ in range(6)]
         while (await stream.stub.GetStatus(pb.StatusRequest())).tokens_waiting == 0:
             pass
         await asyncio.sleep(0.02)  # the status came between two steps; now a step runs

@@ -48,9 +48,7 @@ async def test_states_survive_damage_and_the_death_of_a_prefill_worker(tmp_path:
     ) as workers:
         prefill, other, decode = (workers[name].wait_ready() for name in roles)
         async with attached(prefill) as p, attached(other) as q, attached(decode) as d:
-            await d.send(decode=pb.SubmitDecode(decode_id=asked.request_id, request=asked))
-            await d.reserved(asked.request_id)
-            expected = [token.token_id for token, _ in await d.tokens(asked.request_id)]
+            expected = [token.token_id for token, _ in await d.tokens(await d.reserve(asked))]
             assert len(set(expected)) > 2
             with network_to(prefill) as network:
                 pair = Pair(p, d, network.address, prefill.ready["incarnation"])

@@ -12,12 +12,12 @@ import pytest
 from baton.engine import Logprobs, Output, PromptLogprobs
 from baton.rpc import worker_pb2 as pb
 from baton.worker import messages
-from baton.worker.service_process import service as service_module
+from baton.worker.service_process import backend as backend_module
 from baton.worker.service_process import streams
+from baton.worker.service_process.backend import Backend
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.grpc_service import AttachService
-from baton.worker.service_process.service import Service
-from baton.worker.service_process.streams import MAX_UNREAD_BYTES, RouterStream
+from baton.worker.service_process.streams import MAX_UNREAD_BYTES, Routers, RouterStream
 
 
 class SlowContext:
@@ -102,7 +102,8 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
 
     backend: Any = SimpleNamespace(cache_snapshot=feed.snapshot, send=send, draining=False)
     limits: Any = None
-    service = AttachService(backend, limits, pb.WorkerDescription())
+    routers = Routers()
+    service = AttachService(backend, routers, limits, pb.WorkerDescription())
     attached = asyncio.create_task(service.Attach(sent(), as_context))
 
     async def read() -> pb.WorkerMessage:
@@ -114,8 +115,8 @@ async def test_a_router_gets_a_cache_of_any_size_and_tokens_between_its_parts(
 
     parts = [await read(), await read()]
     [evicted] = feed.changed([[], [], []], [chunks[-1]])
-    service.broadcast_cache_events(evicted)
-    service.deliver(1, big(9))
+    routers.broadcast_cache_events(evicted)
+    routers.deliver(1, big(9))
     between = [await read() for _ in range(3)]
     assert between[1:] == [evicted, big(9)]
     parts += [between[0], await read(), await read()]
@@ -131,7 +132,8 @@ async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
 
     backend: Any = SimpleNamespace(cache_snapshot=CacheFeed().snapshot, send=send, draining=False)
     limits: Any = None
-    service, ended = AttachService(backend, limits, pb.WorkerDescription()), []
+    routers = Routers()
+    service, ended = AttachService(backend, routers, limits, pb.WorkerDescription()), []
 
     async def attach(report_seconds: float) -> float:
         end, reading = asyncio.Event(), asyncio.Event()
@@ -146,10 +148,10 @@ async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
         context.gate.release()  # for the only message, a snapshot
         attached.append(asyncio.create_task(service.Attach(sent(), as_context)))
         await reading.wait()
-        return service.report_seconds
+        return routers.report_seconds
 
     attached: list[asyncio.Task[None]] = []
-    assert service.report_seconds == 1
+    assert routers.report_seconds == 1
     assert await attach(0.01) == 1, "it knows its own requests"
     assert await attach(0.01) == 0.05
     assert await attach(0.2) == 0.2
@@ -157,7 +159,7 @@ async def test_several_routers_get_reports_as_often_as_all_can_take() -> None:
     for end, expected in zip(reversed(ended), (0.2, 0.05, 1, 1), strict=True):
         end.set()
         await attached.pop()
-        assert service.report_seconds == expected
+        assert routers.report_seconds == expected
 
 
 async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_early(
@@ -174,12 +176,12 @@ async def test_an_unchanged_status_is_reported_each_second_although_timers_fire_
     async def status() -> pb.WorkerStatus:
         return pb.WorkerStatus(blocks_free=7)
 
-    monkeypatch.setattr(service_module.asyncio, "sleep", sleep)
-    monkeypatch.setattr(service_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(backend_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(backend_module.time, "monotonic", lambda: now)
     routers = SimpleNamespace(report_seconds=1.0, broadcast=lambda message: reports.append(now))
     worker: Any = SimpleNamespace(_routers=routers, status=status)
     with pytest.raises(asyncio.CancelledError):
-        await Service._report(worker)
+        await Backend.report(worker)
     assert [after - before for before, after in pairwise(reports)] == [pytest.approx(0.999)] * 9
 
 
@@ -207,6 +209,6 @@ def test_logprobs_of_a_prompt_keep_every_field() -> None:
 
 @pytest.mark.parametrize("code", list(messages.Code))
 def test_failure_codes_are_those_of_the_protocol(code: messages.Code) -> None:
-    failed = streams.failed(messages.AttemptFailed(1, b"a" * 16, code, "why", b"p" * 16)).failed
+    failed = streams.failed(b"a" * 16, code, "why", b"p" * 16).failed
     assert (failed.message, failed.prefill_id) == ("why", b"p" * 16)
     assert pb.FailureCode.Name(failed.code) == f"FAILURE_CODE_{code.name}"

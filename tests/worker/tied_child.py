@@ -3,7 +3,7 @@
 import signal
 import sys
 
-from baton.worker.engine_process.child import begin
+from baton.worker.engine_process.start import begin
 
 if __name__ == "__main__":
     begin("baton: tied child", int(sys.stdin.readline()))

@@ -1,92 +1,131 @@
-"""The table of attempts in the engine process: which router owns each, and the messages that go back.
+"""The table of attempts in the engine process, and the messages about them that go back to routers.
 
-An attempt is in the table from its submission to its end. Tokens of an attempt that is no longer in the table
-are dropped, for example after a cancel.
+An attempt is in the table from its submission until no transfer uses its blocks. It may end for its router
+before that, for example with a cancel. From then on no message names it.
 """
 
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
 
 from baton.engine import Output, PromptLogprobs
 from baton.worker import messages
-from baton.worker.messages import Code, FromEngine
+from baton.worker.messages import Code, FromEngine, Origin
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """What the worker knows of an attempt. Each role adds its fields. The engine has the rest, by its id."""
+
+    stream: int | None
+    """Of the router that submitted it. None: it has ended for this router."""
+    origin: Origin
+    tokens: int
+    """Of the prompt, and of the output before this attempt."""
+    fetched: int = 0
+    """Those with KV that came from another worker's prefix cache for this attempt."""
+    closed: bool = False
+    """Ended. Its blocks come back when no transfer uses them."""
+
+    @property
+    def id(self) -> bytes:
+        return self.origin.attempt_id
+
+
+A = TypeVar("A", bound=Attempt)
 
 
 class Attempts:
-    """Owners of attempts. `send` takes messages for the service process.
+    """The attempts of all roles. `send` takes messages for the service process.
 
     Tokens are collected until `flush_tokens`, which the loop calls once per engine step.
     """
 
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         self._send = send
-        self._streams: dict[bytes, int] = {}  # attempt id -> stream that owns it
+        self._tables: dict[type[Attempt], dict[bytes, Any]] = {}
         self._tokens: defaultdict[int, list[Output]] = defaultdict(list)  # by stream
         self._reports: list[FromEngine] = []  # since the last flush
 
+    def table(self, kind: type[A]) -> dict[bytes, A]:
+        """The attempts of a role by id, in order of arrival. An id is in one of the tables."""
+        return self._tables.setdefault(kind, {})
+
     def __len__(self) -> int:
-        return len(self._streams)
+        return sum(map(len, self._tables.values()))
 
-    def __contains__(self, attempt_id: bytes) -> bool:
-        return attempt_id in self._streams
+    def __iter__(self) -> Iterator[Attempt]:
+        return chain.from_iterable(table.values() for table in self._tables.values())
 
-    def open(self, stream: int, attempt_id: bytes) -> None:
-        assert attempt_id not in self._streams, "the role refuses ids that are in use"
-        self._streams[attempt_id] = stream
+    def find(self, attempt_id: bytes) -> Attempt | None:
+        return next((table[attempt_id] for table in self._tables.values() if attempt_id in table), None)
 
-    def refuse_reused(self, stream: int, attempt_id: bytes) -> None:
-        """Refuses a submission with an id that is in use. The attempt that uses the id goes on."""
-        self._fail(stream, attempt_id, Code.INVALID, "this id is in use")
+    def open(self, attempt: Attempt, *, used: bool) -> bool:
+        """Adds a new attempt. `used`: the engine has a request with its id.
 
-    def owned(self, stream: int, attempt_id: bytes) -> bool:
-        """Returns whether the router of `stream` submitted the attempt. Only that router may change it."""
-        return self._streams.get(attempt_id) == stream
+        If the id is in use, returns False and tells the router. The attempt that uses the id goes on.
+        """
+        if used or self.find(attempt.id) is not None:
+            self.fail(attempt, Code.INVALID, "this id is in use")
+            return False
+        self.table(type(attempt))[attempt.id] = attempt
+        return True
 
-    def of(self, stream: int) -> list[bytes]:
-        return [attempt_id for attempt_id, owner in self._streams.items() if owner == stream]
+    def cancelled(self, attempt: Attempt) -> None:
+        """The router needs it no more."""
+        self.report(messages.Cancelled(attempt.origin))
+        attempt.stream = None
 
-    def end(self, attempt_id: bytes) -> None:
-        """Removes the attempt without a message: its router cancelled it, or got its last token."""
-        self._streams.pop(attempt_id, None)
-
-    def fail(self, attempt_id: bytes, code: Code, message: str) -> None:
-        """Removes the attempt and tells its router why. Does nothing if the attempt is not in the table."""
-        stream = self._streams.pop(attempt_id, None)
-        if stream is not None:
-            self._fail(stream, attempt_id, code, message)
+    def fail(self, attempt: Attempt, code: Code, message: str, prefill_id: bytes = b"") -> None:
+        """Tells the router why, once. Only with KV_FAILED the attempt goes on; `prefill_id` should have sent
+        the KV."""
+        if attempt.stream is None:
+            return
+        self.flush()  # the router must get earlier tokens before the failure
+        self._send(messages.AttemptFailed(attempt.stream, attempt.origin, code, message, prefill_id))
+        if code is not Code.KV_FAILED:
+            attempt.stream = None
 
     def fail_all(self, code: Code, message: str) -> None:
-        for attempt_id in list(self._streams):
-            self.fail(attempt_id, code, message)
+        for attempt in self:
+            self.fail(attempt, code, message)
 
-    def kv_failed(self, attempt_id: bytes, prefill_id: bytes, message: str) -> None:
-        """Tells the router that the KV did not arrive. The attempt and its reservation stay."""
-        stream = self._streams.get(attempt_id)
-        if stream is not None:
-            self._send(messages.AttemptFailed(stream, attempt_id, Code.KV_FAILED, message, prefill_id))
+    def reserved(self, attempt: Attempt) -> None:
+        if attempt.stream is not None:
+            self._send(messages.Reserved(attempt.stream, attempt.id))
 
-    def reserved(self, attempt_id: bytes) -> None:
-        self._send(messages.Reserved(self._streams[attempt_id], attempt_id))
-
-    def prefill_started(self, attempt_id: bytes) -> None:
-        stream = self._streams.get(attempt_id)
-        if stream is not None:
-            self._send(messages.PrefillStarted(stream, attempt_id))
+    def prefill_started(self, attempt: Attempt) -> None:
+        if attempt.stream is not None:
+            self._send(messages.PrefillStarted(attempt.stream, attempt.id))
 
     def scored(self, logprobs: PromptLogprobs) -> None:
-        stream = self._streams.get(logprobs.id)
-        if stream is not None:
-            self._send(messages.PromptScored(stream, logprobs))
+        attempt = self.find(logprobs.id)
+        if attempt is not None and attempt.stream is not None:
+            self._send(messages.PromptScored(attempt.stream, logprobs))
 
-    def token(self, output: Output) -> None:
-        stream = self._streams.get(output.id)
-        if stream is None:
-            return
-        self._tokens[stream].append(output)
+    def token(self, attempt: Attempt, output: Output) -> None:
+        if attempt.stream is not None:
+            self._tokens[attempt.stream].append(output)
 
-    def report(
-        self, message: messages.KVInjected | messages.Prefilled | messages.SecondToken | messages.Decoded
-    ) -> None:
+    def prefilled(self, attempt: Attempt, output: Output) -> None:
+        """The step has computed the prompt of the attempt."""
+        now = time.monotonic()
+        began = now - output.prefill_seconds
+        self.report(
+            messages.Prefilled(
+                attempt.origin,
+                queued_at=began - output.queue_seconds,
+                began_at=began,
+                token_at=now,
+                prompt_tokens=attempt.tokens,
+                cached_tokens=output.cached_tokens,
+            )
+        )
+
+    def report(self, message: messages.Report) -> None:
         """Sends what metrics and logs say of an attempt, when no client waits for this thread."""
         self._reports.append(message)
 
@@ -102,7 +141,3 @@ class Attempts:
         for report in self._reports:
             self._send(report)
         self._reports.clear()
-
-    def _fail(self, stream: int, attempt_id: bytes, code: Code, message: str) -> None:
-        self.flush()  # the router must get earlier tokens before the failure
-        self._send(messages.AttemptFailed(stream, attempt_id, code, message))

@@ -22,7 +22,8 @@ from baton.worker.messages import CacheChanged
 
 
 class CachedChunks:
-    """The engine's `CacheObserver`. Collects changes until `take`, which the loop calls once per step.
+    """Learns of the prefix cache by the engine's `Hooks`. Collects changes until `take`, which the loop calls
+    once per step.
 
     The tier of a chunk is the fastest one that has a block in which it ends."""
 

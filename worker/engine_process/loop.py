@@ -16,26 +16,18 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-import msgspec
-
-from baton.engine import (
-    Engine,
-    EngineConfig,
-    KVSink,
-    StepResult,
-    build_engine,
-)
+from baton.content import vocabulary_fingerprint
+from baton.engine import Engine, Hooks, StepResult, build_engine
 from baton.engine.loader.tokenizer_json import vocabulary
-from baton.kv_transfer import ArenaEnd, ArenaTransport, Heartbeat, TraceWriter, Transport
+from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import spins, wait
-from baton.rpc import vocabulary_fingerprint
 from baton.worker import messages
-from baton.worker.engine_process.attempts import Attempts
+from baton.worker.engine_process.attempts import Attempt, Attempts
 from baton.worker.engine_process.cached_chunks import CachedChunks
 from baton.worker.engine_process.offload import POLL, OffloadPump, offload_pumps
 from baton.worker.engine_process.paged_kv import kv_layout
@@ -66,13 +58,13 @@ class Role(Protocol):
 
     @property
     def empty(self) -> bool:
-        """Whether there is no attempt, and no transfer reads or writes the KV pool."""
+        """Whether no transfer reads or writes the KV pool."""
 
     def handle(self, message: ToEngine) -> None:
         """Handles a message of one of the types `handles`."""
 
     def cancel(self, attempt_id: bytes, /) -> None:
-        """Ends an attempt that its router has cancelled."""
+        """Ends an attempt. Its router needs it no more."""
 
     def move_kv(self, spare: float) -> None:
         """Handles the reports of the transfer process. Never waits.
@@ -82,9 +74,6 @@ class Role(Protocol):
 
     def wanted(self, attempt_id: bytes, /) -> bool:
         """Whether another worker holds memory for the result of this attempt, which waits for blocks."""
-
-    def closing(self) -> Iterable[bytes]:
-        """Attempts that have ended, and whose blocks come back when no transfer uses them."""
 
     def spare(self) -> Iterable[bytes]:
         """Attempts that hold blocks, and that may be dropped so that a wanted attempt can start."""
@@ -121,18 +110,23 @@ class Parts:
         if (changed := self.cached_chunks.take()) is not None:
             self.link.send(changed)
 
-    def start_engine(self, kv_sink: KVSink | None = None) -> Engine:
-        """Builds the engine. Raises ValueError if the user's configuration is wrong."""
-        config = msgspec.convert(msgspec.json.decode(self.config.engine), EngineConfig)
-        return build_engine(
-            config,
-            files=self.config.ranks,
-            kv_sink=kv_sink,
-            cache_observer=self.cached_chunks,
+    def start_engine(
+        self,
+        prefill_started: Callable[[bytes, Sequence[int], int, int, int], None],
+        layer_done: Callable[[int, Mapping[bytes, range]], None],
+    ) -> Engine:
+        """Builds the engine with these hooks. Raises ValueError if the user's configuration is wrong."""
+        hooks = Hooks(
+            progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
             tick=self.heartbeat.tick,
             computing=self.heartbeat.set_step,
-            progress=lambda stage, fraction: self.link.send(messages.Progress(stage, fraction)),
+            prefill_started=prefill_started,
+            layer_done=layer_done,
+            cached=self.cached_chunks.cached,
+            moved=self.cached_chunks.moved,
+            evicted=self.cached_chunks.evicted,
         )
+        return build_engine(self.config.engine, files=self.config.files, hooks=hooks)
 
 
 def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequence[Role]]]) -> int:
@@ -144,17 +138,14 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     gc.freeze()  # what imports made; the collection below would scan it for a tenth of a second
     link = ServiceLink(config.address)
     trace = TraceWriter(config.trace_path, config.name)
-    sending, receiving = (
-        ArenaEnd.inherited(fds, config.kv_slots, config.kv_slot_bytes)
-        for fds in (config.sending_fds, config.receiving_fds)
-    )
-    transport = ArenaTransport(sending, receiving, trace, config.exports, config.adopts)
+    arenas = config.arenas
+    transport = Transport(*arenas.ends(), trace, arenas.exports, arenas.adopts)
     heartbeat = Heartbeat(config.heartbeat_fd)
     parts = Parts(config, link, heartbeat, transport, trace, Attempts(link.send))
     heartbeat.tick()
     try:
         engine, roles = build(parts)
-        pumps = offload_pumps(engine, heartbeat.tick, config.disk_cache_dir, config.offload_fds)
+        pumps = offload_pumps(engine, heartbeat.tick, config.engine.disk_cache_dir, config.offload_fds)
         ready = _ready(engine)
     except ValueError as error:
         link.send(messages.StartFailed(str(error)))
@@ -183,6 +174,7 @@ class Roles:
         self._engine = engine
         self._roles = roles
         self._parts = parts
+        self._attempts = parts.attempts
         self.kv_fds = [role.kv_fd for role in roles]
 
     @property
@@ -191,10 +183,9 @@ class Roles:
 
     def handle(self, message: ToEngine) -> None:
         """Handles a message of the service process that does not end the loop."""
-        attempts = self._parts.attempts
         match message:
             case messages.AskStatus():
-                idle = self._engine.idle and all(role.empty for role in self._roles)
+                idle = self._engine.idle and not self._attempts and all(role.empty for role in self._roles)
                 status = messages.EngineStatus(
                     message.question,
                     self._engine.stats(),
@@ -204,16 +195,18 @@ class Roles:
                 )
                 self._parts.link.send(status)
             case messages.Cancel():
-                if attempts.owned(message.stream, message.attempt_id):
-                    self._cancel(message.attempt_id)
+                attempt = self._attempts.find(message.attempt_id)
+                if attempt is not None and attempt.stream == message.stream:
+                    self._cancel(attempt)
             case messages.CancelStream():
-                for attempt_id in attempts.of(message.stream):
-                    self._cancel(attempt_id)
+                for attempt in [of for of in self._attempts if of.stream == message.stream]:
+                    self._cancel(attempt)
             case _:
                 next(role for role in self._roles if isinstance(message, role.handles)).handle(message)
 
-    def _cancel(self, attempt_id: bytes) -> None:
-        self._owner(attempt_id).cancel(attempt_id)
+    def _cancel(self, attempt: Attempt) -> None:
+        self._attempts.cancelled(attempt)
+        self._owner(attempt.id).cancel(attempt.id)
 
     def move_kv(self, spare: float) -> None:
         for role in self._roles:
@@ -227,7 +220,7 @@ class Roles:
         workers, where prompts may wait for the same reason. So a prompt with a FETCH first takes the blocks
         of prefills that no worker fetches. Then it takes those of reservations without any KV yet.
         """
-        closing = (attempt_id for role in self._roles for attempt_id in role.closing())
+        closing = (attempt.id for attempt in self._attempts if attempt.closed)
         spare = (attempt_id for role in self._roles for attempt_id in role.spare())
         for attempt_id in self._engine.to_drop(self._wanted, closing, spare):
             self._owner(attempt_id).drop(attempt_id)
@@ -240,10 +233,10 @@ class Roles:
 
     def after_step(self, result: StepResult) -> None:
         for logprobs in result.prompt_logprobs:
-            self._parts.attempts.scored(logprobs)
+            self._attempts.scored(logprobs)
         for role in self._roles:
             role.after_step(result)
-        self._parts.attempts.flush_tokens()
+        self._attempts.flush_tokens()
         for role in self._roles:
             role.after_tokens(result)
 
@@ -301,7 +294,7 @@ def seconds_to_wait(engine: Engine, roles: Roles, now: float) -> float:
 def _trace_step(trace: TraceWriter, result: StepResult) -> None:
     """Writes what the step computed, and how long each prompt waited that got its first token."""
     now = time.monotonic()
-    chunks = [(chunk.request_id.hex(), chunk.start, chunk.stop) for chunk in result.prompts]
+    chunks = [(prompt.hex(), chunk.start, chunk.stop) for prompt, chunk in result.prompts.items()]
     trace.span("step", now - result.seconds, now, decodes=result.decodes, prompts=chunks)
     for output in result.outputs:
         if output.prefill_seconds:

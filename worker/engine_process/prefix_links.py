@@ -1,14 +1,16 @@
 """How fast prefixes come from other workers: measured for each tier of each worker."""
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from baton.content import Tier
 from baton.kv_transfer import TransferDeadlines
+from baton.machine import Average
 from baton.worker.messages import ContentSource, PrefixLink
 
 MEMORY = 0.7
-"""Weight of the fetches before, against the newest one, in what is measured."""
+"""Factor on the weight of the fetches before, in averages."""
 FORGET = 0.97
 """Factor on the measured seconds with each prompt that is computed because of them. Otherwise one slow fetch
 would be the last one."""
@@ -23,14 +25,12 @@ try it again."""
 
 @dataclass(slots=True)
 class Link:
-    """What recent fetches from one tier of one worker took. In all averages, older fetches weigh less."""
+    """What recent fetches from one tier of one worker took."""
 
-    fetches: float = 0.0
-    waited: float = 0.0  # seconds until the first frame; a sum
-    transfers: dict[int, float] = field(default_factory=dict)
-    """Average seconds from then on, by size. Sizes differ by a factor of two."""
-    tokens: float = 0.0  # a sum, as is `seconds`
-    seconds: float = 0.0  # from the first frame on
+    waited: Average = field(default_factory=lambda: Average(MEMORY))  # seconds until the first frame
+    transfers: dict[int, Average] = field(default_factory=lambda: defaultdict(lambda: Average(MEMORY)))
+    """Seconds from then on, by size. Sizes differ by a factor of two."""
+    tokens_per_s: Average = field(default_factory=lambda: Average(MEMORY))  # from the first frame on
     paused_until: float = 0.0  # time.monotonic()
     connecting: float = 0.0  # seconds until the last new session was up
     measured_at: float = -math.inf  # time.monotonic()
@@ -42,14 +42,14 @@ class Link:
         again."""
         if now < self.paused_until:
             return False
-        if not seconds or not self.fetches:
+        if not seconds or not self.transfers:
             return True
         connecting = self.connecting if self._has_ended(now) else 0.0
         if connecting + self._expected(tokens) < seconds:
             return True
         self.connecting *= FORGET
-        self.waited *= FORGET
-        self.transfers = {size: FORGET * took for size, took in self.transfers.items()}
+        for average in (self.waited, *self.transfers.values()):
+            average.scale(FORGET)
         return False
 
     def _expected(self, tokens: int) -> float:
@@ -59,11 +59,11 @@ class Link:
         to take as long as the longest of them. This makes the worker try it."""
         shorter = [size for size in self.transfers if size <= tokens.bit_length()]
         if shorter:
-            transfer = self.transfers[max(shorter)]
+            transfer = self.transfers[max(shorter)].value
         else:
             size = min(self.transfers)
-            transfer = self.transfers[size] * tokens / (1 << size)
-        return self.waited / self.fetches + transfer
+            transfer = self.transfers[size].value * tokens / (1 << size)
+        return self.waited.value + transfer
 
     def _has_ended(self, now: float) -> bool:
         """Whether the session of the last fetch has probably ended."""
@@ -75,13 +75,9 @@ class Link:
         if self._has_ended(now):
             self.connecting = connecting
         self.measured_at = now
-        self.tokens = MEMORY * self.tokens + tokens
-        self.seconds = MEMORY * self.seconds + seconds
-        self.fetches = MEMORY * self.fetches + 1
-        self.waited = MEMORY * self.waited + waited
-        size = tokens.bit_length()
-        before = self.transfers.get(size, seconds)
-        self.transfers[size] = (MEMORY * before + seconds) / (MEMORY + 1)
+        self.tokens_per_s.add(tokens, seconds)
+        self.waited.add(waited)
+        self.transfers[tokens.bit_length()].add(seconds)
 
 
 class PrefixLinks:
@@ -99,7 +95,7 @@ class PrefixLinks:
     def recent(self, now: float) -> list[PrefixLink]:
         """What routers should know."""
         return [
-            PrefixLink(incarnation, tier, link.waited / link.fetches, link.tokens / link.seconds)
+            PrefixLink(incarnation, tier, link.waited.value, link.tokens_per_s.value)
             for (_, incarnation, tier), link in self._links.items()
-            if now < link.measured_at + RECENT and link.seconds
+            if now < link.measured_at + RECENT and link.tokens_per_s.value
         ]

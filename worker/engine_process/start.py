@@ -1,57 +1,124 @@
-"""The start of an engine process, before the slow imports.
+"""The start and the end of the engine process, which is rank 0 of an engine, and of the other ranks.
 
 1. Read the configuration from stdin.
-2. Tie the process to its parent (`child`).
-3. Run the role, which imports torch.
+2. Tie the process to its parent.
+3. Run, which imports torch.
+4. End at once.
 """
 
 import gc
 import logging.config
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
+import setproctitle
 
+from baton.engine import EngineConfig
 from baton.engine.execution.rank_files import RankFiles
-from baton.worker.engine_process.child import begin
+from baton.kv_transfer import ArenaEnd
+from baton.kv_transfer.spawn import die_with_parent
+from baton.kv_transfer.wait import end_waits_on_time
 
+RANK_MODULE = "baton.worker.engine_process.rank_process"
 EXIT_START_FAILED = 2
-"""Exit code of an engine process that has sent a StartFailed with the reason."""
+"""Exit code of an engine process that has sent a StartFailed with the reason. A rank has written the reason
+to its `files`."""
 EXIT_TRANSFER_GONE = 4
 """The same if its transfer process ended before it."""
 
 
-class EngineProcessConfig(msgspec.Struct, frozen=True):
-    """The configuration of an engine process: one JSON line on stdin.
+class Arenas(msgspec.Struct, frozen=True):
+    """The arenas of a worker, as a process inherits them."""
 
-    `engine` stays encoded, because decoding needs the engine package, which imports torch.
-    """
+    sending_fds: Sequence[int]  # as `ArenaEnd.fds` of the process's ends
+    receiving_fds: Sequence[int]
+    num_slots: int
+    slot_bytes: int
+    exports: bool  # as in `Transport`, and the next
+    adopts: bool
 
-    name: str  # "prefill 0 engine"
+    def ends(self) -> tuple[ArenaEnd, ArenaEnd]:
+        """The ends that send and receive."""
+        sending, receiving = (
+            ArenaEnd.inherited(fds, self.num_slots, self.slot_bytes)
+            for fds in (self.sending_fds, self.receiving_fds)
+        )
+        return sending, receiving
+
+
+class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of the process of a rank: one JSON line on stdin. All descriptors are inherited."""
+
+    name: str  # "decode 0 rank 1"
     title: str  # prefix of the process title
     parent_pid: int
+    rank: int
+    files: RankFiles | None  # None: the engine has one rank
+    logging: dict[str, Any]  # for logging.config.dictConfig
+    engine: EngineConfig
+    arenas: Arenas | None  # None: the engine hands over no KV
+    offload_fds: Sequence[Sequence[int]] = ()
+    """Rank 0: for each other rank, one for each tier below the device. Other ranks: the same for rank 0."""
+
+    @property
+    def fds(self) -> Sequence[int]:
+        arenas, files = self.arenas, self.files
+        return (
+            *(() if arenas is None else (*arenas.sending_fds, *arenas.receiving_fds)),
+            *(() if files is None else files.fds),
+            *chain(*self.offload_fds),
+        )
+
+
+class EngineProcessConfig(RankProcessConfig, frozen=True, kw_only=True):
+    """The configuration of an engine process."""
+
+    arenas: Arenas
     incarnation: int
     address: str  # of the service's socket
-    sending_fds: Sequence[int]  # inherited, as `ArenaEnd.fds` of the engine's ends
-    receiving_fds: Sequence[int]
-    offload_fds: Sequence[Sequence[int]]  # inherited: to each other rank, one for each tier
-    disk_cache_dir: str | None
-    heartbeat_fd: int  # inherited
-    exports: bool  # as in `ArenaTransport`, and the next
-    adopts: bool
-    kv_slots: int
-    kv_slot_bytes: int
+    heartbeat_fd: int
     trace_path: str | None
-    logging: dict[str, Any]  # for logging.config.dictConfig
-    engine: msgspec.Raw  # engine.EngineConfig
-    ranks: RankFiles | None  # inherited; None: the engine has one rank
 
 
-def start(run: Callable[[EngineProcessConfig], int]) -> int:
-    """Runs an engine process. Returns its exit code, which is that of `run`. `run` may import torch."""
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineProcessConfig)
+C = TypeVar("C", bound=RankProcessConfig)
+
+
+def start(kind: type[C], run: Callable[[C], int]) -> NoReturn:
+    """Runs a process and ends it with the exit code that `run` returns. `run` may import torch."""
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
     begin(f"{config.title}: {config.name}", config.parent_pid)
     logging.config.dictConfig(config.logging)
     gc.disable()  # until the engine is built: imports make no garbage, and collection slows them by a fifth
-    return run(config)
+    _end(run(config))
+
+
+def begin(title: str, parent_pid: int) -> None:
+    """Makes this process die with its parent and ignore SIGINT and SIGTERM, and sets its title. Its waits end
+    on time, since steps are launched at a time.
+
+    Must be called before slow imports. The kernel sends SIGKILL when the parent's spawning thread ends, so
+    the service spawns in its main thread. A milder signal would not end an engine inside a kernel launch. A
+    parent that died before the call is detected by `parent_pid`. Ctrl-C and `kill -- -PGID` reach the whole
+    process group, but only the service process orders the stop, by messages.
+    """
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    setproctitle.setproctitle(title)
+    end_waits_on_time()
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process at once. Logs and output streams are flushed first.
+
+    Python would free each object of each module first, which takes torch some tenths of a second.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

@@ -12,18 +12,17 @@ In each case the engine cancels all attempts of the stream.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.reports import LONGEST_REPORT
 from baton.rpc.worker_pb2_grpc import WorkerServicer
 from baton.worker import messages
-from baton.worker.messages import Code, ToEngine
+from baton.worker.messages import Code
 from baton.worker.service_process import streams, validation
-from baton.worker.service_process.streams import RouterStream
+from baton.worker.service_process.backend import Backend
+from baton.worker.service_process.streams import Routers, RouterStream
 from baton.worker.service_process.validation import Limits, RefusedAttempt, StreamError
 
 log = logging.getLogger(__name__)
@@ -31,37 +30,16 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT = 5.0  # seconds
 
 
-class Backend(Protocol):
-    """The part of the service process that the gRPC service needs."""
-
-    draining: bool
-
-    async def send(self, message: ToEngine) -> None:
-        """Sends to the engine, in order. Waits while the engine reads too slowly."""
-
-    async def status(self) -> pb.WorkerStatus:
-        """Asks the engine and transfer processes for their status."""
-
-    async def set_pool(self, pool: "pb.Pool") -> pb.WorkerStatus:
-        """Moves the worker to a pool and tells all routers. Returns the new status.
-
-        Raises ValueError if the worker cannot serve this pool.
-        """
-
-    def cache_snapshot(self) -> Iterator[pb.WorkerMessage]:
-        """Yields the contents of the prefix cache as messages; none if the cache is off."""
-
-
 class AttachService(WorkerServicer):
-    """Serves routers and owns their streams. `backend` owns the engine."""
+    """Serves routers. `routers` has their streams."""
 
-    def __init__(self, backend: Backend, limits: Limits, description: pb.WorkerDescription) -> None:
+    def __init__(
+        self, backend: Backend, routers: Routers, limits: Limits, description: pb.WorkerDescription
+    ) -> None:
         self._backend = backend
+        self._routers = routers
         self._limits = limits
         self._description = description
-        self._streams: dict[int, RouterStream] = {}
-        self._opened = 0
-        self._offered = 0  # number of the stream that got the last offer
         self._cancels: set[asyncio.Task[None]] = set()
         self._handlers: dict[str, Callable[[RouterStream, pb.RouterMessage], Awaitable[None]]] = {
             "prefill": self._prefill,
@@ -83,9 +61,7 @@ class AttachService(WorkerServicer):
             router, report_seconds = await _hello(request_iterator)
         except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        self._opened += 1
-        stream = RouterStream(self._opened, report_seconds)
-        self._streams[stream.number] = stream
+        stream = self._routers.open(report_seconds)
         stream.put_snapshot(self._backend.cache_snapshot)
         log.info("router %s attached", router)
         reading = asyncio.create_task(self._read(stream, request_iterator))
@@ -126,50 +102,7 @@ class AttachService(WorkerServicer):
         if request.pool not in (pb.POOL_PREFILL, pb.POOL_DECODE):
             text = f"pool is {request.pool}: it must be POOL_PREFILL or POOL_DECODE"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
-        try:
-            return await self._backend.set_pool(request.pool)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-
-    # ------------------------------------------------------------ worker to router
-
-    def deliver(self, stream_number: int, message: pb.WorkerMessage) -> None:
-        """Queues a message for one router. Drops the message if the router has detached."""
-        stream = self._streams.get(stream_number)
-        if stream is not None:
-            stream.put(message)
-
-    def broadcast(self, message: pb.WorkerMessage) -> None:
-        for stream in self._streams.values():
-            stream.put(message)
-
-    def broadcast_cache_events(self, message: pb.WorkerMessage) -> None:
-        for stream in self._streams.values():
-            stream.put_cache_events(message)
-
-    @property
-    def report_seconds(self) -> float:
-        """Time between two reports of the status. One router knows what it sent, so it needs few reports.
-        Several routers learn of each other's requests from them."""
-        if len(self._streams) < 2:
-            return LONGEST_REPORT
-        return max(stream.report_seconds for stream in self._streams.values())
-
-    @property
-    def attached(self) -> bool:
-        """Whether the stream of a router is open."""
-        return bool(self._streams)
-
-    def offer(self, offer: messages.Offered) -> None:
-        """Gives an offer to one router. The routers take turns."""
-        later = (number for number in self._streams if number > self._offered)
-        self._offered = next(later, next(iter(self._streams), 0))
-        self.deliver(self._offered, streams.offer(offer))
-
-    def finish(self) -> None:
-        """Ends every stream after its queued messages are written."""
-        for stream in self._streams.values():
-            stream.finish()
+        return await self._backend.set_pool(request.pool)
 
     # ------------------------------------------------------------ router to worker
 
@@ -189,7 +122,7 @@ class AttachService(WorkerServicer):
             work = validation.work(prefill_id, submit.request, self._limits, handover=submit.handover)
             content = validation.content_source(submit)
         except RefusedAttempt as refusal:
-            stream.put(_refused(prefill_id, refusal))
+            stream.put(streams.failed(prefill_id, refusal.code, str(refusal)))
         else:
             await self._backend.send(
                 messages.Prefill(stream.number, work, submit.handover, submit.report_start, content)
@@ -204,7 +137,7 @@ class AttachService(WorkerServicer):
             source = validation.source(submit.source) if submit.HasField("source") else None
             content = validation.content_source(submit)
         except RefusedAttempt as refusal:
-            stream.put(_refused(decode_id, refusal))
+            stream.put(streams.failed(decode_id, refusal.code, str(refusal)))
         else:
             await self._backend.send(messages.Decode(stream.number, work, source, content))
 
@@ -216,7 +149,7 @@ class AttachService(WorkerServicer):
             output_ids = validation.output_tokens(retarget.output_ids, self._limits)
         except RefusedAttempt as refusal:
             await self._backend.send(messages.Cancel(stream.number, decode_id))
-            stream.put(_refused(decode_id, refusal))
+            stream.put(streams.failed(decode_id, refusal.code, str(refusal)))
         else:
             await self._backend.send(messages.Retarget(stream.number, decode_id, source, output_ids))
 
@@ -247,7 +180,7 @@ class AttachService(WorkerServicer):
 
     def _detach(self, stream: RouterStream) -> None:
         """Removes the stream and makes the engine cancel its attempts. Idempotent."""
-        if self._streams.pop(stream.number, None) is None:
+        if not self._routers.remove(stream):
             return
         # A separate task, because gRPC may cancel the ending call while the engine reads too slowly.
         task = asyncio.create_task(self._backend.send(messages.CancelStream(stream.number)))
@@ -266,7 +199,3 @@ async def _hello(request_iterator: AsyncIterator[pb.RouterMessage]) -> tuple[str
         raise StreamError("a stream begins with a RouterHello")
     name = validation.attempt_id(first.hello.router_id, "router_id").hex()[:8]
     return name, validation.report_seconds(first.hello.report_seconds)
-
-
-def _refused(attempt_id: bytes, refusal: RefusedAttempt) -> pb.WorkerMessage:
-    return streams.failed(messages.AttemptFailed(0, attempt_id, refusal.code, str(refusal)))

@@ -7,7 +7,7 @@ metrics. Only the histograms are kept here.
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from baton.content import Tier
 from baton.engine import ExpertStats, OffloadStats
 from baton.kv_transfer import InjectStats, TransferStats
-from baton.rpc.ports import family
+from baton.machine.system import family
 from baton.worker.messages import Decoded, EngineReady, EngineStatus, Prefilled
 
 disable_created_metrics()  # each counter and histogram would get one more series
@@ -44,6 +44,31 @@ _TRANSPORTS = ("cuda_ipc", "nixl", "nixl_cuda", "shared_memory", "tcp")
 _SHARES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 
+_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("vllm:request_queue_time_seconds", "Time from acceptance to the start of the prefill.", _SECONDS),
+    (
+        "vllm:request_prefill_time_seconds",
+        "Time from the start of the prefill to the first token.",
+        _SECONDS,
+    ),
+    (
+        "vllm:request_decode_time_seconds",
+        "Time from the end of KV injection to the last token.",
+        _LONG_SECONDS,
+    ),
+    ("baton:kv_transfer_seconds", "Time from the first KV frame to the last.", _SECONDS),
+    (
+        "baton:kv_injection_seconds",
+        "Time from the start of the first copy into the blocks to the end of the last.",
+        _SECONDS,
+    ),
+    ("baton:kv_exposed_seconds", "Time from prefill's first token to the end of KV injection.", _SECONDS),
+    ("baton:kv_fetch_seconds", "Time from FETCH to the end of KV injection.", _SECONDS),
+    ("baton:kv_hidden_share", "1 - exposed / transfer seconds, for each transfer.", _SHARES),
+    ("baton:handover_seconds", "Time from prefill's first token to decode's second.", _SECONDS),
+)
+
+
 class Metrics(Collector):
     """The metrics of a worker. Owns the registry and, after `listen`, an HTTP server.
 
@@ -60,41 +85,12 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._server: asyncio.Server | None = None
-        self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "Time from acceptance to the start of the prefill.", _SECONDS
-        )
-        self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds",
-            "Time from the start of the prefill to the first token.",
-            _SECONDS,
-        )
-        self._decode = self._histogram(
-            "vllm:request_decode_time_seconds",
-            "Time from the end of KV injection to the last token.",
-            _LONG_SECONDS,
-        )
-        self._transfer = self._histogram(
-            "baton:kv_transfer_seconds", "Time from the first KV frame to the last.", _SECONDS
-        )
-        self._injection = self._histogram(
-            "baton:kv_injection_seconds",
-            "Time from the start of the first copy into the blocks to the end of the last.",
-            _SECONDS,
-        )
-        self._exposed = self._histogram(
-            "baton:kv_exposed_seconds",
-            "Time from prefill's first token to the end of KV injection.",
-            _SECONDS,
-        )
-        self._fetch = self._histogram(
-            "baton:kv_fetch_seconds", "Time from FETCH to the end of KV injection.", _SECONDS
-        )
-        self._hidden = self._histogram(
-            "baton:kv_hidden_share", "1 - exposed / transfer seconds, for each transfer.", _SHARES
-        )
-        self._handover = self._histogram(
-            "baton:handover_seconds", "Time from prefill's first token to decode's second.", _SECONDS
-        )
+        self._histograms = {
+            name: Histogram(name, text, (*self._labels,), registry=self.registry, buckets=buckets)
+            for name, text, buckets in _HISTOGRAMS
+        }
+        for histogram in self._histograms.values():
+            histogram.labels(**self._labels)  # exported from the start
 
     @property
     def _labels(self) -> dict[str, str]:
@@ -140,27 +136,30 @@ class Metrics(Collector):
         }
 
     def prefilled(self, message: Prefilled) -> None:
-        self._observe(self._queue, message.began_at - message.accepted_at)
-        self._observe(self._prefill, message.token_at - message.began_at)
+        self._observe("vllm:request_queue_time_seconds", message.began_at - message.queued_at)
+        self._observe("vllm:request_prefill_time_seconds", message.token_at - message.began_at)
 
     def decoded(self, message: Decoded) -> None:
-        self._observe(self._decode, message.ended_at - message.joined_at)
+        self._observe("vllm:request_decode_time_seconds", message.ended_at - message.joined_at)
 
     def injected(self, stats: InjectStats) -> None:
-        self._observe(self._transfer, stats.transfer_seconds)
-        self._observe(self._injection, stats.injection_seconds)
-        self._observe(self._exposed, stats.exposed_seconds)
-        self._observe(self._fetch, stats.fetch_seconds)
-        self._observe(self._hidden, stats.hidden_share)
+        self._observe("baton:kv_transfer_seconds", stats.transfer_seconds)
+        self._observe("baton:kv_injection_seconds", stats.injection_seconds)
+        self._observe("baton:kv_exposed_seconds", stats.exposed_seconds)
+        self._observe("baton:kv_fetch_seconds", stats.fetch_seconds)
+        self._observe("baton:kv_hidden_share", stats.hidden_share)
 
     def handover(self, seconds: float) -> None:
-        self._observe(self._handover, seconds)
+        self._observe("baton:handover_seconds", seconds)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].labels(**self._labels).observe(value)
 
     def collect(self) -> Iterable[Metric]:
-        yield self._info()
-        yield self._gauge(
-            "baton:tensor_parallel_size", "Devices that this worker spans.", self._tensor_parallel_size
-        )
+        info = self._labels | self._cache_config
+        yield InfoMetricFamily("vllm:cache_config", "KV cache of the engine.", value=info)
+        devices = self._tensor_parallel_size
+        yield self._gauge("baton:tensor_parallel_size", "Devices that this worker spans.", devices)
         if self.engine_status is not None:
             yield from self._of_engine(self.engine_status)
         if self.transfer_stats is not None:
@@ -168,124 +167,66 @@ class Metrics(Collector):
 
     # ------------------------------------------------------------ families
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, text, tuple(self._labels), registry=self.registry, buckets=buckets)
-        family.labels(**self._labels)  # exported from the start
-        return family
-
-    def _observe(self, family: Histogram, value: float) -> None:
-        family.labels(**self._labels).observe(value)
-
-    def _info(self) -> Metric:
-        value = self._labels | self._cache_config
-        return InfoMetricFamily("vllm:cache_config", "KV cache of the engine.", value=value)
-
     def _of_engine(self, status: EngineStatus) -> Iterator[Metric]:
-        stats, counts = status.stats, status.counts
+        stats, counts, gauge, counter = status.stats, status.counts, self._gauge, self._counter
         used = 1.0 - stats.blocks_free / stats.blocks_total
-        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.", stats.waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
-        yield self._gauge(
-            "baton:prefix_cache_usage_perc",
-            "Share of KV blocks that hold a cached prefix, in use or not, 0 to 1.",
-            stats.blocks_cached / stats.blocks_total,
-        )
-        yield self._gauge(
-            "baton:tokens_waiting", "Prompt tokens accepted and not yet computed.", stats.tokens_waiting
-        )
-        yield self._gauge(
-            "baton:held_prefills", "Finished prefills with KV that is not acknowledged.", stats.held
-        )
-        yield self._gauge(
-            "baton:reservations", "Reserved requests that wait for their KV.", stats.reservations
-        )
-        yield self._gauge(
-            "baton:prefill_tokens_per_second", "Recent prefill speed.", stats.prefill_tokens_per_s
-        )
-        yield self._gauge("baton:step_seconds", "Mean of recent engine steps.", stats.step_seconds)
+        cached = stats.blocks_cached / stats.blocks_total
+        yield gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
+        yield gauge("vllm:num_requests_waiting", "Requests that wait to be scheduled.", stats.waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
+        text = "Share of KV blocks that hold a cached prefix, in use or not, 0 to 1."
+        yield gauge("baton:prefix_cache_usage_perc", text, cached)
+        text = "Prompt tokens accepted and not yet computed."
+        yield gauge("baton:tokens_waiting", text, stats.tokens_waiting)
+        yield gauge("baton:held_prefills", "Finished prefills with KV that is not acknowledged.", stats.held)
+        yield gauge("baton:reservations", "Reserved requests that wait for their KV.", stats.reservations)
+        yield gauge("baton:prefill_tokens_per_second", "Recent prefill speed.", stats.prefill_tokens_per_s)
+        yield gauge("baton:step_seconds", "Mean of recent engine steps.", stats.step_seconds)
         if stats.experts is not None:
             yield from self._of_experts(stats.experts)
         if stats.offload:
             yield from self._of_offload(stats.offload)
-        yield self._counter(
-            "vllm:prompt_tokens", "Prompt tokens that this worker prefilled.", counts.prompt_tokens
-        )
-        cached, fetched = counts.prompt_tokens_cached, counts.prompt_tokens_fetched
-        yield self._by_label(
-            "vllm:prompt_tokens_by_source",
-            "Where the KV of the prompts that this worker prefilled comes from.",
-            "source",
-            {
-                "local_compute": counts.prompt_tokens - cached - fetched,
-                "local_cache_hit": cached,
-                "external_kv_transfer": fetched,
-            },
-        )
-        yield self._counter("vllm:generation_tokens", "Tokens sampled.", counts.generation_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests that were preempted.", stats.preemptions)
-        yield self._counter(
-            "vllm:prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache.",
-            stats.prefix_cache_queries,
-        )
-        yield self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits
-        )
-        yield self._by_label(
-            "baton:prefix_fetched_tokens",
-            "Prompt tokens with KV from the prefix caches of other workers, by the tier that had it there.",
-            "tier",
-            dict(zip(_TIERS, counts.prefix_fetched_tokens, strict=True)),
-        )
-        yield self._counter(
-            "baton:prefix_fetched_bytes",
-            "KV from the prefix caches of other workers.",
-            counts.prefix_fetched_bytes,
-        )
-        yield self._by_label(
-            "vllm:request_success",
-            "Requests that ended with their last token on this worker.",
-            "finished_reason",
-            {"stop": counts.finished_stop, "length": counts.finished_length},
-        )
+        text = "Prompt tokens that this worker prefilled."
+        yield counter("vllm:prompt_tokens", text, counts.prompt_tokens)
+        known, fetched = counts.prompt_tokens_cached, counts.prompt_tokens_fetched
+        sources = {
+            "local_compute": counts.prompt_tokens - known - fetched,
+            "local_cache_hit": known,
+            "external_kv_transfer": fetched,
+        }
+        text = "Where the KV of the prompts that this worker prefilled comes from."
+        yield counter("vllm:prompt_tokens_by_source", text, sources, "source")
+        yield counter("vllm:generation_tokens", "Tokens sampled.", counts.generation_tokens)
+        yield counter("vllm:num_preemptions", "Requests that were preempted.", stats.preemptions)
+        text = "Prompt tokens looked up in the prefix cache."
+        yield counter("vllm:prefix_cache_queries", text, stats.prefix_cache_queries)
+        text = "Prompt tokens found in the prefix cache."
+        yield counter("vllm:prefix_cache_hits", text, stats.prefix_cache_hits)
+        by_tier = dict(zip(_TIERS, counts.prefix_fetched_tokens, strict=True))
+        text = "Prompt tokens with KV from the prefix caches of other workers, by the tier that had it there."
+        yield counter("baton:prefix_fetched_tokens", text, by_tier, "tier")
+        text = "KV from the prefix caches of other workers."
+        yield counter("baton:prefix_fetched_bytes", text, counts.prefix_fetched_bytes)
+        text = "Requests that ended with their last token on this worker."
+        ends = {"stop": counts.finished_stop, "length": counts.finished_length}
+        yield counter("vllm:request_success", text, ends, "finished_reason")
 
     def _of_experts(self, stats: ExpertStats) -> Iterator[Metric]:
-        yield self._by_label(
-            "baton:expert_tokens",
-            "Tokens that an expert computed, in all layers together.",
-            "expert",
-            {str(expert): tokens for expert, tokens in enumerate(stats.tokens)},
-        )
-        yield self._gauge(
-            "baton:expert_imbalance",
-            "Tokens of a layer's busiest expert, to the mean of its experts: recent steps, mean of layers.",
-            stats.imbalance,
-        )
-        yield self._gauge(
-            "baton:experts_used",
-            "Experts with tokens in a layer of a step; mean of recent ones.",
-            stats.used,
-        )
+        tokens = {str(expert): tokens for expert, tokens in enumerate(stats.tokens)}
+        text = "Tokens that an expert computed, in all layers together."
+        yield self._counter("baton:expert_tokens", text, tokens, "expert")
+        text = "Tokens of a layer's busiest expert, to the mean of its experts: recent steps, mean of layers."
+        yield self._gauge("baton:expert_imbalance", text, stats.imbalance)
+        text = "Experts with tokens in a layer of a step; mean of recent ones."
+        yield self._gauge("baton:experts_used", text, stats.used)
 
     def _of_offload(self, tiers: Sequence[OffloadStats]) -> Iterator[Metric]:
-        gauges: tuple[tuple[str, str, dict[Tier, float]], ...] = (
-            (
-                "baton:offload_usage_perc",
-                "Share of the places for KV blocks below the device that hold one, 0 to 1.",
-                {stats.tier: stats.blocks_used / stats.blocks_total for stats in tiers},
-            ),
-            (
-                "baton:offload_tokens_per_second",
-                "Recent speed of copies back to the device.",
-                {stats.tier: stats.tokens_per_s for stats in tiers},
-            ),
-        )
-        for name, text, values in gauges:
-            family = GaugeMetricFamily(name, text, labels=(*self._labels, "tier"))
-            for tier, value in values.items():
-                family.add_metric([*self._labels.values(), _TIERS[tier]], value)
-            yield family
+        used = {_TIERS[stats.tier]: stats.blocks_used / stats.blocks_total for stats in tiers}
+        text = "Share of the places for KV blocks below the device that hold one, 0 to 1."
+        yield self._gauge("baton:offload_usage_perc", text, used, "tier")
+        speeds = {_TIERS[stats.tier]: stats.tokens_per_s for stats in tiers}
+        text = "Recent speed of copies back to the device."
+        yield self._gauge("baton:offload_tokens_per_second", text, speeds, "tier")
         for name, text, field in (
             ("saved_blocks", "KV blocks copied to a tier below the device.", "saved"),
             ("loaded_tokens", "Prompt tokens with KV copied back to the device.", "loaded_tokens"),
@@ -294,64 +235,57 @@ class Metrics(Collector):
             ("damaged_blocks", "KV blocks with a wrong checksum. No request used them.", "damaged"),
         ):
             values = {_TIERS[stats.tier]: getattr(stats, field) for stats in tiers}
-            yield self._by_label(f"baton:offload_{name}", text, "tier", values)
+            yield self._counter(f"baton:offload_{name}", text, values, "tier")
 
     def _of_transfer(self, stats: TransferStats) -> Iterator[Metric]:
-        yield self._gauge("baton:kv_transfers_open", "Transfers under way.", stats.transfers_open)
-        yield self._gauge(
-            "baton:kv_fetches_waiting",
-            "FETCHes for a prefill id that is not known yet.",
-            stats.fetches_waiting,
-        )
-        yield self._gauge("baton:kv_sessions", "Peers with open lanes.", stats.sessions)
-        yield self._gauge("baton:kv_lanes", "Open lanes.", stats.lanes)
-        readers = GaugeMetricFamily(
-            "baton:kv_readers", "Peers that fetch KV from here.", labels=(*self._labels, "transport")
-        )
+        gauge, counter = self._gauge, self._counter
+        yield gauge("baton:kv_transfers_open", "Transfers under way.", stats.transfers_open)
+        text = "FETCHes for a prefill id that is not known yet."
+        yield gauge("baton:kv_fetches_waiting", text, stats.fetches_waiting)
+        yield gauge("baton:kv_sessions", "Peers with open lanes.", stats.sessions)
+        yield gauge("baton:kv_lanes", "Open lanes.", stats.lanes)
         used = Counter(transport.partition(":")[0] for transport in stats.transports.values())
-        for transport in _TRANSPORTS:
-            readers.add_metric([*self._labels.values(), transport], used[transport])
-        yield readers
-        yield self._gauge("baton:kv_arena_slots", "Slots of each staging arena.", stats.slots)
-        arenas = GaugeMetricFamily(
-            "baton:kv_arena_slots_free", "Free slots of a staging arena.", labels=(*self._labels, "direction")
-        )
-        arenas.add_metric([*self._labels.values(), "send"], stats.sender_slots_free)
-        arenas.add_metric([*self._labels.values(), "receive"], stats.receiver_slots_free)
-        yield arenas
+        readers = {transport: used[transport] for transport in _TRANSPORTS}
+        yield gauge("baton:kv_readers", "Peers that fetch KV from here.", readers, "transport")
+        yield gauge("baton:kv_arena_slots", "Slots of each staging arena.", stats.slots)
+        free = {"send": stats.sender_slots_free, "receive": stats.receiver_slots_free}
+        yield gauge("baton:kv_arena_slots_free", "Free slots of a staging arena.", free, "direction")
         moved = {"send": stats.bytes_sent, "receive": stats.bytes_received}
-        yield self._by_label("baton:kv_bytes", "KV sent, or received and verified.", "direction", moved)
+        yield counter("baton:kv_bytes", "KV sent, or received and verified.", moved, "direction")
         frames = {"send": stats.frames_sent, "receive": stats.frames_received}
-        yield self._by_label("baton:kv_frames", "KV frames.", "direction", frames)
-        yield self._counter(
-            "baton:kv_late_frames", "Frames that arrived for a transfer that had ended.", stats.late_frames
-        )
+        yield counter("baton:kv_frames", "KV frames.", frames, "direction")
+        text = "Frames that arrived for a transfer that had ended."
+        yield counter("baton:kv_late_frames", text, stats.late_frames)
         for name, text, label, values, known in (
-            ("baton:kv_transfers", "Transfers ended.", "reason", stats.transfers, _TRANSFERS),
-            ("baton:kv_checksum_failures", "Bad frames.", "kind", stats.checksum_failures, _CHECKSUMS),
-            ("baton:kv_refused", "Peers and frames refused.", "reason", stats.refused, REFUSED),
-            (
-                "baton:deadlines_expired",
-                "Deadlines that expired.",
-                "deadline",
-                stats.deadlines,
-                _DEADLINES,
-            ),
+            ("kv_transfers", "Transfers ended.", "reason", stats.transfers, _TRANSFERS),
+            ("kv_checksum_failures", "Bad frames.", "kind", stats.checksum_failures, _CHECKSUMS),
+            ("kv_refused", "Peers and frames refused.", "reason", stats.refused, REFUSED),
+            ("deadlines_expired", "Deadlines that expired.", "deadline", stats.deadlines, _DEADLINES),
         ):
-            yield self._by_label(name, text, label, dict.fromkeys(known, 0) | values)
+            yield counter(f"baton:{name}", text, dict.fromkeys(known, 0) | values, label)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=tuple(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+    def _gauge(self, name: str, text: str, value: float | Mapping[str, float], by: str = "") -> Metric:
+        """`value`: that of the metric, or for each value of the label `by`."""
+        return self._filled(GaugeMetricFamily, name, text, value, by)
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=tuple(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
+    def _counter(self, name: str, text: str, value: float | Mapping[str, float], by: str = "") -> Metric:
+        """As `_gauge`."""
+        return self._filled(CounterMetricFamily, name, text, value, by)
 
-    def _by_label(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*self._labels, label))
-        for value, count in values.items():
-            family.add_metric([*self._labels.values(), value], count)
+    def _filled(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        value: float | Mapping[str, float],
+        by: str,
+    ) -> Metric:
+        own = list(self._labels.values())
+        if not isinstance(value, Mapping):
+            family = kind(name, text, labels=(*self._labels,))
+            family.add_metric(own, value)
+            return family
+        family = kind(name, text, labels=(*self._labels, by))
+        for label, number in value.items():
+            family.add_metric([*own, label], number)
         return family

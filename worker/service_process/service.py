@@ -1,31 +1,31 @@
 """The service process of a worker: starts the process tree, serves routers, drains, and stops the tree."""
 
 import asyncio
+import json
 import logging.config
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator
-from itertools import count
+from collections.abc import Coroutine
 
 import setproctitle
 from grpc_health.v1 import health_pb2
 
-from baton import rpc
-from baton.content import Tier
+from baton.machine.system import cannot_listen, try_port
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.reports import LONGEST_REPORT
+from baton.rpc.channel import cluster_pems, create_server
+from baton.rpc.health import HealthServicer
+from baton.rpc.tls import add_port
 from baton.rpc.worker_pb2_grpc import add_WorkerServicer_to_server
-from baton.worker import messages
-from baton.worker.config import Role, WorkerConfig
-from baton.worker.failure import EngineError, StartError, TreeError
-from baton.worker.messages import Code, EngineReady, EngineStatus, FromEngine, ToEngine
+from baton.worker.config import WorkerConfig
+from baton.worker.messages import Code, EngineReady
+from baton.worker.processes import EngineError, StartError, TreeError
 from baton.worker.service_process import streams
-from baton.worker.service_process.cache_feed import CacheFeed
+from baton.worker.service_process.backend import POOLS, Backend
 from baton.worker.service_process.grpc_service import AttachService
 from baton.worker.service_process.journal import Journal
 from baton.worker.service_process.metrics import Metrics
-from baton.worker.service_process.ready import ReadyPipe
+from baton.worker.service_process.streams import Routers
 from baton.worker.service_process.tree import WorkerTree
 from baton.worker.service_process.validation import Limits
 
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 DRAIN_CHECK = 0.05  # seconds, as the next
 SERVER_STOP = 1.0
-POOLS: dict[Role, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
-NAMES = {pool: name for name, pool in POOLS.items()}
 
 
 def run(config: WorkerConfig) -> int:
@@ -66,7 +64,7 @@ class Interrupted(Exception):
 
 
 class Service:
-    """The service process, and the `Backend` of its gRPC service. It is made and used inside the event loop.
+    """The life of the service process. It is made and used inside the event loop.
 
     Raises StartError or ValueError if the user's configuration is wrong.
     """
@@ -78,19 +76,14 @@ class Service:
         self._interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._drain_asked = asyncio.Event()
         self._serving = False
-        self.draining = False
-        self._health = rpc.HealthServicer()
-        self._server = rpc.create_server(config.secret, config.tls, self._health)
+        self._health = HealthServicer()
+        self._server = create_server(config.secret, config.tls, self._health)
         self._metrics = Metrics(config.role, config.model_name, config.engine.tensor_parallel_size)
         self._journal = Journal(config, incarnation)
         self._tree = WorkerTree(config, self._incarnation)
-        self._routers: AttachService
-        self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
+        self._routers = Routers()
+        self._backend = Backend(config, self._tree, self._routers, self._metrics, self._journal)
         self._reporting: asyncio.Task[None] | None = None
-        self._last_status = pb.WorkerStatus()
-        self._pool = POOLS[config.role]
-        self._questions = count()
-        self._status_answers: dict[int, asyncio.Future[EngineStatus]] = {}  # by question
 
     async def run(self) -> int:
         """Runs until a signal or a failure ends the worker. Returns the exit code."""
@@ -129,15 +122,16 @@ class Service:
         kv_address = await self._tree.start_transfer(engine)
         metrics_address = f"{host}:{metrics_port}"
         self._metrics.cache_config(engine, config.engine.enable_prefix_caching)
-        self._routers = AttachService(
-            self,
+        service = AttachService(
+            self._backend,
+            self._routers,
             Limits(engine.vocab_size, engine.max_model_len),
             self._description(engine, kv_address, metrics_address),
         )
-        add_WorkerServicer_to_server(self._routers, self._server)
-        self._tree.follow(self._deliver)
-        self._reporting = self._tree.watch(self._report())
-        await self.status()
+        add_WorkerServicer_to_server(service, self._server)
+        self._tree.follow(self._backend.deliver)
+        self._reporting = self._tree.watch(self._backend.report())
+        await self._backend.status()
         await self._server.start()
         self._serving = True
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -161,34 +155,29 @@ class Service:
         except ValueError as error:
             raise StartError(str(error)) from error
         try:
-            pems = rpc.cluster_pems(config.secret, config.tls)
-            port = rpc.add_port(self._server, config.host, config.port, pems)
+            pems = cluster_pems(config.secret, config.tls)
+            port = add_port(self._server, config.host, config.port, pems)
         except OSError as error:
-            raise StartError(rpc.cannot_listen("--port", config.host, config.port, error)) from error
+            raise StartError(cannot_listen("--port", config.host, config.port, error)) from error
         try:
             metrics_port = await self._metrics.listen(config.host, config.metrics_port, self._serves)
         except OSError as error:
-            reason = rpc.cannot_listen("--metrics-port", config.host, config.metrics_port, error)
+            reason = cannot_listen("--metrics-port", config.host, config.metrics_port, error)
             raise StartError(reason) from error
         _try_port(config.kv_listen_host(), config.kv_port)
         return port, metrics_port, host
 
     def _serves(self) -> bool:
-        return self._serving and not self.draining
+        return self._serving and not self._backend.draining
 
     async def _drain(self) -> None:
         """Refuses new attempts. Returns when all accepted ones have ended, or after the drain deadline."""
-        timeout = self._config.deadlines.drain
+        timeout = self._config.drain_timeout
         log.info("draining, for %.0f s at most", timeout)
-        self.draining = True
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         end = time.monotonic() + timeout
-        # Routers get the last status at once, because a new one must wait for the engine's step.
-        self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
-        self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
-        if self._routers.attached:
-            await self.send(messages.OfferPrefixes())
-        while not (await self._engine_status()).idle:
+        await self._backend.drain()
+        while not (await self._backend.engine_status()).idle:
             if time.monotonic() > end:
                 log.warning("still busy after %.0f s: the remaining requests are handed back", timeout)
                 return
@@ -206,10 +195,8 @@ class Service:
         their stream. Only the engine knew which router owns an attempt, so every router is told.
         """
         for attempt_id in self._tree.crashed_step:
-            failure = messages.AttemptFailed(
-                0, attempt_id, Code.ENGINE, f"it was being computed when {error}"
-            )
-            self._routers.broadcast(streams.failed(failure))
+            text = f"it was being computed when {error}"
+            self._routers.broadcast(streams.failed(attempt_id, Code.ENGINE, text))
 
     async def _close(self) -> None:
         """Writes the queued messages to the routers, then closes everything. The processes have ended."""
@@ -242,132 +229,6 @@ class Service:
             self._drain_asked.set()
         else:
             self._interrupt()
-
-    # ------------------------------------------------------------ Backend
-
-    async def send(self, message: ToEngine) -> None:
-        self._journal.sent(message)
-        await self._tree.engine_link.send(message)
-
-    async def status(self) -> pb.WorkerStatus:
-        engine, transfer = await asyncio.gather(self._engine_status(), self._tree.transfer_link.stats())
-        self._metrics.engine_status = engine
-        self._metrics.transfer_stats = transfer
-        stats = engine.stats
-        loads = {tier.tier: tier.tokens_per_s for tier in stats.offload}
-        self._last_status = pb.WorkerStatus(
-            health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
-            pool=self._pool,
-            requests_running=stats.running,
-            requests_decoding=stats.decoding,
-            requests_waiting=stats.waiting,
-            tokens_waiting=stats.tokens_waiting,
-            blocks_free=stats.blocks_free,
-            blocks_total=stats.blocks_total,
-            held_prefills=stats.held,
-            reservations=stats.reservations,
-            transfers_open=transfer.transfers_open,
-            arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
-            arena_slots_total=2 * transfer.slots,
-            prefill_tokens_per_s=stats.prefill_tokens_per_s,
-            step_seconds=stats.step_seconds,
-            prompt_tokens=engine.counts.prompt_tokens,
-            no_room=engine.counts.no_room,
-            chunk_tokens=stats.short.tokens,
-            chunk_seconds=stats.short.seconds,
-            long_chunk_tokens=stats.long.tokens,
-            long_chunk_seconds=stats.long.seconds,
-            decode_seconds=stats.decode_seconds,
-            fastest_step_seconds=stats.fastest_seconds,
-            kv_transports=transfer.transports,
-            host_tokens_per_s=loads.get(Tier.HOST, 0.0),
-            disk_tokens_per_s=loads.get(Tier.DISK, 0.0),
-            prefix_links=[
-                pb.PrefixLink(
-                    incarnation=link.incarnation,
-                    tier=pb.Tier.Name(link.tier),
-                    wait=link.wait,
-                    tokens_per_s=link.tokens_per_s,
-                )
-                for link in engine.links
-            ],
-        )
-        return self._last_status
-
-    async def set_pool(self, pool: pb.Pool) -> pb.WorkerStatus:
-        if pool != self._pool:
-            log.info("moves from the %s pool to the %s pool", NAMES[self._pool], NAMES[pool])
-            self._pool = pool
-            self._metrics.role = NAMES[pool]
-            # Routers get the label at once, because a new status must wait for the engine's step.
-            self._last_status.pool = pool
-            self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
-            if pool == pb.POOL_DECODE:
-                await self.send(messages.OfferPrefixes())
-        return await self.status()
-
-    def cache_snapshot(self) -> Iterator[pb.WorkerMessage]:
-        return iter(()) if self._cache is None else self._cache.snapshot()
-
-    async def _engine_status(self) -> EngineStatus:
-        question = next(self._questions)
-        answer = self._status_answers[question] = asyncio.get_running_loop().create_future()
-        try:
-            await self.send(messages.AskStatus(question))
-            return await answer
-        finally:
-            del self._status_answers[question]
-
-    async def _report(self) -> None:
-        """Sends the status to every router: if it has changed, and once a second in any case.
-
-        The sleep may end a millisecond early, so a report goes out unless the next time is nearer to it."""
-        sent, due = pb.WorkerStatus(), 0.0
-        while True:
-            seconds = self._routers.report_seconds
-            await asyncio.sleep(seconds)
-            status, now = await self.status(), time.monotonic()
-            if status != sent or now + seconds / 2 >= due:
-                self._routers.broadcast(pb.WorkerMessage(status=status))
-                sent, due = status, now + LONGEST_REPORT
-
-    # ------------------------------------------------------------ from the engine
-
-    def _deliver(self, message: FromEngine) -> None:
-        match message:
-            case (
-                messages.Tokens() | messages.PromptScored() | messages.Reserved() | messages.PrefillStarted()
-            ):
-                self._routers.deliver(message.stream, streams.progress(message))
-            case messages.AttemptFailed():
-                self._journal.failed(message)
-                self._routers.deliver(message.stream, streams.failed(message))
-            case EngineStatus():
-                self._answer(message)
-            case messages.KVInjected(_, stats):
-                self._metrics.injected(stats)
-                self._journal.injected(message)
-            case messages.Prefilled():
-                self._metrics.prefilled(message)
-                self._journal.prefilled(message)
-            case messages.Decoded():
-                self._metrics.decoded(message)
-                self._journal.decoded(message)
-            case messages.SecondToken():
-                self._metrics.handover(message.handover)
-            case messages.CacheChanged(cached, evicted):
-                assert self._cache is not None
-                for changes in self._cache.changed(cached, evicted):
-                    self._routers.broadcast_cache_events(changes)
-            case messages.Offered():
-                self._routers.offer(message)
-            case _:
-                raise AssertionError(f"unexpected message of the engine: {message}")
-
-    def _answer(self, status: EngineStatus) -> None:
-        answer = self._status_answers.get(status.question)
-        if answer is not None and not answer.done():
-            answer.set_result(status)
 
     def _description(
         self, engine: EngineReady, kv_address: str, metrics_address: str
@@ -405,6 +266,51 @@ class Service:
 def _try_port(host: str, port: int) -> None:
     """Fails early: the transfer process, which will listen on this port, starts after the model is loaded."""
     try:
-        rpc.try_port(host, port)
+        try_port(host, port)
     except OSError as error:
-        raise StartError(rpc.cannot_listen("--kv-port", host, port, error)) from error
+        raise StartError(cannot_listen("--kv-port", host, port, error)) from error
+
+
+class ReadyPipe:
+    """Reports the start-up of a worker to its parent process, as JSON lines on an inherited descriptor.
+
+    1. Any number of `{"stage": "loading weights", "fraction": 0.4}`.
+    2. Exactly one `{"ready": {...}}`, or one `{"error": "message for the user"}` before a non-zero exit. A
+       worker that a signal stops during its start writes neither.
+    3. The worker closes the descriptor.
+
+    Owns `fd`; with None it writes nothing. A reader that has gone is ignored.
+    """
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self._last = ("", 0.0)
+
+    def stage(self, stage: str, fraction: float) -> None:
+        """Writes a stage when it begins, every 5 % of it, and its end. A loader reports every tensor."""
+        last_stage, last_fraction = self._last
+        if stage != last_stage or fraction - last_fraction >= 0.05 or fraction == 1.0:
+            self._last = (stage, fraction)
+            self._write({"stage": stage, "fraction": round(fraction, 3)})
+
+    def ready(self, **about: str | int) -> None:
+        self._write({"ready": about})
+        self.close()
+
+    def error(self, message: str) -> None:
+        self._write({"error": message})
+        self.close()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self._fd is None:
+            return
+        try:
+            os.write(self._fd, json.dumps(line).encode() + b"\n")
+        except BrokenPipeError:
+            log.warning("the reader of the ready descriptor has closed it")
+            self.close()

@@ -1,4 +1,4 @@
-"""The output of one attached router: its bounded queue, and the conversion to protobuf messages."""
+"""The output of attached routers: their bounded queues, and the conversion to protobuf messages."""
 
 import asyncio
 from collections import deque
@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import grpc.aio
 
 from baton.engine import Output, PromptLogprobs
+from baton.rpc import LONGEST_REPORT
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.reports import LONGEST_REPORT
 from baton.worker import messages
+from baton.worker.messages import Code
 
 MAX_UNREAD_BYTES = 8 << 20
 MAX_UNREAD_CACHE_BYTES = 1 << 20
@@ -98,6 +99,62 @@ class RouterStream:
         return part
 
 
+class Routers:
+    """The streams of all attached routers."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, RouterStream] = {}
+        self._opened = 0
+        self._offered = 0  # number of the stream that got the last offer
+
+    def open(self, report_seconds: float) -> RouterStream:
+        self._opened += 1
+        stream = self._streams[self._opened] = RouterStream(self._opened, report_seconds)
+        return stream
+
+    def remove(self, stream: RouterStream) -> bool:
+        """Returns False if it was removed before."""
+        return self._streams.pop(stream.number, None) is not None
+
+    def deliver(self, stream_number: int, message: pb.WorkerMessage) -> None:
+        """Queues a message for one router. Drops the message if the router has detached."""
+        stream = self._streams.get(stream_number)
+        if stream is not None:
+            stream.put(message)
+
+    def broadcast(self, message: pb.WorkerMessage) -> None:
+        for stream in self._streams.values():
+            stream.put(message)
+
+    def broadcast_cache_events(self, message: pb.WorkerMessage) -> None:
+        for stream in self._streams.values():
+            stream.put_cache_events(message)
+
+    @property
+    def report_seconds(self) -> float:
+        """Time between two reports of the status. One router knows what it sent, so it needs few reports.
+        Several routers learn of each other's requests from them."""
+        if len(self._streams) < 2:
+            return LONGEST_REPORT
+        return max(stream.report_seconds for stream in self._streams.values())
+
+    @property
+    def attached(self) -> bool:
+        """Whether the stream of a router is open."""
+        return bool(self._streams)
+
+    def offer(self, message: messages.Offered) -> None:
+        """Gives an offer to one router. The routers take turns."""
+        later = (number for number in self._streams if number > self._offered)
+        self._offered = next(later, next(iter(self._streams), 0))
+        self.deliver(self._offered, offer(message))
+
+    def finish(self) -> None:
+        """Ends every stream after its queued messages are written."""
+        for stream in self._streams.values():
+            stream.finish()
+
+
 def offer(message: messages.Offered) -> pb.WorkerMessage:
     prefix = pb.Prefix(token_ids=message.token_ids, cache_salt=message.cache_salt, tenant=message.tenant)
     return pb.WorkerMessage(offer=pb.Offer(number=message.number, prefix=prefix))
@@ -118,13 +175,10 @@ def progress(
             return pb.WorkerMessage(prefill_started=pb.PrefillStarted(prefill_id=prefill_id))
 
 
-def failed(message: messages.AttemptFailed) -> pb.WorkerMessage:
+def failed(attempt_id: bytes, code: Code, message: str, prefill_id: bytes = b"") -> pb.WorkerMessage:
     return pb.WorkerMessage(
         failed=pb.AttemptFailed(
-            attempt_id=message.attempt_id,
-            code=pb.FailureCode.Name(message.code),
-            message=message.message,
-            prefill_id=message.prefill_id,
+            attempt_id=attempt_id, code=pb.FailureCode.Name(code), message=message, prefill_id=prefill_id
         )
     )
 

@@ -8,7 +8,7 @@ from collections import deque
 from baton import kv_transfer
 from baton.kv_transfer import Drain, Drained, Ready, StatsRequest, TransferStats
 from baton.kv_transfer.spawn import MAX_MESSAGE
-from baton.worker.failure import TreeError
+from baton.worker.processes import TreeError
 
 _EXIT_SOON = 5.0
 """Seconds for the transfer process to exit after it closed its socket. Its exit code is the better error."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,27 +23,35 @@ from baton.kv_transfer import (
     ArenaEnd,
     Heartbeat,
     TransferConfig,
-    TransferDeadlines,
     channel_pair,
     spawn_transfer,
 )
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
 from baton.kv_transfer.staging import device_bytes
-from baton.rpc import url_host
-from baton.rpc.directories import make_directory
-from baton.rpc.process_end import describe_exit
+from baton.machine.system import describe_exit, make_directory, url_host
 from baton.worker import messages
 from baton.worker.config import WorkerConfig
-from baton.worker.engine_process.rank_process import RankArenas, RankProcessConfig, spawn_rank
-from baton.worker.engine_process.start import EXIT_START_FAILED, EXIT_TRANSFER_GONE, EngineProcessConfig
-from baton.worker.failure import EngineError, StartError, TreeError
+from baton.worker.engine_process.start import (
+    EXIT_START_FAILED,
+    EXIT_TRANSFER_GONE,
+    RANK_MODULE,
+    Arenas,
+    EngineProcessConfig,
+    RankProcessConfig,
+)
 from baton.worker.ipc import EngineLink
 from baton.worker.messages import EngineReady, FromEngine
-from baton.worker.processes import ChildProcess, spawn
+from baton.worker.processes import (
+    START_SILENCE,
+    ChildProcess,
+    EngineError,
+    StartError,
+    TreeError,
+    Watchdog,
+    spawn,
+)
 from baton.worker.service_process.transfer_link import TransferLink
-from baton.worker.service_process.watchdog import START_SILENCE, Watchdog
 
-ENGINE_MODULE = "baton.worker.engine_process"
 MIN_TRANSFER_SILENCE = 3.0
 """Seconds. The transfer process reports once a second."""
 CAUSE_SOON = 5.0
@@ -99,36 +108,26 @@ class WorkerTree:
         user's configuration is the cause.
         """
         config = self._config
-        name = f"{config.name} engine"
         start = EngineProcessConfig(
-            name=name,
-            title=config.title,
-            parent_pid=os.getpid(),
+            **self._rank_config("engine", 0),
             incarnation=self._incarnation,
             address=self.engine_link.address,
-            sending_fds=self._sending.engine.fds,
-            receiving_fds=self._receiving.engine.fds,
-            offload_fds=[[ours.fileno() for ours, _ in ends] for ends in self._offload_ends],
-            disk_cache_dir=config.engine.disk_cache_dir,
             heartbeat_fd=self._heartbeat.fd,
-            exports=self._exported,
-            adopts=self._adopted,
-            kv_slots=config.kv_slots,
-            kv_slot_bytes=config.kv_slot_bytes,
             trace_path=config.trace_path("engine"),
-            logging=config.logging(self._incarnation, "engine"),
-            engine=msgspec.Raw(msgspec.json.encode(self._engine_config)),
-            ranks=self._rank_files,
         )
-        fds = (*start.sending_fds, *start.receiving_fds, start.heartbeat_fd, *chain(*start.offload_fds))
-        if self._rank_files is not None:
-            self._start_ranks(self._rank_files)
-            fds += tuple(self._rank_files.fds)
-        self._engine = ChildProcess(name, spawn(ENGINE_MODULE, msgspec.json.encode(start), pass_fds=fds))
-        self._sending.engine.close_channels()
-        self._receiving.engine.close_channels()
+        for rank in range(1, config.engine.tensor_parallel_size):
+            of_rank = RankProcessConfig(**self._rank_config(f"rank {rank}", rank))
+            popen = spawn(RANK_MODULE, msgspec.json.encode(of_rank), pass_fds=of_rank.fds)
+            self._ranks.append(ChildProcess(of_rank.name, popen))
+            self.watch(self._watch_exit(self._ranks[-1]))
+        popen = spawn(
+            config.engine_module, msgspec.json.encode(start), pass_fds=(*start.fds, start.heartbeat_fd)
+        )
+        self._engine = ChildProcess(start.name, popen)
+        for end in (*self._sending.ranks, *self._receiving.ranks):
+            end.close_channels()
         self._close_offload_ends()
-        dog = Watchdog(name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
+        dog = Watchdog(start.name, lambda: self._heartbeat.ticks, START_SILENCE, EngineError)
         self.watch(dog.watch())
         self.watch(self._watch_exit(self._engine))
         while True:
@@ -140,39 +139,37 @@ class WorkerTree:
                 case messages.StartFailed(reason):
                     raise StartError(reason)
                 case EngineReady():
-                    dog.restart(config.deadlines.engine)
+                    dog.restart(config.deadlines.engine_dead)
                     self._started = True
                     return message
                 case _:
                     raise AssertionError(f"unexpected message before EngineReady: {message}")
 
-    def _start_ranks(self, files: RankFiles) -> None:
+    def _rank_config(self, process: str, rank: int) -> dict[str, Any]:
+        """The fields of `RankProcessConfig`."""
         config = self._config
-        for rank in range(1, config.engine.tensor_parallel_size):
-            name = f"{config.name} rank {rank}"
-            sending, receiving = self._sending.others[rank - 1], self._receiving.others[rank - 1]
-            start = RankProcessConfig(
-                name=name,
-                title=config.title,
-                parent_pid=os.getpid(),
-                rank=rank,
-                files=files,
-                logging=config.logging(self._incarnation, f"rank {rank}"),
-                engine=self._engine_config,
-                arenas=RankArenas(
-                    sending.fds,
-                    receiving.fds,
-                    config.kv_slots,
-                    config.kv_slot_bytes,
-                    self._exported,
-                    self._adopted,
-                ),
-                offload_fds=[theirs.fileno() for _, theirs in self._offload_ends[rank - 1]],
-            )
-            self._ranks.append(ChildProcess(name, spawn_rank(start)))
-            sending.close_channels()
-            receiving.close_channels()
-            self.watch(self._watch_exit(self._ranks[-1]))
+        if rank == 0:
+            offload = [[ours for ours, _ in ends] for ends in self._offload_ends]
+        else:
+            offload = [[theirs for _, theirs in self._offload_ends[rank - 1]]]
+        return {
+            "name": f"{config.name} {process}",
+            "title": config.title,
+            "parent_pid": os.getpid(),
+            "rank": rank,
+            "files": self._rank_files,
+            "logging": config.logging(self._incarnation, process),
+            "engine": self._engine_config,
+            "arenas": Arenas(
+                self._sending.ranks[rank].fds,
+                self._receiving.ranks[rank].fds,
+                config.kv_slots,
+                config.kv_slot_bytes,
+                self._exported,
+                self._adopted,
+            ),
+            "offload_fds": [[end.fileno() for end in ends] for ends in offload],
+        }
 
     def _close_offload_ends(self) -> None:
         for end in chain(*chain(*self._offload_ends)):
@@ -200,12 +197,12 @@ class WorkerTree:
         self._transfer_service_end.close()
         self.watch(self._watch_exit(self._transfer))
         port = await self.transfer_link.ready()
-        silence = max(MIN_TRANSFER_SILENCE, config.deadlines.engine)
+        silence = max(MIN_TRANSFER_SILENCE, config.deadlines.engine_dead)
         self.watch(Watchdog(name, lambda: self.transfer_link.reports, silence).watch())
         return f"{url_host(config.reachable_kv_host())}:{port}"
 
     def _transfer_config(self, engine: EngineReady) -> TransferConfig:
-        config, deadlines = self._config, self._config.deadlines
+        config = self._config
         return TransferConfig(
             name=config.name,
             title=config.title,
@@ -221,14 +218,7 @@ class WorkerTree:
             encrypt=config.kv_encrypt,
             nixl=config.kv_connector == "nixl",
             nixl_device=config.nixl_device(),
-            deadlines=TransferDeadlines(
-                fetch_wait=deadlines.hold,
-                hold=deadlines.hold,
-                progress=deadlines.transfer,
-                peer_dead=deadlines.peer,
-                engine_dead=deadlines.engine,
-                tombstone=deadlines.tombstone,
-            ),
+            deadlines=config.deadlines,
             trace_path=config.trace_path("transfer"),
             logging=config.logging(self._incarnation, "transfer"),
         )
@@ -349,17 +339,16 @@ class WorkerTree:
 class _Ends:
     """The ends of one direction of KV, which the children inherit."""
 
-    engine: ArenaEnd
-    others: Sequence[ArenaEnd]  # of the ranks from 1 on
+    ranks: Sequence[ArenaEnd]
     transfer: ArenaEnd
 
     @classmethod
     def create(cls, config: WorkerConfig) -> "_Ends":
         engine, transfer = ArenaEnd.pair(config.kv_slots, config.kv_slot_bytes)
         engine, others = engine.of_ranks(config.engine.tensor_parallel_size)
-        return cls(engine, others, transfer)
+        return cls([engine, *others], transfer)
 
     def close(self) -> None:
-        for end in (self.engine, *self.others, self.transfer):
+        for end in (*self.ranks, self.transfer):
             end.close_channels()
-        self.engine.arena.close()
+        self.transfer.arena.close()

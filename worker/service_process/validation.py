@@ -9,14 +9,15 @@ names no attempt to answer, so it ends the stream (`StreamError`). `engine.Sampl
 import math
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.content import Tier
 from baton.engine import EngineRequest, Reasoning, SamplingParams, StructuredOutput, check_request
+from baton.machine.tracing import valid_traceparent
+from baton.rpc import LONGEST_REPORT, bounded_report
 from baton.rpc import worker_pb2 as pb
-from baton.rpc.reports import LONGEST_REPORT, bounded_report
-from baton.rpc.tracing import valid_traceparent
 from baton.worker import messages
 from baton.worker.messages import Code
 
@@ -102,8 +103,12 @@ def work(attempt_id: bytes, asked: pb.Request, limits: Limits, *, handover: bool
     return messages.Work(
         request,
         timeout=asked.timeout_ms / 1000,
-        name=asked.name if _NAME.fullmatch(asked.name) else asked.request_id.hex(),
-        traceparent=valid_traceparent(asked.traceparent),
+        origin=messages.Origin(
+            attempt_id,
+            name=asked.name if _NAME.fullmatch(asked.name) else asked.request_id.hex(),
+            traceparent=valid_traceparent(asked.traceparent),
+            accepted_at=time.monotonic(),
+        ),
     )
 
 

@@ -8,9 +8,12 @@ cluster it is the usual interval by order statistics.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+from baton.bench.contract import Row, percentile
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 CURVE_POINTS = 120
@@ -21,15 +24,6 @@ def enough_samples(count: float, quantile: float) -> bool:
     """Whether at least one sample is above the quantile. Else the maximum would stand for it: the p99 of 50
     samples is one sample. The median always has enough."""
     return quantile <= 0.5 or round(count * (1 - quantile), 6) >= 1
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """`low` and `high` bound the 95 % interval. `high` is None if there are too few samples."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +43,23 @@ class Series:
     def __len__(self) -> int:
         return len(self.values)
 
-    def estimates(self) -> dict[str, Estimate]:
-        """p50, max, and those of p90, p99 and p99.9 for which there are enough samples. Empty without any
-        sample. The maximum has no interval."""
+    def rows(self, metric: str, goals: Mapping[str, float]) -> dict[str, Row]:
+        """Rows in ms by quantile: p50, those of p90, p99 and p99.9 for which there are enough samples, and
+        max, which has no interval. Empty without any sample. `goals`: upper bounds by name of the row."""
         if not len(self):
             return {}
         order = np.sort(self.values)
         found = {
             name: self._estimate(order, q) for name, q in QUANTILES.items() if enough_samples(len(self), q)
         }
-        return found | {"max": Estimate(float(order[-1]))}
+        found["max"] = float(order[-1]), None, None
+        return {
+            quantile: Row(
+                f"{metric}.{quantile}", value, "ms", low=low, high=high,
+                goal=goals.get(f"{metric}.{quantile}"),
+            )
+            for quantile, (value, low, high) in found.items()
+        }  # fmt: skip
 
     def curve(self) -> list[tuple[float, float]]:
         """Points (share of samples, value): evenly spaced up to the median, then denser to the maximum."""
@@ -70,21 +71,17 @@ class Series:
         values = np.quantile(order, shares, method="inverted_cdf")
         return list(zip(shares.tolist(), values.tolist(), strict=True))
 
-    def _estimate(self, order: np.ndarray, q: float) -> Estimate:
-        value = _rank(order, q)
+    def _estimate(self, order: np.ndarray, q: float) -> tuple[float, float | None, float | None]:
+        """The quantile and its 95 % interval. The upper end is None if there are too few samples."""
+        value = percentile(order, q)
         _, cluster = np.unique(self.clusters, return_inverse=True)
         sizes = np.bincount(cluster)
         below = np.bincount(cluster, weights=self.values <= value)
         n, k = len(order), len(sizes)
         if k < 2:
-            return Estimate(value)
+            return value, None, None
         error = float(np.sqrt(np.sum((below - q * sizes) ** 2) * k / (k - 1))) / n
         # If all samples are equal the residuals vanish. Independent sampling gives the least error.
         error = max(error, float(np.sqrt(q * (1 - q) / n)))
         low, high = q - _Z * error, q + _Z * error
-        return Estimate(value, _rank(order, max(0.0, low)), _rank(order, high) if high < 1 else None)
-
-
-def _rank(values: np.ndarray, q: float) -> float:
-    """Nearest rank: the p99 of a short series is its maximum."""
-    return float(np.quantile(values, q, method="inverted_cdf"))
+        return value, percentile(order, max(0.0, low)), percentile(order, high) if high < 1 else None

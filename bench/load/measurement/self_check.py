@@ -1,38 +1,28 @@
-"""Checks whether the client was the bottleneck. Such a run is invalid.
+"""Where the warm-up of a run ends, whether it is steady after it, and whether the client kept up.
 
-The bounds are relative to what is measured: a client that is 3 ms late spoils a TTFT of 20 ms, but not one of
-2 s.
+MSER-5 finds the warm-up (White 1997; White, Cobb, Spratt 2000). It cuts batches of 5 from the start, at most
+half of them, so that the standard error of the mean of the rest is smallest. Noise alone can cause a cut, so
+the mean of the cut part must differ from the rest. The rest is tested for a trend (Mann-Kendall on batch
+means): percentiles mean nothing if a queue grows during the whole run.
+
+A run in which the client was the bottleneck is invalid. The bounds are relative to what is measured: a client
+that is 3 ms late spoils a TTFT of 20 ms, but not one of 2 s.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from baton.bench.load.traffic.wire import ClientUsage
+from baton.bench.load.traffic.client_process import ClientUsage
 
 MAX_CPU = 0.9  # of one core, for the busiest client process: above it chunks wait in the client
 MAX_WAITED = 0.2  # share of the time for which a client process was ready to run and had no core
 _LEAST_SECONDS = 0.005
 _OF_LATENCY = 0.05
-
-
-class SelfCheck(msgspec.Struct, frozen=True):
-    """Times in seconds. `cpu` and `waited` are shares of the run's time, of the worst client process."""
-
-    lag_p99: float
-    lag_max: float
-    stall_p99: float
-    stall_max: float
-    cpu: float
-    waited: float
-    reasons: tuple[str, ...]
-
-    @property
-    def valid(self) -> bool:
-        return not self.reasons
 
 
 def check(
@@ -41,8 +31,16 @@ def check(
     ttft_p50: float | None,
     gap_p50: float | None,
     died: Sequence[str],
-) -> SelfCheck:
-    """`lags`: how late the client sent each request. `ttft_p50` and `gap_p50` are the measured medians."""
+) -> tuple[dict[str, float], list[str]]:
+    """How busy the client was, and why its run is invalid: no reasons, if it is valid.
+
+    Times are in seconds. `cpu` and `waited` are shares of the run's time, of the worst client process.
+
+    Args:
+        lags: how late the client sent each request.
+        ttft_p50, gap_p50: the measured medians.
+        died: what became of client processes that ended early.
+    """
     stalls = np.asarray([s for load in loads for s in load.stalls] or [0.0])
     late = np.asarray(lags or [0.0])
     lag_p99, stall_p99 = float(np.percentile(late, 99)), float(np.percentile(stalls, 99))
@@ -63,12 +61,89 @@ def check(
         reasons.append(
             f"a client process waited for a core {waited:.0%} of the time: run it on another machine"
         )
-    return SelfCheck(
-        lag_p99=lag_p99,
-        lag_max=float(late.max()),
-        stall_p99=stall_p99,
-        stall_max=float(stalls.max()),
-        cpu=cpu,
-        waited=waited,
-        reasons=tuple(reasons),
-    )
+    return {
+        "lag_p99": lag_p99,
+        "lag_max": float(late.max()),
+        "stall_p99": stall_p99,
+        "stall_max": float(stalls.max()),
+        "cpu": cpu,
+        "waited": waited,
+    }, reasons
+
+
+_BATCH = 5
+_LEAST_REQUESTS = 40
+_CUT_Z = 3.0
+_CUT_CHANGE = 0.05  # of the mean: a smaller change is no warm-up
+_TREND_BATCHES = 20
+_TREND_Z = 3.0
+_TREND_CHANGE = 0.25  # of the mean, from the first to the last quarter: a smaller change is no trend
+
+
+class Steadiness(msgspec.Struct, frozen=True):
+    """`begin`: seconds after the start of the run from which samples count. `statement`: for the report."""
+
+    begin: float
+    steady: bool | None  # None: too few requests to tell
+    statement: str
+
+
+def fixed_warm_up(seconds: float, times: Sequence[float], values: Sequence[float]) -> Steadiness:
+    """Excludes a warm-up of given length."""
+    kept = [(t, v) for t, v in zip(times, values, strict=True) if t >= seconds]
+    return _judged(seconds, f"warm-up of {seconds:g} s excluded as asked", kept)
+
+
+def detect(times: Sequence[float], values: Sequence[float]) -> Steadiness:
+    """`times`: intended send times, ascending. `values`: the TTFT of the same requests."""
+    pairs = list(zip(times, values, strict=True))
+    if len(pairs) < _LEAST_REQUESTS:
+        return Steadiness(
+            0.0, None, f"{len(pairs)} requests are too few to detect a warm-up: nothing excluded"
+        )
+    cut = _mser([v for _, v in pairs])
+    begin = pairs[cut][0] if cut else 0.0
+    said = f"warm-up of {begin:.1f} s ({cut} requests) excluded" if cut else "no warm-up seen"
+    return _judged(begin, said, pairs[cut:])
+
+
+def _judged(begin: float, said: str, kept: Sequence[tuple[float, float]]) -> Steadiness:
+    if len(kept) < _LEAST_REQUESTS:
+        return Steadiness(begin, None, f"{said}; {len(kept)} requests are too few to tell if steady")
+    change = _trend([v for _, v in kept])
+    if change is not None:
+        return Steadiness(
+            begin,
+            False,
+            f"{said}; NOT steady: TTFT {'rises' if change > 0 else 'falls'} by {abs(change):.0%}",
+        )
+    return Steadiness(begin, True, f"{said}; steady after it")
+
+
+def _mser(values: Sequence[float]) -> int:
+    """How many samples to cut from the start, at most half of them."""
+    count = len(values) // _BATCH
+    means = np.asarray(values[: count * _BATCH]).reshape(count, _BATCH).mean(axis=1)
+    # The errors of all suffixes, from sums that begin at the end.
+    sizes = np.arange(count, 0, -1)
+    sums, squares = np.cumsum(means[::-1])[::-1], np.cumsum((means**2)[::-1])[::-1]
+    errors = (np.maximum(squares - sums**2 / sizes, 0) / sizes**2)[: count // 2 + 1]
+    # The earliest of equal errors: rounding must not cut from a constant series.
+    best = int(np.argmax(errors <= errors.min() + 1e-12 * max(1.0, float(np.max(means**2)))))
+    if not best:
+        return 0
+    cut, kept = means[:best], means[best:]
+    noise = math.sqrt(float(kept.var(ddof=1)) * (1 / len(cut) + 1 / len(kept)))
+    least = max(_CUT_Z * noise, _CUT_CHANGE * float(kept.mean()))
+    return best * _BATCH if abs(float(cut.mean() - kept.mean())) > least else 0
+
+
+def _trend(values: Sequence[float]) -> float | None:
+    """The relative change over the series if it is a clear trend, else None."""
+    means = np.asarray([part.mean() for part in np.array_split(np.asarray(values), _TREND_BATCHES)])
+    n = len(means)
+    score = float(np.sum(np.sign(means[None, :] - means[:, None])[np.triu_indices(n, 1)]))
+    z = score / math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    quarter = n // 4
+    change = float((means[-quarter:].mean() - means[:quarter].mean()) / max(float(means.mean()), 1e-9))
+    return change if abs(z) > _TREND_Z and abs(change) > _TREND_CHANGE else None

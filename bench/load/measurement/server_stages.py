@@ -6,12 +6,13 @@ Knows the names of the metrics of vLLM, SGLang and Baton. If the server has none
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import aiohttp
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.bench.contract import Row
 from baton.bench.load.measurement.quantiles import QUANTILES, enough_samples
 from baton.cluster.tools.histograms import Histogram, difference, page_text, quantile
 
@@ -30,31 +31,13 @@ STAGES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Stage(msgspec.Struct, frozen=True):
-    """What the server measured of one stage during the run, in seconds.
+ServerView = dict[str, Any]
+"""What the server measured during the run.
 
-    Attributes:
-        p99: None if there are too few samples.
-        beyond: the quantiles that are in the last bucket, which has no upper bound. They are larger than
-            the value here.
-    """
-
-    name: str
-    metric: str
-    count: int
-    mean: float
-    p50: float
-    p99: float | None
-    beyond: tuple[str, ...] = ()
-
-
-class ServerView(msgspec.Struct, frozen=True):
-    """`statement` says where the stages come from, or why there are none."""
-
-    stages: tuple[Stage, ...]
-    statement: str
-
-
+`statement` says where the stages come from, or why there are none. Each of `stages` has `name`, `metric`,
+`count`, and in seconds `mean`, `p50` and `p99` (None if there are too few samples). `beyond` has the
+quantiles that are in the last bucket, which has no upper bound: they are larger than the value here.
+"""
 Snapshot = dict[str, Histogram] | str  # a string says why there is none
 
 
@@ -103,44 +86,47 @@ def between(before: Snapshot, after: Snapshot) -> ServerView:
     """What the server measured between two snapshots."""
     for snapshot in (before, after):
         if isinstance(snapshot, str):
-            return ServerView((), f"no server-side stages: {snapshot}")
+            return _without_stages(snapshot)
     assert isinstance(before, dict)
     assert isinstance(after, dict)
     stages = []
-    restarted = False
     for name, metrics in STAGES.items():
         metric = next((each for each in metrics if each in after), None)
         if metric is None:
             continue
         added = difference(before.get(metric, Histogram()), after[metric])
         if added is None:
-            restarted = True
-        elif added.count:
+            return _without_stages("counters went backwards, the server restarted during the run")
+        if added.count:
             stages.append(_stage(name, metric, added))
-    if restarted:
-        return ServerView(
-            (), "no server-side stages: counters went backwards, the server restarted during the run"
-        )
     if not stages:
-        return ServerView(
-            (), "no server-side stages: /metrics has none of the histograms of vLLM, SGLang and Baton"
-        )
-    return ServerView(
-        tuple(stages),
-        "by the server's own histograms over the whole run, warm-up included; quantiles from buckets",
-    )
+        return _without_stages("/metrics has none of the histograms of vLLM, SGLang and Baton")
+    told = "by the server's own histograms over the whole run, warm-up included; quantiles from buckets"
+    return {"statement": told, "stages": stages}
 
 
-def _stage(name: str, metric: str, added: Histogram) -> Stage:
+def _without_stages(reason: str) -> ServerView:
+    return {"statement": f"no server-side stages: {reason}", "stages": []}
+
+
+def _stage(name: str, metric: str, added: Histogram) -> dict[str, Any]:
     quantiles = {q: quantile(added, QUANTILES[q]) for q in ("p50", "p99")}
     last = max((bound for bound in added.buckets if math.isfinite(bound)), default=0.0)
     below = added.buckets.get(last, 0.0)
-    return Stage(
-        name=name,
-        metric=metric,
-        count=round(added.count),
-        mean=added.total / added.count,
-        p50=quantiles["p50"],
-        p99=quantiles["p99"] if enough_samples(added.count, QUANTILES["p99"]) else None,
-        beyond=tuple(q for q in quantiles if QUANTILES[q] * added.count > below),
-    )
+    return {
+        "name": name,
+        "metric": metric,
+        "count": round(added.count),
+        "mean": added.total / added.count,
+        "p50": quantiles["p50"],
+        "p99": quantiles["p99"] if enough_samples(added.count, QUANTILES["p99"]) else None,
+        "beyond": [q for q in quantiles if QUANTILES[q] * added.count > below],
+    }
+
+
+def rows(stage: Mapping[str, Any]) -> Iterator[Row]:
+    """A quantile in the last bucket is at least its value."""
+    for name in ("mean", "p50", "p99"):
+        if stage[name] is not None:
+            ms = stage[name] * 1e3
+            yield Row(f"server.{stage['name']}.{name}", ms, "ms", low=ms if name in stage["beyond"] else None)

@@ -1,4 +1,4 @@
-"""Reduces the records of one run to the numbers of its report. Pure.
+"""Reduces the records of one run to the rows and the detail of its report. Pure.
 
 The window [begin, end) follows the warm-up. Latencies are of the requests *intended* within it; throughput
 counts what *arrived* within it. A failed request enters no latency. It enters the counts and misses the
@@ -8,76 +8,32 @@ objectives.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from baton.bench.load.measurement import steady_state
-from baton.bench.load.measurement.quantiles import Estimate, Series
+from baton.bench.contract import Row
+from baton.bench.load.measurement.quantiles import Series
+from baton.bench.load.measurement.self_check import Steadiness, detect, fixed_warm_up
 from baton.bench.load.measurement.slo import QUANTILES, Bound, Slo
-from baton.bench.load.measurement.steady_state import Steadiness
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 
+LATENCIES = ("ttft", "ttit", "ttit.normalized", "ttit.request", "handover", "e2e")
 BINS = 90  # of the time line
 _MOSTLY = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """One interval of the time line. Latencies in ms; None if no sample came."""
-
-    at: float
-    ttft_p50: float | None
-    ttft_p99: float | None
-    gap_p50: float | None
-    gap_p99: float | None
-    tokens_per_s: float
-    in_flight: float
-    failed: int
+_DIGITS = 4
+Latencies = Mapping[str, Mapping[str, Row]]
+"""By metric and quantile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. Rates are per second of the window.
+    """One run: the rows by name, and what tables and pages show beside them."""
 
-    Attributes:
-        latencies: in ms, by metric and quantile.
-        input_lengths, output_lengths: least, mean and most tokens, as the server counted.
-        input_off: requests whose prompt had another length than asked for.
-        output_short: answers with fewer tokens than asked for.
-    """
-
-    begin: float
-    end: float
-    window_statement: str
-    steadiness: Steadiness
-    sent: int
-    ok: int
-    interrupted: int
-    skipped_turns: int
-    errors: dict[str, int]
-    error_samples: dict[str, str]
-    latencies: dict[str, dict[str, Estimate]]
-    curves: dict[str, list[tuple[float, float]]]
-    timeline: list[Bin]
-    requests_per_s: float
-    input_tokens_per_s: float | None
-    output_tokens_per_s: float
-    goodput_per_s: float | None
-    goodput_share: float | None
-    slo_met: bool | None
-    tokens_per_chunk: float
-    input_lengths: tuple[float, float, float] | None
-    input_off: int
-    output_lengths: tuple[float, float, float] | None
-    output_short: int
-    cached_share: float | None
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def failed(self) -> int:
-        return sum(self.errors.values())
+    rows: dict[str, Row]
+    detail: dict[str, Any]
 
 
 def summarize(
@@ -101,48 +57,86 @@ def summarize(
     due = [r for r in records if begin <= r.intended and r.failure is not Failure.INTERRUPTED]
     ok = [r for r in due if r.ok]
     failed = [r for r in due if not r.ok]
+    errors = Counter(r.error_class for r in failed).most_common()
     series = _series(ok)
-    latencies = {name: s.estimates() for name, s in series.items() if len(s)}
+    goals = {f"{_name(bound)}.{bound.quantile}": bound.limit_ms for bound in slo.per_run}
+    latencies = {name: of_name.rows(name, goals) for name, of_name in series.items()}
     filled = _filled(records, begin, end)
-    span = max(end - filled, 1e-9)
-    arrived = sum(_tokens_within(r, filled, end) for r in records)
-    ended = [r for r in records if r.ok and filled <= r.ended < end]
+    if filled > begin:
+        window_statement += f", throughput from {filled:.1f} s on"
     share = sum(_is_good(r, slo) for r in ok) / len(due) if due else 0.0
-    errors = Counter(r.error_class for r in failed)
-    asked = [r for r in ok if r.asked_input and r.prompt_tokens is not None]
-    prompts = [r.prompt_tokens for r in ok if r.prompt_tokens is not None]
-    cached = [r.cached_tokens for r in ok if r.cached_tokens is not None]
-    generated = [r.generated for r in ok]
-    chunks = sum(len(r.arrivals) for r in ok)
-    has_slo = bool(slo.per_request)
+    rows = [
+        *(row for of_metric in latencies.values() for row in of_metric.values()),
+        *_throughput(records, filled, end),
+    ]
+    if slo.per_request:
+        good = sum(_is_good(r, slo) for r in _ended(records, filled, end))
+        rows.append(Row("goodput.requests", good / _span(filled, end), "requests/s"))
+        rows.append(Row("goodput.share", share, "share"))
+    rows += [
+        Row("requests.sent", len(due), "requests"),
+        Row("requests.ok", len(ok), "requests"),
+        Row("requests.failed", len(failed), "requests"),
+        *(Row(f"errors.{error}", count, "requests") for error, count in errors),
+        *_lengths(ok),
+    ]
+    samples = {r.error_class: r.detail for r in reversed(failed)}
     return Summary(
-        begin=begin,
-        end=end,
-        window_statement=window_statement
-        + (f", throughput from {filled:.1f} s on" if filled > begin else ""),
-        steadiness=steadiness,
-        sent=len(due),
-        ok=len(ok),
-        interrupted=sum(r.failure is Failure.INTERRUPTED for r in records),
-        skipped_turns=sum(r.skipped_turns for r in due),
-        errors=dict(errors.most_common()),
-        error_samples={c: next(r.detail for r in failed if r.error_class == c) for c in errors},
-        latencies=latencies,
-        curves={name: s.curve() for name, s in series.items() if len(s)},
-        timeline=_timeline(records),
-        requests_per_s=len(ended) / span,
-        input_tokens_per_s=sum(r.prompt_tokens or 0 for r in ended) / span if prompts else None,
-        output_tokens_per_s=arrived / span,
-        goodput_per_s=sum(_is_good(r, slo) for r in ended) / span if has_slo else None,
-        goodput_share=share if has_slo else None,
-        slo_met=_slo_met(slo, latencies, share, attainment) if slo.bounds else None,
-        tokens_per_chunk=sum(generated) / chunks if chunks else 0.0,
-        input_lengths=_spread(prompts),
-        input_off=sum(r.prompt_tokens != r.asked_input for r in asked),
-        output_lengths=_spread(generated),
-        output_short=sum(r.generated < r.asked_output for r in ok),
-        cached_share=sum(cached) / max(1, sum(prompts)) if cached else None,
+        {row.name: row for row in rows},
+        {
+            "skipped_turns": sum(r.skipped_turns for r in due),
+            "window": [begin, end],
+            "window_statement": window_statement,
+            "steady": steadiness.steady,
+            "steadiness": steadiness.statement,
+            "slo": str(slo) or None,
+            "slo_met": _slo_met(slo, latencies, share, attainment) if slo.bounds else None,
+            "interrupted": sum(r.failure is Failure.INTERRUPTED for r in records),
+            "errors": {error: {"count": count, "sample": samples[error]} for error, count in errors},
+            "curves": {
+                name: [[round(q, 6), round(value, _DIGITS)] for q, value in of_name.curve()]
+                for name, of_name in series.items()
+                if len(of_name)
+            },
+            "timeline": _timeline(records),
+        },
     )
+
+
+def _throughput(records: Sequence[Record], begin: float, end: float) -> Iterator[Row]:
+    span, ended = _span(begin, end), _ended(records, begin, end)
+    arrived = sum(_tokens_within(r, begin, end) for r in records)
+    yield Row("throughput.requests", len(ended) / span, "requests/s")
+    yield Row("throughput.output_tokens", arrived / span, "tokens/s")
+    if any(r.prompt_tokens is not None for r in ended):
+        prompts = sum(r.prompt_tokens or 0 for r in ended)
+        yield Row("throughput.input_tokens", prompts / span, "tokens/s")
+
+
+def _ended(records: Sequence[Record], begin: float, end: float) -> list[Record]:
+    return [r for r in records if r.ok and begin <= r.ended < end]
+
+
+def _span(begin: float, end: float) -> float:
+    return max(end - begin, 1e-9)
+
+
+def _lengths(ok: Sequence[Record]) -> Iterator[Row]:
+    """How long prompts and answers were, as the server counted, and how many were not as asked for."""
+    counted = [(r.asked_input, r.prompt_tokens) for r in ok if r.prompt_tokens is not None]
+    prompts = sum(count for _, count in counted)
+    if counted:
+        yield Row("input.mean", prompts / len(counted), "tokens")
+        off = sum(asked > 0 and asked != count for asked, count in counted)
+        yield Row("input.off", off, "requests")
+    if ok:
+        generated, chunks = sum(r.generated for r in ok), sum(len(r.arrivals) for r in ok)
+        yield Row("output.mean", generated / len(ok), "tokens")
+        yield Row("output.short", sum(r.generated < r.asked_output for r in ok), "requests")
+        yield Row("output.tokens_per_chunk", generated / chunks, "tokens")
+    cached = [r.cached_tokens for r in ok if r.cached_tokens is not None]
+    if cached:
+        yield Row("input.cached", sum(cached) / max(1, prompts), "share")
 
 
 def _is_good(record: Record, slo: Slo) -> bool:
@@ -170,28 +164,32 @@ def request_value(record: Record, metric: str) -> float | None:
     raise AssertionError(f"unknown metric {metric}")
 
 
-def _slo_met(slo: Slo, latencies: dict[str, dict[str, Estimate]], share: float, attainment: float) -> bool:
+def _slo_met(slo: Slo, latencies: Latencies, share: float, attainment: float) -> bool:
     """Whether all bounds on the run hold, and `attainment` of the requests met the bounds on each request."""
     return share >= attainment and all(_bound_met(b, latencies) for b in slo.per_run)
 
 
-def _bound_met(bound: Bound, latencies: dict[str, dict[str, Estimate]]) -> bool:
+def _bound_met(bound: Bound, latencies: Latencies) -> bool:
     """With too few samples for the quantile, the bound holds for the maximum."""
     assert bound.quantile in QUANTILES
-    name = "ttit" if bound.metric == "gap" else bound.metric
-    of_metric = latencies.get(name, {})
+    of_metric = latencies[_name(bound)]
     found = of_metric.get(bound.quantile) or of_metric.get("max")
     return found is not None and found.value <= bound.limit_ms
+
+
+def _name(bound: Bound) -> str:
+    """The metric of the rows that a bound on the run limits."""
+    return "ttit" if bound.metric == "gap" else bound.metric
 
 
 def _steadiness(records: Sequence[Record], warm_up: float | None, ramp: bool) -> Steadiness:
     ok = [r for r in records if r.ok]
     times, values = [r.intended for r in ok], [r.ttft for r in ok]
     if warm_up is not None:
-        return steady_state.fixed_warm_up(warm_up, times, values)
+        return fixed_warm_up(warm_up, times, values)
     if ramp:
         return Steadiness(0.0, None, "a ramp has no steady state: nothing excluded")
-    return steady_state.detect(times, values)
+    return detect(times, values)
 
 
 def _window(records: Sequence[Record], begin: float) -> tuple[float, float, str]:
@@ -250,12 +248,9 @@ def _tokens_within(record: Record, begin: float, end: float) -> float:
     return inside * (record.generated / len(record.arrivals) if record.ok else 1.0)
 
 
-def _spread(values: Sequence[int]) -> tuple[float, float, float] | None:
-    return (min(values), sum(values) / len(values), max(values)) if values else None
-
-
-def _timeline(records: Sequence[Record]) -> list[Bin]:
-    """TTFT counts at the intended send time, everything else when it happened."""
+def _timeline(records: Sequence[Record]) -> list[dict[str, float]]:
+    """TTFT counts at the intended send time, everything else when it happened. Latencies are in ms. A bin
+    lacks the latencies of which it has no sample."""
     if not records:
         return []
     last = max(max(r.ended for r in records), 1e-3)
@@ -279,20 +274,13 @@ def _timeline(records: Sequence[Record]) -> list[Bin]:
             ttfts[index(r.intended)].append(r.ttft * 1e3)
         elif r.failure is not Failure.INTERRUPTED:
             failed[index(r.ended)] += 1
-    return [
-        Bin(
-            at=i * width,
-            ttft_p50=_percentile(ttfts[i], 50),
-            ttft_p99=_percentile(ttfts[i], 99),
-            gap_p50=_percentile(gaps[i], 50),
-            gap_p99=_percentile(gaps[i], 99),
-            tokens_per_s=tokens[i] / width,
-            in_flight=float(busy[i] / width),
-            failed=failed[i],
+    bins = []
+    for i in range(BINS):
+        found = {"at": i * width, "tokens_per_s": tokens[i] / width, "in_flight": busy[i] / width}
+        for name, values in (("ttft", ttfts[i]), ("gap", gaps[i])):
+            if values:
+                found[f"{name}_p50"], found[f"{name}_p99"] = np.percentile(values, (50, 99))
+        bins.append(
+            {key: round(float(value), _DIGITS) for key, value in found.items()} | {"failed": failed[i]}
         )
-        for i in range(BINS)
-    ]
-
-
-def _percentile(values: list[float], q: float) -> float | None:
-    return float(np.percentile(values, q)) if values else None
+    return bins

@@ -85,23 +85,26 @@ def load(path: Path) -> dict[str, Any]:
     return report
 
 
-def judge(old: Mapping[str, Any], new: Mapping[str, Any], conditions: Sequence[Condition]) -> Verdict:
-    """Raises ValueError if a report lacks the row of a condition, or if a run is invalid."""
-    before, after = rows_of(old), rows_of(new)
-    failed = []
-    for condition in conditions:
-        values = [
-            _value(rows, condition.row, which) for rows, which in ((before, "first"), (after, "second"))
-        ]
-        if condition.holds(*values):
-            failed.append(
-                f"{condition.text}: {_number(values[0])} → {_number(values[1])} ({change_text(*values)})"
-            )
-    for which, report in (("first", old), ("second", new)):
-        detail = report.get("detail", {})
-        if conditions and not detail.get("valid", True):
-            raise ValueError(f"the {which} run is invalid, its client could not keep up: measure it again.")
-    return Verdict(tuple(failed), tuple(_warnings(old, new)))
+def judge(reports: Sequence[Mapping[str, Any]], conditions: Sequence[Condition]) -> Verdict:
+    """Compares each later report with the first one. Raises ValueError if a report lacks the row of a
+    condition, or if a run is invalid."""
+    old, failed, warnings = reports[0], [], []
+    before = rows_of(old)
+    for new in reports[1:]:
+        after = rows_of(new)
+        for condition in conditions:
+            name = condition.row
+            values = _value(before, name, "first"), _value(after, name, "second")
+            if condition.holds(*values):
+                change = f"{_number(values[0])} → {_number(values[1])} ({change_text(*values)})"
+                failed.append(f"{condition.text}: {change}")
+        for which, report in (("first", old), ("second", new)):
+            if conditions and not report.get("detail", {}).get("valid", True):
+                raise ValueError(
+                    f"the {which} run is invalid, its client could not keep up: measure it again."
+                )
+        warnings += _warnings(old, new)
+    return Verdict(tuple(failed), tuple(dict.fromkeys(warnings)))
 
 
 def render(reports: Sequence[Mapping[str, Any]], names: Sequence[str], verdict: Verdict) -> RenderableType:

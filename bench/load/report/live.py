@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.bench.contract import percentile
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.traffic.fleet import Harvest
 
 _RECENT_SECONDS = 15.0

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from baton.bench.load.report.results import LATENCIES
+from baton.bench.load.measurement.summary import LATENCIES
 
 TITLES = {
     "ttft": "TTFT",
@@ -48,20 +48,8 @@ def render(report: Mapping[str, Any]) -> RenderableType:
 def render_sweep(report: Mapping[str, Any]) -> RenderableType:
     """A line for each run."""
     table = Table(title="Sweep", title_justify="left", title_style="bold")
-    columns = (
-        "load",
-        "TTFT p50",
-        "p99",
-        "TTIT p50",
-        "p99",
-        "max",
-        "requests/s",
-        "tokens/s",
-        "good",
-        "failed",
-        "",
-    )
-    for column in columns:
+    numbers = ["TTFT p50", "p99", "TTIT p50", "p99", "max", "requests/s", "tokens/s", "good", "failed"]
+    for column in ("load", *numbers, ""):
         table.add_column(column, justify="left" if column in ("load", "") else "right")
     for run in report["detail"]["points"]:
         rows, detail = rows_of(run), run["detail"]
@@ -149,11 +137,8 @@ def _totals(rows: Rows, detail: Mapping[str, Any]) -> Padding:
     def value(name: str) -> float:
         return rows[name]["value"]
 
-    failed = value("requests.failed")
-    line(
-        "Requests",
-        f"{value('requests.sent'):.0f} sent, {value('requests.ok'):.0f} answered, {failed:.0f} failed",
-    )
+    sent, ok, failed = (value(f"requests.{name}") for name in ("sent", "ok", "failed"))
+    line("Requests", f"{sent:.0f} sent, {ok:.0f} answered, {failed:.0f} failed")
     tokens = f"{value('throughput.output_tokens'):,.1f} output tokens/s"
     if "throughput.input_tokens" in rows:
         tokens += f", {value('throughput.input_tokens'):,.1f} input tokens/s"

@@ -16,10 +16,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from baton.bench.load.target.answer import Answer
-from baton.bench.load.target.exchange import exchange
-from baton.bench.load.target.record import Failure, Record
-from baton.bench.load.target.request import Dialect, Target
+from baton.bench.load.target.answer import Answer, Failure, Record
+from baton.bench.load.target.request import Dialect, Target, exchange
 from baton.bench.load.target.tokenization import WORDS, Composer, Segment, Tokenization
 
 # From all extensions to none. The run uses the first one that the server accepts.

@@ -15,13 +15,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from baton.bench.load.target.answer import Answer
-from baton.bench.load.target.exchange import exchange, new_http_session
-from baton.bench.load.target.record import Failure, Record
-from baton.bench.load.target.request import Target
+from baton.bench.load.target.answer import Answer, Failure, Record
+from baton.bench.load.target.request import Target, exchange, new_http_session
 from baton.bench.load.target.tokenization import Composer, Tokenization
-from baton.bench.load.traffic.arrivals import Arrivals
-from baton.bench.load.traffic.workload import Session, Turn, Workload
+from baton.bench.load.traffic.workload import Arrivals, Session, Turn, Workload
 
 # Timers of uvloop have a resolution of 1 ms. So sleep until shortly before, then poll.
 _SPIN_SECONDS = 0.002

@@ -1,7 +1,8 @@
 """A client process: `python -m baton.bench.load.traffic.client_process`, started by `fleet`.
 
-Life: read the configuration from stdin → write Progress → read when to start → write a record for each
-request that ends → write ClientUsage → exit. When stdin ends, the process ends its requests and exits.
+Messages are length-prefixed msgpack over stdin and stdout. Life: read the `ClientConfig` → write `Progress` →
+read when to start → write a `Record` for each request that ends, and `Progress` every so often → write
+`ClientUsage` → exit. When stdin ends, the process ends its requests and exits.
 """
 
 from __future__ import annotations
@@ -9,18 +10,58 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
 
+from baton.bench.load.target.answer import Record
 from baton.bench.load.traffic.client import Client, ClientConfig
-from baton.bench.load.traffic.wire import ClientUsage, Progress, frame, read_frame
 
 STALL_PERIOD = 0.01
 _PROGRESS_PERIOD = 0.25
+_LENGTH = struct.Struct("<I")
+
+
+class Progress(msgspec.Struct, tag=True):
+    sent: int
+    in_flight: int
+
+
+class ClientUsage(msgspec.Struct, tag=True):
+    """How busy a client process was during the run, in seconds.
+
+    Attributes:
+        waited: the process was ready to run and had no core (Linux only, otherwise 0).
+        stalls: how late a timer of the event loop was, every `STALL_PERIOD`.
+    """
+
+    elapsed: float
+    cpu: float
+    waited: float
+    stalls: list[float]
+
+
+messages = msgspec.msgpack.Decoder(Record | Progress | ClientUsage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Any) -> bytes:
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """None at the end of the stream."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError:
+        return None
 
 
 async def main() -> None:

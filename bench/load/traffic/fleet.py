@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.bench.load.target.record import Failure, Record
+from baton.bench.load.target.answer import Failure, Record
 from baton.bench.load.traffic.client import ClientConfig
-from baton.bench.load.traffic.wire import ClientUsage, Progress, frame, messages, read_frame
+from baton.bench.load.traffic.client_process import ClientUsage, Progress, frame, messages, read_frame
 
 _HEADSTART_SECONDS = 0.2  # so that all clients know the start before it
 _STOP_SECONDS = 10.0

@@ -1,16 +1,133 @@
-"""What is sent: sessions of one or more turns, as a pure function of their index.
+"""What is sent and when: pure functions of a specification and a seed.
 
-`Synthetic` draws sessions from distributions. `Listed` holds the sessions of a data set or a trace. Both give
-the same session for an index in every process.
+Sessions of one or more turns follow from their index. `Synthetic` draws them from distributions. `Listed`
+holds the sessions of a data set or a trace. `Arrivals` has the times of an open loop. Every client process
+computes the same sessions and times, and takes its share of them. A closed loop has no times: a user starts
+its next session when the last one ended.
 """
 
 from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from baton.bench.load.target.tokenization import Segment
-from baton.bench.load.traffic.distribution import Distribution
+
+SYNTAX = "N | uniform:LOW,HIGH | normal:MEAN,SD | lognormal:MEDIAN,SIGMA | exponential:MEAN"
+_ARGUMENTS = {"fixed": 1, "uniform": 2, "normal": 2, "lognormal": 2, "exponential": 1}
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """A distribution of non-negative numbers. `SYNTAX` says what the parameters of each kind mean."""
+
+    kind: str
+    parameters: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> Distribution:
+        """Raises ValueError that names `option`, the flag with this text."""
+        kind, colon, rest = text.strip().partition(":")
+        if not colon:
+            kind, rest = "fixed", kind
+        try:
+            parameters = tuple(float(x) for x in rest.split(","))
+        except ValueError:
+            parameters = ()
+        if (
+            len(parameters) != _ARGUMENTS.get(kind)
+            or not all(math.isfinite(x) and x >= 0 for x in parameters)
+            or (kind == "uniform" and parameters[0] > parameters[1])
+        ):
+            raise ValueError(f"{option} {text!r} is not a distribution. Write {SYNTAX}, with numbers ≥ 0.")
+        return cls(kind, parameters)
+
+    def draw(self, rng: np.random.Generator) -> float:
+        p = self.parameters
+        match self.kind:
+            case "fixed":
+                return p[0]
+            case "uniform":
+                return float(rng.uniform(p[0], p[1]))
+            case "normal":
+                return max(0.0, float(rng.normal(p[0], p[1])))
+            case "lognormal":
+                return float(p[0] * np.exp(rng.normal(0.0, p[1])))
+            case "exponential":
+                return float(rng.exponential(p[0]))
+        raise AssertionError(f"unknown distribution {self.kind}")
+
+    def draw_length(self, rng: np.random.Generator, least: int = 1) -> int:
+        """A whole number of tokens. Both ends of `uniform` are as likely as the numbers between."""
+        if self.kind == "uniform":
+            return max(least, int(rng.integers(round(self.parameters[0]), round(self.parameters[1]) + 1)))
+        return max(least, round(self.draw(rng)))
+
+    @property
+    def least(self) -> float:
+        """The smallest possible number."""
+        return self.parameters[0] if self.kind in ("fixed", "uniform") else 0.0
+
+    def __str__(self) -> str:
+        numbers = ",".join(f"{x:g}" for x in self.parameters)
+        return numbers if self.kind == "fixed" else f"{self.kind}:{numbers}"
+
+
+ArrivalKind = Literal["poisson", "constant", "gamma", "ramp"]
+
+
+class Arrivals(msgspec.Struct, frozen=True):
+    """An open loop of `rate` sessions a second.
+
+    `gamma` draws gaps with the shape `burstiness`, as vLLM's `--burstiness`: 1 is Poisson, less is burstier,
+    more is smoother. `ramp` is a Poisson process. Its rate changes evenly from `rate` to `ramp_to` within
+    `ramp_seconds` and stays there.
+    """
+
+    kind: ArrivalKind
+    rate: float
+    burstiness: float = 1.0
+    ramp_to: float = 0.0
+    ramp_seconds: float = 0.0
+
+    def times(self, seed: int) -> Iterator[float]:
+        """Seconds since the start of the run, ascending, without end."""
+        if self.kind == "constant":
+            yield from (k / self.rate for k in itertools.count())
+        now = 0.0
+        for gap in _unit_gaps(seed, self.burstiness if self.kind == "gamma" else 1.0):
+            now += gap
+            yield self._ramped(now) if self.kind == "ramp" else now / self.rate
+
+    def _ramped(self, expected: float) -> float:
+        """The time by which `expected` arrivals are due: the inverse of the integrated rate."""
+        slope = (self.ramp_to - self.rate) / self.ramp_seconds
+        within = (self.rate + self.ramp_to) / 2 * self.ramp_seconds
+        if expected >= within:
+            return self.ramp_seconds + (expected - within) / self.ramp_to
+        if slope == 0:
+            return expected / self.rate
+        return (math.sqrt(self.rate**2 + 2 * slope * expected) - self.rate) / slope
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "gamma":
+                return f"gamma {self.rate:g}/s, burstiness {self.burstiness:g}"
+            case "ramp":
+                return f"ramp {self.rate:g} → {self.ramp_to:g}/s in {self.ramp_seconds:g} s"
+        return f"{self.kind} {self.rate:g}/s"
+
+
+def _unit_gaps(seed: int, shape: float) -> Iterator[float]:
+    """Gaps with mean 1."""
+    rng = np.random.default_rng([seed, 1])
+    while True:
+        yield from rng.gamma(shape, 1.0 / shape, 1024).tolist()
+
 
 PRESETS = {"2000/150": ("2000", "150"), "256/64": ("256", "64")}  # input, output tokens
 DEFAULT_PRESET = "256/64"

@@ -36,7 +36,7 @@ def run(doctor: DoctorOptions, endpoint: EndpointOptions, output: StatusOptions)
 
 def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Finding]:
     if doctor.listen is not None or doctor.peer is not None:
-        from baton.rpc import load_secret
+        from baton.rpc.auth import load_secret
 
         secret = load_secret(doctor.cluster_secret_file)
         yield from listen(doctor, secret) if doctor.listen is not None else send(doctor, secret)

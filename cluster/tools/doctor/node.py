@@ -188,7 +188,7 @@ def ports(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def secret(options: DoctorOptions) -> Iterator[Finding]:
-    from baton.rpc import load_secret
+    from baton.rpc.auth import load_secret
 
     path = options.cluster_secret_file
     if path is None and "BATON_CLUSTER_SECRET" not in os.environ:

@@ -125,7 +125,7 @@ class Speeds:
         self._step_products = cache(self._products_of_step)  # a simulation asks for each batch often
 
     def prefill(self, uncached: int, cached: int = 0) -> float:
-        """Seconds to compute one prompt. Implements `simulator.worker.Speed`."""
+        """Seconds to compute one prompt. Implements `simulator.prefill.Speed`."""
         pairs = uncached * (cached + uncached / 2)
         least = self._products(1) * self._read(uncached)  # even a short prompt reads the weights
         attention = self._quadratic * self._seen(uncached, pairs) * self._attention

@@ -27,20 +27,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import KV, launch, parts
+from baton.engine.kernels import KV, parts
 from baton.engine.kernels.attention.online_softmax import (
     LOG2_E,
     any_tile,
-    cache_tiles,
+    cache_of,
     first_seen,
     logarithm,
     normalized,
     of_pairs,
     span_options,
-    values_of,
     whole_tile,
 )
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.model_config import Span
 
 # Measured on an H200.
@@ -103,21 +102,15 @@ def decode_attention(
     int32; `span` is that of `pieces`; sinks [num_heads]. `scale` multiplies the products of queries and
     keys."""
     requests, num_heads, head_dim = q.shape
-    cache, scales = parts(kv)
-    _, num_blocks, block_size, num_kv_heads, _ = cache.shape
-    group = num_heads // num_kv_heads
+    shape, cache, slots = cache_of(kv, BLOCK_N)
+    group = num_heads // shape.kv_heads
     count = len(pieces.work)
     partial = torch.empty((count, num_heads, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((count, num_heads), dtype=torch.float32, device=q.device)
-    values = values_of(cache, fp8=scales is not None)
     few = requests <= FEW_REQUESTS
-    _split[(num_kv_heads, count)](
+    _split[(shape.kv_heads, count)](
         q,
-        cache,
-        values,
-        cache_tiles(cache, BLOCK_N, block_size),
-        cache_tiles(values, BLOCK_N, block_size),
-        cache if scales is None else scales,
+        *cache,
         block_tables,
         pieces.work,
         pieces.first,
@@ -130,20 +123,17 @@ def decode_attention(
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
-        num_blocks * block_size,
-        BLOCK_SIZE=block_size,
-        KV_HEADS=num_kv_heads,
+        slots,
+        SHAPE=shape,
         GROUP=group,
-        HEAD_DIM=head_dim,
         ROWS=max(ROWS, triton.next_power_of_2(group)),
         COMBINED=0 if few else max(1, COMBINED_LAST // triton.next_power_of_2(group)),
         BLOCK_N=BLOCK_N,
-        FP8=scales is not None,
         SPAN=span is not None,
         SINKS=sinks is not None,
-        num_warps=max(1, head_dim * cache.itemsize // BYTES_PER_WARP),
+        num_warps=max(1, head_dim * parts(kv)[0].itemsize // BYTES_PER_WARP),
         num_stages=STAGES,
-        **launch.options(),
+        **launch_options(),
     )
     if few:
         _combine[(requests, num_heads)](
@@ -156,7 +146,7 @@ def decode_attention(
             HEAD_DIM=head_dim,
             COMBINED=COMBINED,
             num_warps=1,
-            **launch.options(),
+            **launch_options(),
         )
 
 
@@ -233,19 +223,16 @@ def _split(
     out_stride,
     table_stride,
     slots,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    SHAPE: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     COMBINED: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
     SPAN: tl.constexpr,
     SINKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
     kv_head = tl.program_id(0)  # the heads of a piece run at once, since they are neighbours in memory
     piece = tl.program_id(1)
     request = tl.load(work + piece * 3).to(tl.int64)
@@ -261,12 +248,13 @@ def _split(
     first_piece = tl.load(first + request)
     pieces = tl.load(first + request + 1) - first_piece
 
+    cache = keys, values, key_tiles, value_tiles, kv_scales, slots, kv_head
     table = block_tables + request * table_stride
     m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    WIDTH: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if SHAPE.fp8 else HEAD_DIM
     # With FP8 these are for the lower and the upper numbers of pairs, else `acc` has all.
     acc, upper_acc = tl.zeros([WIDTH, ROWS], tl.float32), tl.zeros([WIDTH, ROWS], tl.float32)
-    queries, scale = normalized(queries, scale, FP8)
+    queries, scale = normalized(queries, scale, SHAPE.fp8)
     queries = tl.trans(queries)
     if SINKS:
         sink = tl.load(sinks + heads, mask=used, other=0.0).to(tl.float32) * LOG2_E
@@ -275,44 +263,39 @@ def _split(
     if SPAN:
         unaligned = begin % BLOCK_N
         if unaligned != 0:
-            k, v, k_scale, v_scale, inside = any_tile(
-                keys, values, kv_scales, table, begin - unaligned, stop, slots, kv_head,
-                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-            )  # fmt: skip
+            tile, inside = any_tile(cache, table, begin - unaligned, stop, SHAPE, BLOCK_N)
             seen = inside & (tl.arange(0, BLOCK_N) >= unaligned)
-            m, total, acc, upper_acc = attend(
-                queries, k, v, k_scale, v_scale, seen, m, total, acc, upper_acc, scale, True, FP8
-            )
+            m, total, acc, upper_acc = attend(queries, tile, seen, m, total, acc, upper_acc, scale, SHAPE.fp8)
             begin = tl.minimum(begin - unaligned + BLOCK_N, stop)
     last = begin + (stop - begin) // BLOCK_N * BLOCK_N
     for start in tl.range(begin, last, BLOCK_N):
-        k, v, k_scale, v_scale = whole_tile(
-            keys, values, key_tiles, value_tiles, kv_scales, table, start, stop, slots, kv_head,
-            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-        )  # fmt: skip
-        m, total, acc, upper_acc = attend(
-            queries, k, v, k_scale, v_scale, None, m, total, acc, upper_acc, scale, False, FP8
-        )
+        tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
+        m, total, acc, upper_acc = attend(queries, tile, None, m, total, acc, upper_acc, scale, SHAPE.fp8)
     if last < stop:
-        k, v, k_scale, v_scale, inside = any_tile(
-            keys, values, kv_scales, table, last, stop, slots, kv_head,
-            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-        )  # fmt: skip
-        m, total, acc, upper_acc = attend(
-            queries, k, v, k_scale, v_scale, inside, m, total, acc, upper_acc, scale, True, FP8
-        )
-    result = tl.interleave(tl.trans(acc), tl.trans(upper_acc)) if FP8 else tl.trans(acc)
+        tile, inside = any_tile(cache, table, last, stop, SHAPE, BLOCK_N)
+        m, total, acc, upper_acc = attend(queries, tile, inside, m, total, acc, upper_acc, scale, SHAPE.fp8)
+    result = tl.interleave(tl.trans(acc), tl.trans(upper_acc)) if SHAPE.fp8 else tl.trans(acc)
     result /= tl.where(total == 0.0, 1.0, total)[:, None]  # 0: the piece of a padding request
-    to_row, count = out + request * out_stride, finished + request * KV_HEADS + kv_head
+    to_row, count = out + request * out_stride, finished + request * SHAPE.kv_heads + kv_head
     if pieces == 1:
         tl.store(to_row + in_row, result.to(out.dtype.element_ty), mask=used[:, None])
     else:
-        to = piece.to(tl.int64) * KV_HEADS * GROUP
+        to = piece.to(tl.int64) * SHAPE.kv_heads * GROUP
         tl.store(partial + to * HEAD_DIM + in_row, result, mask=used[:, None])
         tl.store(lse + to + heads, m + tl.log2(total), mask=used)
         if COMBINED:
             _combine_last(
-                partial, lse, count, to_row, first_piece, pieces, kv_head, KV_HEADS, GROUP, HEAD_DIM, COMBINED
+                partial,
+                lse,
+                count,
+                to_row,
+                first_piece,
+                pieces,
+                kv_head,
+                SHAPE.kv_heads,
+                GROUP,
+                HEAD_DIM,
+                COMBINED,
             )
 
 
@@ -340,24 +323,11 @@ def _combine_last(
 
 
 @triton.jit
-def attend(
-    queries,
-    k,
-    v,
-    k_scale,
-    v_scale,
-    seen,
-    m,
-    total,
-    acc,
-    upper_acc,
-    scale,
-    MASKED: tl.constexpr,
-    FP8: tl.constexpr,
-):
+def attend(queries, tile, seen, m, total, acc, upper_acc, scale, FP8: tl.constexpr):
     """Adds a tile, for queries [head_dim, rows]. Keys and dimensions are the large sides of the products, so
-    that few rows waste little of them. With MASKED, only the keys in `seen` [keys] count. Returns the new m,
+    that few rows waste little of them. Only the keys in `seen` [keys] count; None: all. Returns the new m,
     total, acc and upper_acc."""
+    k, v, k_scale, v_scale = tile
     shift, inverse = logarithm(v_scale, FP8)
     upper = v
     if FP8:
@@ -369,7 +339,7 @@ def attend(
         scores = scores * k_scale[:, None] + shift[:, None]
     else:
         scores *= scale
-    if MASKED:
+    if seen is not None:
         scores = tl.where(seen[:, None], scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, axis=0))
     weights = tl.exp2(scores - new_m[None, :])
@@ -392,9 +362,8 @@ def _combine(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     COMBINED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     request = tl.program_id(0)
     begin = tl.load(first + request)
     pieces = tl.load(first + request + 1) - begin

@@ -22,34 +22,51 @@ remove. Products of float32 take three passes of the tensor cores (TF32 and its 
 alone has 10 bits of mantissa.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.engine.kernels.attention.paged import KV, parts
+from baton.engine.kernels.launch import COMPILED
 from baton.engine.model_config import Span
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_QUERY = tl.constexpr(2.0**-120)  # counts as the largest number of queries that are zeros
 
 
-def values_of(cache: Tensor, *, fp8: bool) -> Tensor:
-    """The cache as kernels read its values: in FP8 as pairs, int16."""
-    return cache.view(torch.int16) if fp8 else cache
+class CacheShape(NamedTuple):
+    """What a kernel knows of the cache when it is compiled."""
+
+    block_size: int
+    kv_heads: int
+    head_dim: int
+    fp8: bool
 
 
-def cache_tiles(kv: Tensor, block_n: int, block_size: int) -> Tensor | TensorDescriptor:
-    """The cache as a matrix with one row per slot, first of all keys, then of all values. A load fetches
-    `block_n` rows of one head. If a tile may be in two blocks, the copy engine cannot load it: then the cache
-    itself."""
+def cache_of(kv: KV, block_n: int) -> tuple[CacheShape, tuple[Any, ...], int]:
+    """The shape of the cache, the arguments of a kernel that reads it with tiles of `block_n` keys, and the
+    number of slots. The arguments: keys, values, tiles of both, and scales.
+
+    Values in FP8 are pairs, int16. Tiles are those of a matrix with one row per slot, first of all keys, then
+    of all values. A load fetches `block_n` rows of one head. If a tile may be in two blocks, the copy engine
+    cannot load it: then they are the cache itself."""
+    keys, scales = parts(kv)
+    values = keys if scales is None else keys.view(torch.int16)
+    _, num_blocks, block_size, kv_heads, head_dim = keys.shape
+    shape = CacheShape(block_size, kv_heads, head_dim, scales is not None)
+    tiles = _tiles(keys, block_n), _tiles(values, block_n)
+    return shape, (keys, values, *tiles, keys if scales is None else scales), num_blocks * block_size
+
+
+def _tiles(kv: Tensor, block_n: int) -> Tensor | TensorDescriptor:
+    _, _, block_size, kv_heads, width = kv.shape
     if block_size % block_n:
         return kv
-    kv_heads, head_dim = kv.shape[3:]
-    return TensorDescriptor.from_tensor(kv.view(-1, kv_heads * head_dim), [block_n, head_dim])
+    return TensorDescriptor.from_tensor(kv.view(-1, kv_heads * width), [block_n, width])
 
 
 def span_options(span: Span | None) -> dict[str, Any]:
@@ -69,27 +86,17 @@ def first_seen(position, SPAN: tl.constexpr, CHUNKED: tl.constexpr):
 
 
 @triton.jit
-def any_tile(
-    keys,
-    values,
-    scales,
-    table,
-    start,
-    stop,
-    slots,
-    kv_head,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
-):
-    """Keys and values of positions [start, start + BLOCK_N), the scales of both, and whether each position is
-    before `stop`. Positions from `stop` on have value 0 and any key.
+def any_tile(cache, table, start, stop, SHAPE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Positions [start, start + BLOCK_N) of a KV head: keys, values, and the scales of both; and whether each
+    position is before `stop`. Positions from `stop` on have value 0 and any key.
 
-    `keys` is the cache, `values` is its `values_of`, and `scales` is that of `Fp8KV`. Without FP8 a scale is
-    1. If a tile is in one block, `start` is a multiple of BLOCK_N."""
-    WIDTH: tl.constexpr = HEAD_DIM // 2 if FP8 else HEAD_DIM
+    `cache` has the arguments and the slots of `cache_of`, and the KV head. Without FP8 a scale is 1. If a
+    tile is in one block, `start` is a multiple of BLOCK_N."""
+    keys, values, _, _, scales, slots, kv_head = cache
+    BLOCK_SIZE: tl.constexpr = SHAPE.block_size
+    KV_HEADS: tl.constexpr = SHAPE.kv_heads
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if SHAPE.fp8 else HEAD_DIM
     offsets = tl.arange(0, BLOCK_N)
     positions = start + offsets
     inside = positions < stop
@@ -104,60 +111,40 @@ def any_tile(
     k = tl.load(keys + tl.arange(0, HEAD_DIM)[None, :])
     v = tl.load(values + tl.arange(0, WIDTH)[None, :], mask=inside[:, None], other=0)
     k_scale, v_scale = 1.0, 1.0
-    if FP8:
+    if SHAPE.fp8:
         of_keys = scales + (block * (KV_HEADS - 1) + kv_head) * BLOCK_SIZE + rows
         k_scale = tl.load(of_keys)
         v_scale = tl.load(of_keys + slots.to(tl.int64) * KV_HEADS, mask=inside, other=1.0)
-    return k, v, k_scale, v_scale, inside
+    return (k, v, k_scale, v_scale), inside
 
 
 @triton.jit
-def whole_tile(
-    keys,
-    values,
-    key_tiles,
-    value_tiles,
-    scales,
-    table,
-    start,
-    stop,
-    slots,
-    kv_head,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FP8: tl.constexpr,
-):
+def whole_tile(cache, table, start, stop, SHAPE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Keys, values and scales as `any_tile`, of positions that are all before `stop`. The copy engine loads
-    them from `cache_tiles`, if a tile is in one block."""
+    them, if a tile is in one block."""
+    BLOCK_SIZE: tl.constexpr = SHAPE.block_size
     if BLOCK_SIZE % BLOCK_N == 0:
-        PACKED: tl.constexpr = 2 if FP8 else 1
+        _, _, key_tiles, value_tiles, scales, slots, kv_head = cache
+        PACKED: tl.constexpr = 2 if SHAPE.fp8 else 1
         block = tl.load(table + start // BLOCK_SIZE)
         row = block * BLOCK_SIZE + start % BLOCK_SIZE
         k_scale, v_scale = 1.0, 1.0
-        if FP8:
-            of_keys = scales + (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE
+        if SHAPE.fp8:
+            of_keys = scales + (block.to(tl.int64) * SHAPE.kv_heads + kv_head) * BLOCK_SIZE
             of_keys += start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-            k_scale, v_scale = tl.load(of_keys), tl.load(of_keys + slots.to(tl.int64) * KV_HEADS)
-        k = key_tiles.load([row, kv_head * HEAD_DIM])
-        v = value_tiles.load([row + slots, kv_head * (HEAD_DIM // PACKED)])
+            k_scale, v_scale = tl.load(of_keys), tl.load(of_keys + slots.to(tl.int64) * SHAPE.kv_heads)
+        k = key_tiles.load([row, kv_head * SHAPE.head_dim])
+        v = value_tiles.load([row + slots, kv_head * (SHAPE.head_dim // PACKED)])
+        tile = k, v, k_scale, v_scale
     else:
-        k, v, k_scale, v_scale, _ = any_tile(
-            keys, values, scales, table, start, stop, slots, kv_head,
-            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-        )  # fmt: skip
-    return k, v, k_scale, v_scale
+        tile, _ = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
+    return tile
 
 
 @triton.jit
 def power_of_two(x):
     """The largest power of two up to x, positive float32."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-COMPILED = tl.constexpr(isinstance(power_of_two, JITFunction))
-"""False: the interpreter runs the kernels. It has no PTX."""
 
 
 @triton.jit

@@ -55,6 +55,14 @@ def parts(kv: KV) -> tuple[Tensor, Tensor | None]:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMSNorm of each query and key head before it is rotated (Qwen3)."""
+
+    scale: Tensor  # [num_heads + num_kv_heads, head_dim]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where one step reads and writes KV. Queries that decode come first, in the rows [0, num_decodes), each
     as a request of its own. The chunks of prefills follow, one after the other.
@@ -183,17 +191,16 @@ def _minus_infinity(where: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(where.shape, dtype=dtype).masked_fill_(where, float("-inf"))
 
 
-def paged_attention(q: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None, scale: float | None) -> Tensor:
+def paged_attention(q: Tensor, kv: KV, plan: TorchPlan, sinks: Tensor | None, scale: float) -> Tensor:
     """Every query of q [tokens, num_heads, head_dim] attends to the positions of its request that it sees.
     The layer's cache `kv` holds all of them already. sinks [num_heads]: a logit for each head. `scale`
-    multiplies the products of queries and keys; None: 1 / √head_dim. Returns [tokens, num_heads,
-    head_dim]."""
+    multiplies the products of queries and keys. Returns [tokens, num_heads, head_dim]."""
     parts = [_decode(q[group.rows], kv, group, sinks, scale) for group in plan.decodes]
     parts += [_prefill(q[group.rows], kv, group, sinks, scale) for group in plan.prefills]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _decode(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, scale: float | None) -> Tensor:
+def _decode(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, scale: float) -> Tensor:
     requests, num_heads, head_dim = q.shape
     seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)
     num_kv_heads = seen.shape[2]
@@ -207,7 +214,7 @@ def _decode(q: Tensor, kv: KV, group: DecodeGroup, sinks: Tensor | None, scale: 
     return out.reshape(requests, num_heads, head_dim)
 
 
-def _prefill(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale: float | None) -> Tensor:
+def _prefill(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale: float) -> Tensor:
     seen = gathered(kv, group.blocks, q.dtype).flatten(1, 2)[:, : group.padded]
     seen[:, group.length :] = 0
     keys, values = seen.transpose(1, 2)
@@ -217,7 +224,7 @@ def _prefill(q: Tensor, kv: KV, group: PrefillGroup, sinks: Tensor | None, scale
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, scale: float
 ) -> Tensor:
     """q [batch, heads, queries, head_dim]; sinks like [heads, queries]. Without a mask, it is causal."""
     # What `scaled_dot_product_attention` calls on a CPU, and the logarithm of the softmax's sum as well.

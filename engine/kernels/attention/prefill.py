@@ -27,17 +27,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import KV, parts
+from baton.engine.kernels import KV
 from baton.engine.kernels.attention.online_softmax import (
     LOG2_E,
     any_tile,
-    cache_tiles,
+    cache_of,
     first_seen,
     logarithm,
     normalized,
     of_pairs,
     span_options,
-    values_of,
     whole_tile,
 )
 from baton.engine.kernels.attention.tiles import SHORT, TILE_FIELDS, Shape
@@ -75,25 +74,19 @@ def prefill_attention(
     heads; block_tables [requests, blocks] int32; sinks [num_heads]. `scale` multiplies the products of
     queries and keys."""
     _, num_heads, head_dim = q.shape
-    cache, scales = parts(kv)
-    _, num_blocks, block_size, num_kv_heads, _ = cache.shape
     (block_m, block_n, warps), stages = tiles.shape, STAGES
     if q.dtype is torch.float32 or head_dim > 128:  # larger tiles do not fit into shared memory
         block_n, stages = SHORT.block_n, 1
-    values = values_of(cache, fp8=scales is not None)
+    shape, cache, slots = cache_of(kv, block_n)
     split = tiles.finished is not None and span is None
     partial = lse = finished = out  # not used
     if tiles.finished is not None and span is None:
-        finished, places = tiles.finished, len(tiles.finished) * num_kv_heads * block_m
+        finished, places = tiles.finished, len(tiles.finished) * shape.kv_heads * block_m
         partial = torch.empty((places, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(places, dtype=torch.float32, device=q.device)
-    _prefill[(len(tiles.work), num_kv_heads)](
+    _prefill[(len(tiles.work), shape.kv_heads)](
         q,
-        cache,
-        values,
-        cache_tiles(cache, block_n, block_size),
-        cache_tiles(values, block_n, block_size),
-        cache if scales is None else scales,
+        *cache,
         block_tables,
         tiles.work,
         out,
@@ -105,15 +98,12 @@ def prefill_attention(
         q.stride(0),
         out.stride(0),
         block_tables.stride(0),
-        num_blocks * block_size,
-        BLOCK_SIZE=block_size,
-        KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim,
+        slots,
+        SHAPE=shape,
+        GROUP=num_heads // shape.kv_heads,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         MASKED_N=MASKED_N,
-        FP8=scales is not None,
         SINKS=sinks is not None,
         SPLIT=split,
         **span_options(span),
@@ -142,28 +132,26 @@ def _prefill(
     out_stride,
     table_stride,
     slots,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    SHAPE: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED_N: tl.constexpr,
-    FP8: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0) * FIELDS
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    work = tiles + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
-    request = tl.load(tile).to(tl.int64)
-    row = tl.load(tile + 1).to(tl.int64)
-    tokens = tl.load(tile + 2)
-    first = tl.load(tile + 3)
+    request = tl.load(work).to(tl.int64)
+    row = tl.load(work + 1).to(tl.int64)
+    tokens = tl.load(work + 2)
+    first = tl.load(work + 3)
     stop = first + tokens
     if SPAN:
-        tokens = tl.where(tl.load(tile + 5) == stop, tokens, 0)
+        tokens = tl.where(tl.load(work + 5) == stop, tokens, 0)
     if tokens == 0:
         return
 
@@ -179,24 +167,24 @@ def _prefill(
     whole = (first + 1) // BLOCK_N * BLOCK_N  # the causal mask hides no key before this position
     begin, end, pieces = 0, stop, 1
     if SPLIT:
-        begin, end, pieces = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 8)
+        begin, end, pieces = tl.load(work + 4), tl.load(work + 5), tl.load(work + 8)
         whole = tl.minimum(whole, end)
     m = tl.full([BLOCK_M], LEAST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # the first piece has the sink in its sum
         m = tl.where(begin == 0, tl.load(sinks + head).to(tl.float32) * LOG2_E, m)
         total += tl.where(begin == 0, 1.0, 0.0)
+    cache = keys, values, key_tiles, value_tiles, kv_scales, slots, kv_head
+    table = block_tables + request * table_stride
     m, total, result = _attend_to(
-        queries, m, total, keys, values, key_tiles, value_tiles, kv_scales,
-        block_tables + request * table_stride,
-        first, tl.minimum(first + token, stop - 1), begin, whole, end, stop, scale, slots, kv_head,
-        BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, MASKED_N, FP8, SPAN, CHUNKED,
+        queries, m, total, cache, table, first, tl.minimum(first + token, stop - 1), begin, whole, end, stop,
+        scale, SHAPE, BLOCK_N, MASKED_N, SPAN, CHUNKED,
     )  # fmt: skip
     result /= total[:, None]
     is_last = True
     if pieces > 1:
         result, is_last = _put_together(
-            result, m + tl.log2(total), partial, lse, finished, tile, pieces, kv_head, KV_HEADS
+            result, m + tl.log2(total), partial, lse, finished, work, pieces, kv_head, SHAPE.kv_heads
         )
     if is_last:
         tl.store(out + row_of * out_stride + in_row, result.to(out.dtype.element_ty), mask=used)
@@ -207,11 +195,7 @@ def _attend_to(
     queries,
     m,
     total,
-    keys,
-    values,
-    key_tiles,
-    value_tiles,
-    kv_scales,
+    cache,
     table,
     first,
     query_positions,
@@ -220,48 +204,35 @@ def _attend_to(
     end,
     stop,
     scale,
-    slots,
-    kv_head,
-    BLOCK_SIZE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED_N: tl.constexpr,
-    FP8: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
     """Adds the keys [begin, end), of which the causal mask hides none before `whole`. Returns m, total, and
     the weighted sum of values."""
     first_keys = first_seen(query_positions, SPAN, CHUNKED)[:, None]
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
     acc = tl.zeros([queries.shape[0], HEAD_DIM], tl.float32)
-    queries, scale = normalized(queries, scale, FP8)
+    queries, scale = normalized(queries, scale, SHAPE.fp8)
     if SPAN:
         skipped = first_seen(first, SPAN, CHUNKED) // BLOCK_N * BLOCK_N
         begin = tl.minimum(tl.cdiv(first_seen(stop - 1, SPAN, CHUNKED), BLOCK_N) * BLOCK_N, whole)
         for start in tl.range(skipped, begin, BLOCK_N):
-            k, v, k_scale, v_scale, _ = any_tile(
-                keys, values, kv_scales, table, start, stop, slots, kv_head,
-                BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-            )  # fmt: skip
+            tile, _ = any_tile(cache, table, start, stop, SHAPE, BLOCK_N)
             seen = (start + tl.arange(0, BLOCK_N))[None, :] >= first_keys
-            m, total, acc = attend(queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, True, FP8)
+            m, total, acc = attend(queries, tile, seen, m, total, acc, scale, SHAPE.fp8)
     for start in tl.range(begin, whole, BLOCK_N):
-        k, v, k_scale, v_scale = whole_tile(
-            keys, values, key_tiles, value_tiles, kv_scales, table, start, stop, slots, kv_head,
-            BLOCK_SIZE, KV_HEADS, HEAD_DIM, BLOCK_N, FP8,
-        )  # fmt: skip
-        m, total, acc = attend(queries, k, v, k_scale, v_scale, None, m, total, acc, scale, False, FP8)
+        tile = whole_tile(cache, table, start, stop, SHAPE, BLOCK_N)
+        m, total, acc = attend(queries, tile, None, m, total, acc, scale, SHAPE.fp8)
     for start in tl.range(whole, end, MASKED_N):
-        k, v, k_scale, v_scale, inside = any_tile(
-            keys, values, kv_scales, table, start, stop, slots, kv_head,
-            BLOCK_SIZE, KV_HEADS, HEAD_DIM, MASKED_N, FP8,
-        )  # fmt: skip
+        tile, inside = any_tile(cache, table, start, stop, SHAPE, MASKED_N)
         positions = start + tl.arange(0, MASKED_N)
         seen = (positions[None, :] <= query_positions[:, None]) & inside[None, :]
         if SPAN:
             seen &= positions[None, :] >= first_keys
-        m, total, acc = attend(queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, True, FP8)
+        m, total, acc = attend(queries, tile, seen, m, total, acc, scale, SHAPE.fp8)
     return m, total, acc
 
 
@@ -298,11 +269,10 @@ def _put_together(result, own_lse, partial, lse, finished, tile, pieces, kv_head
 
 
 @triton.jit
-def attend(
-    queries, k, v, k_scale, v_scale, seen, m, total, acc, scale, MASKED: tl.constexpr, FP8: tl.constexpr
-):
-    """Adds a tile. With MASKED, a query sees only the keys in `seen` [queries, keys]. Returns the new m,
-    total and acc."""
+def attend(queries, tile, seen, m, total, acc, scale, FP8: tl.constexpr):
+    """Adds a tile. A query sees only the keys in `seen` [queries, keys]; None: all. Returns the new m, total
+    and acc."""
+    k, v, k_scale, v_scale = tile
     shift, inverse = logarithm(v_scale, FP8)
     if FP8:
         k = k.to(queries.dtype)
@@ -313,7 +283,7 @@ def attend(
     scores = tl.dot(queries, tl.trans(k), input_precision="tf32x3")
     if FP8:
         scores = scores * k_scale[None, :] + shift[None, :]
-    if MASKED:
+    if seen is not None:
         scores = tl.where(seen, scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, axis=1) * scale)
     weights = tl.exp2(scores * scale - new_m[:, None])

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import KV, HeadNorm, launch, parts
+from baton.engine.kernels import KV, HeadNorm, parts
 from baton.engine.kernels.fp8 import scale_of
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 
 MANY = 1024  # tokens; from this number on, a program handles TOKENS of them
 TOKENS = 4
@@ -50,7 +50,7 @@ def rope_and_write(qkv: Tensor, rotary: Tensor, norm: HeadNorm | None, kv: KV, s
         FP8=scales is not None,
         TOKENS=tokens_each,
         num_warps=tokens_each,
-        **launch.options(),
+        **launch_options(),
     )
 
 
@@ -73,9 +73,8 @@ def _rope_and_write(
     NORM: tl.constexpr,
     FP8: tl.constexpr,
     TOKENS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     kv_head = tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
     token_size: tl.constexpr = (GROUP + 2) * KV_HEADS * HEAD_DIM

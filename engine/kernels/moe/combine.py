@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 
 BLOCK = 1024  # columns of a program
 
@@ -31,7 +30,7 @@ def combine(y: Tensor, weights: Tensor, shared: Tensor | None, *, weighted: bool
         WEIGHTED=weighted,
         BLOCK=BLOCK,
         num_warps=4,
-        **launch.options(),
+        **launch_options(),
     )
     return out
 
@@ -46,9 +45,8 @@ def _combine(
     CHOSEN: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -5,14 +5,33 @@ mix:   sort the tokens by expert ─▶ the products of each expert that has tok
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import Experts
+from baton.engine.kernels.quantized.reference import Fp8Experts
 from baton.engine.model_config import ClampedSwiGLU, Scoring
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """The experts of one layer that this rank holds, and how a token chooses among all experts."""
+
+    gate_up: Tensor | Fp8Experts  # [held, 2 * inner, size]
+    down: Tensor | Fp8Experts  # [held, size, inner]
+    num_chosen: int
+    """Experts of a token."""
+    scoring: Scoring
+    """Defines their weights."""
+    first: int = 0
+    """The first expert that is held. Those that are not add nothing to the sum."""
+    gate_up_bias: Tensor | None = None  # [held, 2 * inner]
+    down_bias: Tensor | None = None  # [held, size]
+    activation: ClampedSwiGLU | None = None
+    """In place of silu(gate) * up."""
 
 
 class Routing(NamedTuple):

@@ -26,9 +26,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized, launch
+from baton.engine.kernels import FP8, FP8_GROUP, Fp8Experts, Quantized
 from baton.engine.kernels.fp8 import group_scales, outer_scales
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.moe.shuffle import Shuffled
 from baton.engine.kernels.silu import swiglu
 from baton.engine.model_config import ClampedSwiGLU
@@ -149,7 +149,7 @@ def grouped_linear(
         SWAPPED=shape.swapped,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        **launch.options(),
+        **launch_options(),
     )
     return out
 
@@ -184,9 +184,8 @@ def _grouped_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAPPED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     of_group = group * tl.cdiv(columns, BLOCK_N)  # programs
     in_group = tl.program_id(0) % of_group
     tile = tl.program_id(0) // of_group * group + in_group % group

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.model_config import Scoring
 
 BLOCK = 1024  # logits of a program
@@ -68,7 +67,7 @@ def shuffle(
         SIGMOID=scoring is Scoring.SIGMOID_ON_INPUT,
         NORMALIZED=scoring is Scoring.NORMALIZED_SOFTMAX,
         num_warps=4,
-        **launch.options(),
+        **launch_options(),
     )
     return Shuffled(weights, counts[held.start : held.stop], pairs, experts)
 
@@ -90,9 +89,8 @@ def _shuffle(
     HELD: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     token, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     real = token < tokens
     inside = real[:, None] & (expert < experts)[None, :]

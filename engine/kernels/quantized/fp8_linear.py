@@ -14,7 +14,6 @@ are the large side of the tensor core product (yᵀ = W xᵀ).
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +22,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import FP8, FP8_GROUP, Quantized, launch
+from baton.engine.kernels import FP8, FP8_GROUP, Quantized
 from baton.engine.kernels.fp8 import group_scales, outer_scales
-from baton.engine.kernels.launch import inputs_ready
-from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, splits, store_transposed
+from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.split_k import (
+    SHARED_BYTES,
+    Tiling,
+    add_parts,
+    counters,
+    parts_of,
+    splits,
+    store_transposed,
+)
 
 MAX_FEW_ROWS = 128
 BLOCK_N = 64
@@ -36,16 +43,6 @@ MAX_STAGES = 8
 MAX_FEW_ROWS_BY_BLOCK = 32
 ALIGNED = 4
 """What cuBLAS needs of the number of groups of columns, and of the rows of x if these have groups."""
-
-
-class Tiling(NamedTuple):
-    block_m: int  # rows of x
-    block_n: int  # rows of W
-    block_k: int  # columns
-    splits: int  # parts of the columns
-    warps: int
-    stages: int  # tiles loaded ahead
-
 
 AT_ONCE = Tiling(128, BLOCK_N, FP8_GROUP, 1, 4, 6)
 """For more than MAX_FEW_ROWS rows of x, with a scale for each row."""
@@ -142,15 +139,10 @@ class Fp8Linear:
             rows,
             size,
             inner,
-            BLOCK_M=shape.block_m,
-            BLOCK_N=shape.block_n,
-            BLOCK_K=shape.block_k,
             GROUPED=self._grouped,
             BLOCKS=self._by_block,
-            SPLITS=shape.splits,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
-            **launch.options(),
+            **shape.options(),
+            **launch_options(),
         )
         return out
 
@@ -174,9 +166,8 @@ def _fp8_linear(
     GROUPED: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     # Programs of the same rows of W are neighbours, so that W is read once.
     first_row = tl.program_id(0) * BLOCK_M
     tile, split = tl.program_id(1), tl.program_id(2)

@@ -24,11 +24,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
-from baton.engine.kernels import launch
 from baton.engine.kernels.attention.online_softmax import power_of_two
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import COMPILED, inputs_ready, launch_options
 from baton.engine.kernels.silu import swiglu
 
 MAX_ROWS = 2
@@ -85,9 +83,8 @@ def gemv(
         WORDS=words,
         GATED=gated,
         EARLY=padded == 1,
-        COMPILED=isinstance(_int4_gemv, JITFunction),
         num_warps=warps,
-        **launch.options(),
+        **launch_options(),
     )
     return out
 
@@ -102,7 +99,7 @@ def _pair(numbers, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _packed(lower, upper, COMPILED: tl.constexpr):
+def _packed(lower, upper):
     """Two numbers as float16 in each word of 32 bits. The compiler would convert each of them for itself."""
     if COMPILED:
         words = tl.inline_asm_elementwise(
@@ -137,10 +134,10 @@ def add_product(mask: int) -> str:
 
 
 @triton.jit
-def _add(sums, words, numbers, factor, MASK: tl.constexpr, DTYPE: tl.constexpr, COMPILED: tl.constexpr):
+def _add(sums, words, numbers, factor, MASK: tl.constexpr, DTYPE: tl.constexpr):
     """Adds the masked codes of each word times x · factor to the two numbers of a sum."""
     lower, upper = _pair(numbers, DTYPE)
-    x = _packed(lower * factor, upper * factor, COMPILED)
+    x = _packed(lower * factor, upper * factor)
     if COMPILED:
         sums = tl.inline_asm_elementwise(
             add_product(MASK), "=r,r,r,r", [words, x, sums], dtype=tl.int32, is_pure=True, pack=1
@@ -149,7 +146,7 @@ def _add(sums, words, numbers, factor, MASK: tl.constexpr, DTYPE: tl.constexpr, 
         c0, c1 = _pair(words & MASK, tl.float16)
         x0, x1 = _pair(x, tl.float16)
         sum0, sum1 = _pair(sums, tl.float16)
-        sums = _packed(c0 * x0 + sum0, c1 * x1 + sum1, COMPILED)
+        sums = _packed(c0 * x0 + sum0, c1 * x1 + sum1)
     return sums
 
 
@@ -233,7 +230,6 @@ def _add_columns(
     GROUP: tl.constexpr,
     WORDS: tl.constexpr,
     DTYPE: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     """Adds the products of the columns in `words`, which are at the places `at` of a row of W."""
     PAIRS: tl.constexpr = WORDS // 2  # words of 32 bits, in a block of columns
@@ -251,10 +247,10 @@ def _add_columns(
         if i == 2:
             w0, w1, w2, w3 = w0 >> 8, w1 >> 8, w2 >> 8, w3 >> 8
         x0, x1, x2, x3 = _quarters(numbers)
-        sums = _add(sums, w0, x0, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
-        sums = _add(sums, w1, x1, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
-        sums = _add(sums, w2, x2, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
-        sums = _add(sums, w3, x3, factor, 0xF000F << 4 * (i % 2), DTYPE, COMPILED)
+        sums = _add(sums, w0, x0, factor, 0xF000F << 4 * (i % 2), DTYPE)
+        sums = _add(sums, w1, x1, factor, 0xF000F << 4 * (i % 2), DTYPE)
+        sums = _add(sums, w2, x2, factor, 0xF000F << 4 * (i % 2), DTYPE)
+        sums = _add(sums, w3, x3, factor, 0xF000F << 4 * (i % 2), DTYPE)
         if (i + 1) * WORDS % GROUP == 0:
             lower, upper = _pair(sums, tl.float16)
             acc += scales[i].to(tl.float32) * ((lower + upper) * (unit * 2.0**10) - 8.0 * total)
@@ -286,8 +282,6 @@ def _int4_gemv(
     WORDS: tl.constexpr,
     GATED: tl.constexpr,
     EARLY: tl.constexpr,
-    COMPILED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out.dtype.element_ty
     OWN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the result
@@ -302,7 +296,7 @@ def _int4_gemv(
         words, scale, zero = _read(
             packed, scales, zeros, n, used, 0, length, inner, stride, GROUP, BLOCK_K, WORDS
         )
-        inputs_ready(OVERLAP)
+        inputs_ready()
         for i in tl.static_range(PASSES):
             codes, its_scale, its_zero = words, scale, zero
             if i + 1 < PASSES:
@@ -312,16 +306,16 @@ def _int4_gemv(
                 )
             now = i * (BLOCK_K // 8) + at
             acc = _add_columns(
-                acc, codes, its_scale, its_zero, x, now, m, rows, inner, ZEROS, GROUP, WORDS, DTYPE, COMPILED
+                acc, codes, its_scale, its_zero, x, now, m, rows, inner, ZEROS, GROUP, WORDS, DTYPE
             )
     else:
-        inputs_ready(OVERLAP)
+        inputs_ready()
         for first in tl.range(0, length, BLOCK_K // 8):
             words, scale, zero = _read(
                 packed, scales, zeros, n, used, first, length, inner, stride, GROUP, BLOCK_K, WORDS
             )
             acc = _add_columns(
-                acc, words, scale, zero, x, first + at, m, rows, inner, ZEROS, GROUP, WORDS, DTYPE, COMPILED
+                acc, words, scale, zero, x, first + at, m, rows, inner, ZEROS, GROUP, WORDS, DTYPE
             )
     y = tl.sum(acc, axis=2)
     if bias is not None:

@@ -23,11 +23,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import COMPILED, inputs_ready, launch_options
 from baton.engine.kernels.quantized import int4_gemv
 from baton.engine.kernels.silu import silu_mul
 from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
@@ -135,10 +133,9 @@ class Int4Linear:
             BLOCK_N=shape.block_n,
             WORDS=words,
             SPLITS=shape.splits,
-            COMPILED=isinstance(_int4_linear, JITFunction),
             num_warps=shape.warps,
             num_stages=shape.stages,
-            **launch.options(),
+            **launch_options(),
         )
         return out
 
@@ -157,7 +154,6 @@ class Int4Linear:
             GROUP=self._group,
             BLOCK_N=FEW[0],
             WORDS=self._words,
-            COMPILED=isinstance(_dequantize, JITFunction),
         )
         return out
 
@@ -184,7 +180,7 @@ def to_float(plane: int, base: int) -> str:
 
 
 @triton.jit
-def _plane(words, scale, zero, PLANE: tl.constexpr, COMPILED: tl.constexpr):
+def _plane(words, scale, zero, PLANE: tl.constexpr):
     """The values of a plane of codes, in the dtype of the scales. The compiler would shift each word for
     itself, and the interpreter has no PTX."""
     # As integers these are 2ⁿ, of which the last bit of the mantissa is 1.
@@ -222,10 +218,8 @@ def _int4_linear(
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
     SPLITS: tl.constexpr,
-    COMPILED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     # Programs of the same rows of W are neighbours, so that W is read once.
     first_m, first_n, split = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N, tl.program_id(2)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -241,7 +235,7 @@ def _int4_linear(
                 if zero_tiles is not None:
                     zero = tl.reshape(zero_tiles.load([column // GROUP, first_n]), (BLOCK_N,))
             x = x_tiles.load([first_m, column])
-            product = tl.dot(_plane(words, scale, zero, i, COMPILED), tl.trans(x), product)
+            product = tl.dot(_plane(words, scale, zero, i), tl.trans(x), product)
         acc += product
     is_last = True
     if SPLITS > 1:
@@ -265,7 +259,6 @@ def _dequantize(
     GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WORDS: tl.constexpr,
-    COMPILED: tl.constexpr,
 ):
     block = tl.program_id(1)
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, WORDS)
@@ -279,5 +272,5 @@ def _dequantize(
         scale = tl.load(scales + column // GROUP * stride + n, mask=in_group, other=0.0)
         if zeros is not None:
             zero = tl.load(zeros + column // GROUP * stride + n, mask=in_group, other=0.0)
-        w = _plane(words, scale, zero, i, COMPILED)
+        w = _plane(words, scale, zero, i)
         tl.store(out + row * inner + column + k[None, :], w, mask=in_group[:, None])

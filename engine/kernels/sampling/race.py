@@ -6,8 +6,8 @@ the largest
 
     x[i] / T − log E[i]      (greedy, T = 0: the largest x[i])
 
-E is a hash of (key, column), as in `torch_kernels.exponentials`. One program finds the best of BLOCK columns,
-and a second kernel finds the best of a row. Of equal tokens the first wins.
+E is a hash of (key, column), as in `sampling.reference`. One program finds the best of BLOCK columns, and a
+second kernel finds the best of a row. Of equal tokens the first wins.
 """
 
 import torch

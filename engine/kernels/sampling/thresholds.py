@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 
 BLOCK = 2048  # columns at a time
 PIVOTS = 8
@@ -59,7 +58,7 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
     def set_bounds(stage: int) -> None:
         _set_bounds[(rows,)](
-            bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE=stage, num_warps=1, **launch.options()
+            bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE=stage, num_warps=1, **launch_options()
         )
 
     def search(*, by_number: bool) -> None:
@@ -78,7 +77,7 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
                 PIVOTS=PIVOTS,
                 PARTS=PARTS,
                 num_warps=WARPS,
-                **launch.options(),
+                **launch_options(),
             )
 
     set_bounds(0)
@@ -90,11 +89,9 @@ def thresholds(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
 
 @triton.jit
-def _set_bounds(
-    bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE: tl.constexpr, OVERLAP: tl.constexpr
-):
+def _set_bounds(bounds, sums, top_k, top_p, min_p, out, vocabulary, STAGE: tl.constexpr):
     """Stage 0 prepares the first search, stage 1 the second. Stage 2 writes the result."""
-    inputs_ready(OVERLAP)
+    inputs_ready()
     row = tl.program_id(0)
     bounds += row * 4
     sums += row * 3
@@ -136,9 +133,8 @@ def _narrow(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
     PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     bounds += row * 4

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
-from baton.engine.kernels.state.mamba2 import Convolution
+from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.state.mamba2 import StateLayer
+from baton.engine.kernels.state.plan import TritonStatePlan
 from baton.engine.kernels.state.ssd import copy_after
 
 BLOCK_DECODE = 512  # channels of a program
@@ -21,51 +21,40 @@ BLOCK_CHUNK, WARPS_CHUNK = 512, 4
 STEPS = 16  # tokens of a program
 
 
-def convolve_next(
-    x: Tensor, layer: Convolution, state: Tensor, slots: Tensor, contexts: Tensor, out: Tensor
-) -> None:
-    """x, out [requests, channels], with dense rows at any stride. A request with context 0 is padding."""
+def convolve_next(x: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan, out: Tensor) -> None:
+    """x, out [requests, channels], with dense rows at any stride."""
     width, channels = layer.conv_weight.shape
-    _convolve_next[(len(contexts), triton.cdiv(channels, BLOCK_DECODE))](
+    _convolve_next[(len(plan.contexts), triton.cdiv(channels, BLOCK_DECODE))](
         x,
         layer.conv_weight,
         layer.conv_bias,
         state,
-        slots,
-        contexts,
+        plan.slots,
+        plan.contexts,
         out,
         x.stride(0),
         out.stride(0),
         channels,
         WIDTH=width,
         BLOCK=BLOCK_DECODE,
-        **launch.options(),
+        **launch_options(),
     )
 
 
-def convolve(
-    x: Tensor,
-    layer: Convolution,
-    state: Tensor,
-    slots: Tensor,
-    scans: Tensor,
-    copies: Tensor | None,
-    tokens: int,
-    out: Tensor,
-) -> None:
-    """x, out [rows, channels], with dense rows at any stride; scans from `scan_work` with this number of
-    `tokens`, a power of 2. copies as `AttentionMetadata.state_copies`."""
+def convolve(x: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan, out: Tensor) -> None:
+    """x, out [rows, channels], with dense rows at any stride. The plan has chunks."""
+    assert plan.scans is not None, "the plan has chunks"
     width, channels = layer.conv_weight.shape
-    steps = min(STEPS, tokens)
+    steps = min(STEPS, plan.tokens)
     assert width <= steps + 1, "a program needs the one before it at most"
-    _convolve[(triton.cdiv(channels, BLOCK_CHUNK), tokens // steps, len(scans))](
+    _convolve[(triton.cdiv(channels, BLOCK_CHUNK), plan.tokens // steps, len(plan.scans))](
         x,
         layer.conv_weight,
         layer.conv_bias,
         state,
-        slots,
-        scans,
-        copies,
+        plan.slots,
+        plan.scans,
+        plan.copies,
         out,
         x.stride(0),
         out.stride(0),
@@ -74,7 +63,7 @@ def convolve(
         STEPS=steps,
         BLOCK=BLOCK_CHUNK,
         num_warps=WARPS_CHUNK,
-        **launch.options(),
+        **launch_options(),
     )
 
 
@@ -92,9 +81,8 @@ def _convolve_next(
     channels,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     row = tl.program_id(0).to(tl.int64)
     context = tl.load(contexts + row)
     if context == 0:
@@ -135,9 +123,8 @@ def _convolve(
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     scan, first = scans + tl.program_id(2) * 6, tl.program_id(1) * STEPS
     tokens = tl.load(scan + 2)
     if tokens <= first:

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
-from baton.engine.kernels.state.gated_delta import EPS, GatedDelta
+from baton.engine.kernels.launch import inputs_ready, launch_options
+from baton.engine.kernels.state.gated_delta import EPS
+from baton.engine.kernels.state.mamba2 import StateLayer
+from baton.engine.kernels.state.plan import TritonStatePlan
 from baton.engine.kernels.state.ssd import LARGEST_FEW, LEAST, copy_after, prompt_of, state_at
 from baton.engine.kernels.state.state_update import time_step
 
@@ -34,22 +35,13 @@ FACTORS = 4
 
 
 def scan(
-    rows: Tensor,
-    beside: Tensor,
-    layer: GatedDelta,
-    state: Tensor,
-    slots: Tensor,
-    scans: Tensor,
-    copies: Tensor | None,
-    prompts: int,
-    multiprocessors: int,
-    tokens: int,
-    y: Tensor,
+    rows: Tensor, beside: Tensor, layer: StateLayer, state: Tensor, plan: TritonStatePlan, y: Tensor
 ) -> None:
     """rows [rows, channels] after the convolution, beside [rows, 2 · heads], y [rows, heads · head_dim]:
-    dense rows at any stride. scans from `scan_work` with this number of `tokens`, a power of 2, for at most
-    so many prompts. copies as `AttentionMetadata.state_copies`."""
+    dense rows at any stride. The plan has chunks."""
+    assert plan.scans is not None, "the plan has chunks"
     _, heads, head_dim, size = state.shape
+    tokens = plan.tokens
     count, columns = len(rows), max(LEAST, triton.next_power_of_2(size))
     dims = max(LEAST, min(DIMS, triton.next_power_of_2(head_dim)))
     systems = torch.empty(2, count, heads, tokens, dtype=rows.dtype, device=rows.device)  # T and P
@@ -62,12 +54,12 @@ def scan(
         "COLUMNS": columns,
         "TOKENS": tokens,
     }
-    _solve[(len(scans), heads)](
+    _solve[(len(plan.scans), heads)](
         rows,
         beside,
         layer.dt_bias,
         layer.a,
-        scans,
+        plan.scans,
         systems,
         factors,
         rows.stride(0),
@@ -77,18 +69,18 @@ def scan(
         EPS,
         **shape,
         num_warps=SOLVE_WARPS,
-        **launch.options(),
+        **launch_options(),
     )
     # The first chunks of all prompts come first in `scans`.
     parts = triton.cdiv(head_dim, dims)
     fits = size <= LARGEST_FEW and rows.dtype is not torch.float32
-    few = fits and parts * heads * prompts <= multiprocessors
-    _scan[(prompts, heads, parts)](
+    few = fits and parts * heads * plan.prompts <= plan.multiprocessors
+    _scan[(plan.prompts, heads, parts)](
         rows,
         state,
-        slots,
-        scans,
-        copies,
+        plan.slots,
+        plan.scans,
+        plan.copies,
         systems,
         factors,
         y,
@@ -99,7 +91,7 @@ def scan(
         **shape,
         num_warps=WARPS,
         num_stages=FEW if few else MANY,
-        **launch.options(),
+        **launch_options(),
     )
 
 
@@ -123,9 +115,8 @@ def _solve(
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     chunk, head = scans + tl.program_id(0) * 6, tl.program_id(1)
     tokens = tl.load(chunk + 2)
     if tokens == 0:
@@ -211,9 +202,8 @@ def _scan(
     DIMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     request, first, tokens, has_state = prompt_of(scans, tl.program_id(0))
     if tokens == 0:
         return

@@ -16,111 +16,70 @@ values that a chunk writes solve a triangular system, since each depends on thos
     state = exp(s_last) state + Σ_j exp(s_last − s_j) w_j ⊗ k_j
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.state.mamba2 import (
-    CHUNK,
-    LayerState,
-    Prompt,
-    TorchStatePlan,
-    convolve,
-    convolve_next,
-    in_float32,
-)
+from baton.engine.kernels.state.mamba2 import CHUNK, Prompt, StateLayer, TorchStatePlan, in_float32
 
 EPS = 1e-6
 """Of the norm of keys and queries."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GatedDelta:
-    """The parameters of one layer between its two products."""
+class GatedDelta(StateLayer):
+    def update(self, rows: Tensor, beside: Tensor, state: Tensor, plan: TorchStatePlan) -> Tensor:
+        v, k, q = self._parts(rows, state)
+        decay, beta = self._decay_and_share(beside)
+        kept = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
+        kept *= decay.exp()[:, :, None, None]
+        written = (v - (kept @ k[..., None])[..., 0]) * beta[:, :, None]
+        kept += written[..., None] * k[:, :, None]
+        state[plan.slots] = kept
+        return (kept @ q[..., None])[..., 0]
 
-    conv_weight: Tensor  # [width, channels]
-    dt_bias: Tensor  # [heads] float32
-    a: Tensor  # [heads] float32, below 0
-    groups: int
-    """Each has one key and one query."""
-    conv_bias: None = None
+    def scan(self, rows: Tensor, beside: Tensor, state: Tensor, prompt: Prompt) -> Tensor:
+        v, k, q = (part.transpose(0, 1) for part in self._parts(rows, state))  # [heads, tokens, …]
+        decay, beta = (part.T for part in self._decay_and_share(beside))
+        before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
+        y = torch.empty_like(v)
+        for at, copy in prompt.pieces(CHUNK):
+            keys, queries, share = k[:, at], q[:, at], beta[:, at, None]
+            total = decay[:, at].cumsum(dim=1)
+            between = (total[:, :, None] - total[:, None]).tril_().exp_().tril_()
+            grown = total.exp()[..., None]
+            system = (keys @ keys.mT).mul_(between).mul_(share)  # its diagonal counts as 1
+            expected = (keys @ before.mT).mul_(grown)
+            written = torch.linalg.solve_triangular(
+                system, (v[:, at] - expected).mul_(share), upper=False, unitriangular=True
+            )
+            y[:, at] = (queries @ before.mT).mul_(grown) + (queries @ keys.mT).mul_(between) @ written
+            left = (total[:, -1:] - total).exp_()[..., None]
+            before = before * grown[:, -1:] + (written * left).mT @ keys
+            if copy is not None:
+                state[copy] = before
+        state[prompt.slot] = before
+        return y.transpose(0, 1)
 
+    def _decay_and_share(self, beside: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithm of the factor of a state, and sigmoid(β): [rows, heads] each."""
+        dt, beta = beside.chunk(2, dim=1)
+        return F.softplus(dt.float() + self.dt_bias) * self.a, beta.float().sigmoid()
 
-def gated_delta(projected: Tensor, layer: GatedDelta, state: LayerState, plan: TorchStatePlan) -> Tensor:
-    """As `Kernels.gated_delta`."""
-    heads = state.ssm.shape[1]
-    x, dt, beta = projected.split((layer.conv_weight.shape[1], heads, heads), dim=1)
-    decay = F.softplus(dt.float() + layer.dt_bias) * layer.a
-    beta = beta.float().sigmoid()
-    y = projected.new_empty(len(projected), heads * state.ssm.shape[2])
-    if decodes := len(plan.slots):
-        rows = convolve_next(x[:decodes], layer, state.conv, plan)
-        y[:decodes] = _update(rows, decay[:decodes], beta[:decodes], layer, state.ssm, plan).flatten(1)
-    for prompt in plan.prompts:
-        at = prompt.rows
-        rows = convolve(x[at], layer, state.conv, prompt)
-        y[at] = _scan(rows, decay[at], beta[at], layer, state.ssm, prompt).flatten(1)
-    return y
-
-
-def _parts(rows: Tensor, layer: GatedDelta, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Values [rows, heads, head_dim], keys and queries [rows, heads, state_size], in float32."""
-    v, k, q = in_float32(rows, layer.groups, state)
-    shared = v.shape[2]
-    k, q = (_normalized(part).repeat_interleave(shared, dim=1) for part in (k, q))
-    return v.flatten(1, 2), k, q * state.shape[3] ** -0.5
+    def _parts(self, rows: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values [rows, heads, head_dim], keys and queries [rows, heads, state_size], in float32."""
+        v, k, q = in_float32(rows, self.groups, state)
+        shared = v.shape[2]
+        k, q = (_normalized(part).repeat_interleave(shared, dim=1) for part in (k, q))
+        return v.flatten(1, 2), k, q * state.shape[3] ** -0.5
 
 
 def _normalized(x: Tensor) -> Tensor:
     return x * (x.square().sum(dim=2, keepdim=True) + EPS).rsqrt()
 
 
-def _update(
-    rows: Tensor, decay: Tensor, beta: Tensor, layer: GatedDelta, state: Tensor, plan: TorchStatePlan
-) -> Tensor:
-    """The step of each request that decodes. rows [requests, channels] after the convolution; decay and beta
-    [requests, heads]. Returns y [requests, heads, head_dim] float32."""
-    v, k, q = _parts(rows, layer, state)
-    kept = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
-    kept *= decay.exp()[:, :, None, None]
-    written = (v - (kept @ k[..., None])[..., 0]) * beta[:, :, None]
-    kept += written[..., None] * k[:, :, None]
-    state[plan.slots] = kept
-    return (kept @ q[..., None])[..., 0]
-
-
-def _scan(
-    rows: Tensor, decay: Tensor, beta: Tensor, layer: GatedDelta, state: Tensor, prompt: Prompt
-) -> Tensor:
-    """The tokens of a prompt, chunk by chunk. rows [tokens, channels] after the convolution; decay and beta
-    [tokens, heads]. Returns y [tokens, heads, head_dim] float32."""
-    v, k, q = (part.transpose(0, 1) for part in _parts(rows, layer, state))  # [heads, tokens, …]
-    decay, beta = decay.T, beta.T
-    before = torch.zeros_like(state[0]) if prompt.fresh else state[prompt.slot].clone()
-    y = torch.empty_like(v)
-    for at, copy in prompt.pieces(CHUNK):
-        keys, queries, share = k[:, at], q[:, at], beta[:, at, None]
-        total = decay[:, at].cumsum(dim=1)
-        between = (total[:, :, None] - total[:, None]).tril_().exp_().tril_()
-        grown = total.exp()[..., None]
-        system = (keys @ keys.mT).mul_(between).mul_(share)  # its diagonal counts as 1
-        expected = (keys @ before.mT).mul_(grown)
-        written = torch.linalg.solve_triangular(
-            system, (v[:, at] - expected).mul_(share), upper=False, unitriangular=True
-        )
-        y[:, at] = (queries @ before.mT).mul_(grown) + (queries @ keys.mT).mul_(between) @ written
-        left = (total[:, -1:] - total).exp_()[..., None]
-        before = before * grown[:, -1:] + (written * left).mT @ keys
-        if copy is not None:
-            state[copy] = before
-    state[prompt.slot] = before
-    return y.transpose(0, 1)
-
-
 def norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `Kernels.norm_gate`."""
+    """The RMSNorm of each head of x [rows, size], times weight [head_dim], times silu(gate). gate [rows,
+    size], with rows at any stride."""
     heads = x.float().unflatten(1, (-1, len(weight)))
     normed = F.rms_norm(heads, weight.shape, weight.float(), eps).flatten(1)
     return (normed * F.silu(gate.float())).to(x.dtype)

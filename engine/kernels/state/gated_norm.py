@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.norm import ELEMENTS_PER_WARP
 
 MAX_WARPS = 16
@@ -24,21 +23,7 @@ MAX_WARPS = 16
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, squares: Tensor | None = None
 ) -> Tensor:
-    rows, size = x.shape[0], x.shape[1] // groups
-    out = x.new_empty(x.shape)
-    _gated_rms_norm[(rows, groups)](
-        x,
-        gate,
-        weight,
-        squares,
-        out,
-        gate.stride(0),
-        0 if squares is None else squares.stride(0),
-        size,
-        eps,
-        **_options(size),
-    )
-    return out
+    return _launch(x, gate, weight, eps, groups, squares, gated_first=True)
 
 
 def gated_squares(x: Tensor, gate: Tensor) -> Tensor:
@@ -49,21 +34,45 @@ def gated_squares(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def norm_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    (rows, size), head_dim = x.shape, len(weight)
+    return _launch(x, gate, weight, eps, x.shape[1] // len(weight), None, gated_first=False)
+
+
+def _launch(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    groups: int,
+    squares: Tensor | None,
+    *,
+    gated_first: bool,
+) -> Tensor:
+    rows, size = x.shape[0], x.shape[1] // groups
     out = x.new_empty(x.shape)
-    grid = rows, size // head_dim
-    _norm_gate[grid](x, gate, weight, out, gate.stride(0), head_dim, eps, **_options(head_dim))
+    _norm[(rows, groups)](
+        x,
+        gate,
+        weight,
+        squares,
+        out,
+        gate.stride(0),
+        None if squares is None else squares.stride(0),
+        size,
+        eps,
+        GATED_FIRST=gated_first,
+        **_options(size),
+    )
     return out
 
 
 def _options(size: int) -> dict[str, Any]:
     block = triton.next_power_of_2(size)
     warps = min(MAX_WARPS, max(1, block // ELEMENTS_PER_WARP))
-    return {"BLOCK": block, "num_warps": warps, **launch.options()}
+    return {"BLOCK": block, "num_warps": warps, **launch_options()}
 
 
 @triton.jit
-def _gated_rms_norm(
+def _norm(
     x,
     gate,
     weight,
@@ -74,43 +83,35 @@ def _gated_rms_norm(
     size,
     eps,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GATED_FIRST: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     at = group * size + columns
     to = row * size * tl.num_programs(1) + at
-    y = _gated(x + to, gate + row * gate_stride + at, inside)
+    if GATED_FIRST:
+        y = _gated(x + to, gate + row * gate_stride + at, inside)
+    else:
+        y = tl.load(x + to, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(y * y, axis=0) / size if squares is None else tl.load(squares + row * squares_stride)
     y *= tl.rsqrt(mean + eps)
-    y *= tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    of_weight = at if GATED_FIRST else columns
+    y *= tl.load(weight + of_weight, mask=inside, other=0.0).to(tl.float32)
+    if not GATED_FIRST:
+        gates = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+        y = y * gates * tl.sigmoid(gates)
     tl.store(out + to, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gated_squares(x, gate, squares, gate_stride, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    inputs_ready(OVERLAP)
+def _gated_squares(x, gate, squares, gate_stride, size, BLOCK: tl.constexpr):
+    inputs_ready()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     y = _gated(x + row * size + columns, gate + row * gate_stride + columns, columns < size)
     tl.store(squares + row, tl.sum(y * y, axis=0))
-
-
-@triton.jit
-def _norm_gate(x, gate, weight, out, gate_stride, head_dim, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    inputs_ready(OVERLAP)
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < head_dim
-    at = head * head_dim + columns
-    to = row * head_dim * tl.num_programs(1) + at
-    y = tl.load(x + to, mask=inside, other=0.0).to(tl.float32)
-    y *= tl.rsqrt(tl.sum(y * y, axis=0) / head_dim + eps)
-    y *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    gates = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + to, (y * gates * tl.sigmoid(gates)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ not read, not even to multiply it by zero.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,35 +34,11 @@ CHUNK = 64
 """Tokens of a chunk on a CPU."""
 
 
-class Convolution(Protocol):
-    """The parameters of the convolution."""
-
-    @property
-    def conv_weight(self) -> Tensor: ...  # [width, channels]
-
-    @property
-    def conv_bias(self) -> Tensor | None: ...  # [channels]
-
-
 class LayerState(NamedTuple):
     """The state of one layer, for all slots."""
 
     conv: Tensor  # [slots, width − 1, channels]: the last inputs of the convolution
     ssm: Tensor  # [slots, heads, head_dim, state_size] float32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Mamba2:
-    """The parameters of one layer between its two products."""
-
-    conv_weight: Tensor  # [width, channels]
-    conv_bias: Tensor | None  # [channels]
-    dt_bias: Tensor  # [heads] float32
-    a: Tensor  # [heads] float32, below 0
-    d: Tensor  # [heads] float32
-    groups: int
-    """Each has one B and one C."""
-    dt_limits: tuple[float, float]
 
 
 class Prompt(NamedTuple):
@@ -89,6 +65,27 @@ class TorchStatePlan:
     slots: Tensor  # [decodes] int64
     fresh: Tensor  # [decodes] bool: the request is at its first position
     prompts: list[Prompt]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateLayer:
+    """The parameters of one layer between its two products: `Mamba2`, or `GatedDelta`."""
+
+    conv_weight: Tensor  # [width, channels]
+    conv_bias: Tensor | None  # [channels]
+    dt_bias: Tensor  # [heads] float32
+    a: Tensor  # [heads] float32, below 0
+    groups: int
+    """Each has one B and one C, or one key and one query."""
+
+    def update(self, rows: Tensor, beside: Tensor, state: Tensor, plan: TorchStatePlan) -> Tensor:
+        """The step of each request that decodes. rows [requests, channels] after the convolution; beside: the
+        other columns of `projected`. Returns y [requests, heads, head_dim] float32."""
+        raise NotImplementedError
+
+    def scan(self, rows: Tensor, beside: Tensor, state: Tensor, prompt: Prompt) -> Tensor:
+        """As `update`, for the tokens of a prompt, chunk by chunk. Returns y [tokens, heads, head_dim]."""
+        raise NotImplementedError
 
 
 def plan_states(metadata: AttentionMetadata) -> TorchStatePlan:
@@ -127,21 +124,26 @@ def nonzero(values: Tensor) -> dict[int, int]:
     return {index: int(values[index]) for index in values.nonzero()[:, 0].tolist()}
 
 
-def mamba2(projected: Tensor, layer: Mamba2, state: LayerState, plan: TorchStatePlan) -> Tensor:
-    """As `Kernels.mamba2`."""
+def mix_states(projected: Tensor, layer: StateLayer, state: LayerState, plan: Any) -> Tensor:
+    """Convolution and scan of a state layer: takes the state of each request in the plan past the tokens of
+    this step, in place.
+
+    projected [tokens, …], dense rows at any stride: the channels, then Δ of each head, and with the gated
+    delta rule β of each head. Returns y [tokens, heads · head_dim]."""
     channels = layer.conv_weight.shape[1]
     decodes = len(plan.slots)
     y = projected.new_empty(len(projected), state.ssm.shape[1] * state.ssm.shape[2])
     if decodes:
         rows = convolve_next(projected[:decodes, :channels], layer, state.conv, plan)
-        y[:decodes] = update(rows, projected[:decodes, channels:], layer, state.ssm, plan).flatten(1)
+        y[:decodes] = layer.update(rows, projected[:decodes, channels:], state.ssm, plan).flatten(1)
     for prompt in plan.prompts:
-        rows, dt = projected[prompt.rows].split((channels, projected.shape[1] - channels), dim=1)
-        y[prompt.rows] = scan(convolve(rows, layer, state.conv, prompt), dt, layer, state.ssm, prompt)
+        rows, beside = projected[prompt.rows].split((channels, projected.shape[1] - channels), dim=1)
+        rows = convolve(rows, layer, state.conv, prompt)
+        y[prompt.rows] = layer.scan(rows, beside, state.ssm, prompt).flatten(1)
     return y
 
 
-def convolve(x: Tensor, layer: Convolution, state: Tensor, prompt: Prompt) -> Tensor:
+def convolve(x: Tensor, layer: StateLayer, state: Tensor, prompt: Prompt) -> Tensor:
     """The convolution of the tokens of a prompt: x [tokens, channels] → the same. Keeps the last inputs in
     `state`, as in `LayerState`."""
     width, tokens = len(layer.conv_weight), len(x)
@@ -157,7 +159,7 @@ def convolve(x: Tensor, layer: Convolution, state: Tensor, prompt: Prompt) -> Te
     return _activated(total, layer).to(x.dtype)
 
 
-def convolve_next(x: Tensor, layer: Convolution, state: Tensor, plan: TorchStatePlan) -> Tensor:
+def convolve_next(x: Tensor, layer: StateLayer, state: Tensor, plan: TorchStatePlan) -> Tensor:
     """As `convolve`, for one token of each request that decodes: x [requests, channels]."""
     before = state[plan.slots].masked_fill_(plan.fresh[:, None, None], 0)
     inputs = torch.cat((before, x[:, None]), dim=1)
@@ -165,52 +167,8 @@ def convolve_next(x: Tensor, layer: Convolution, state: Tensor, plan: TorchState
     return _activated((inputs.float() * layer.conv_weight.float()).sum(dim=1), layer).to(x.dtype)
 
 
-def _activated(total: Tensor, layer: Convolution) -> Tensor:
+def _activated(total: Tensor, layer: StateLayer) -> Tensor:
     return F.silu(total if layer.conv_bias is None else total + layer.conv_bias.float())
-
-
-def update(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TorchStatePlan) -> Tensor:
-    """The step of each request that decodes. rows [requests, channels] after the convolution, dt [requests,
-    heads]. Returns y [requests, heads, head_dim] float32."""
-    x, b, c = in_float32(rows, layer.groups, state)
-    x = x.flatten(1, 2)
-    shared = state.shape[1] // layer.groups
-    b, c = (of_groups.repeat_interleave(shared, dim=1) for of_groups in (b, c))
-    step = _time_steps(dt, layer)
-    before = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
-    decayed = before.mul_((step * layer.a).exp()[:, :, None, None])
-    after = decayed.addcmul_((x * step[:, :, None])[..., None], b[:, :, None])
-    state[plan.slots] = after
-    return (after @ c[..., None])[..., 0].addcmul_(x, layer.d[:, None])
-
-
-def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, prompt: Prompt) -> Tensor:
-    """The tokens of a prompt, chunk by chunk. rows [tokens, channels] after the convolution, dt [tokens,
-    heads]. Returns y [tokens, heads · head_dim] float32."""
-    x, b, c = (part.transpose(0, 1) for part in in_float32(rows, layer.groups, state))  # [groups, tokens, …]
-    step = _time_steps(dt, layer).unflatten(1, (layer.groups, -1)).transpose(0, 1)  # [groups, tokens, shared]
-    decay = step * layer.a.view(layer.groups, 1, -1)
-    of_groups = layer.groups, -1, state.shape[3]
-    kept = state[prompt.slot].view(of_groups)  # [groups, shared · head_dim, state_size]
-    before = torch.zeros_like(kept) if prompt.fresh else kept.clone()
-    y = torch.empty_like(x)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
-    for at, copy in prompt.pieces(CHUNK):
-        total = decay[:, at].cumsum(dim=1)
-        size = total.shape[1]
-        moved = x[:, at] * step[:, at, :, None]
-        sums = total.mT  # [groups, shared, tokens]
-        between = (sums[..., None] - sums[:, :, None]).masked_fill_(later[:size, :size], float("-inf"))
-        scores = between.exp_().mul_((c[:, at] @ b[:, at].mT)[:, None])
-        y[:, at] = (scores @ moved.transpose(1, 2)).transpose(1, 2)
-        y[:, at] += (c[:, at] @ before.mT).unflatten(2, moved.shape[2:]).mul_(total.exp()[..., None])
-        left = (total[:, -1:] - total).exp_()
-        before.unflatten(1, moved.shape[2:]).mul_(total[:, -1].exp()[..., None, None])
-        before += moved.mul_(left[..., None]).flatten(2).mT @ b[:, at]
-        if copy is not None:
-            state[copy].view(of_groups).copy_(before)
-    kept.copy_(before)
-    return y.addcmul_(x, layer.d.view(layer.groups, 1, -1, 1)).transpose(0, 1).flatten(1)
 
 
 def in_float32(rows: Tensor, groups: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,19 +179,69 @@ def in_float32(rows: Tensor, groups: int, state: Tensor) -> tuple[Tensor, Tensor
     return x.unflatten(1, (groups, -1, head_dim)), b.unflatten(1, of_group), c.unflatten(1, of_group)
 
 
-def _time_steps(dt: Tensor, layer: Mamba2) -> Tensor:
-    return F.softplus(dt.float() + layer.dt_bias).clamp_(*layer.dt_limits)
+@dataclass(frozen=True, slots=True, eq=False)
+class Mamba2(StateLayer):
+    d: Tensor  # [heads] float32
+    dt_limits: tuple[float, float]
+
+    def update(self, rows: Tensor, beside: Tensor, state: Tensor, plan: TorchStatePlan) -> Tensor:
+        x, b, c = in_float32(rows, self.groups, state)
+        x = x.flatten(1, 2)
+        shared = state.shape[1] // self.groups
+        b, c = (of_groups.repeat_interleave(shared, dim=1) for of_groups in (b, c))
+        step = self._time_steps(beside)
+        before = state[plan.slots].masked_fill_(plan.fresh[:, None, None, None], 0)
+        decayed = before.mul_((step * self.a).exp()[:, :, None, None])
+        after = decayed.addcmul_((x * step[:, :, None])[..., None], b[:, :, None])
+        state[plan.slots] = after
+        return (after @ c[..., None])[..., 0].addcmul_(x, self.d[:, None])
+
+    def scan(self, rows: Tensor, beside: Tensor, state: Tensor, prompt: Prompt) -> Tensor:
+        x, b, c = (
+            part.transpose(0, 1) for part in in_float32(rows, self.groups, state)
+        )  # [groups, tokens, …]
+        step = (
+            self._time_steps(beside).unflatten(1, (self.groups, -1)).transpose(0, 1)
+        )  # [groups, tokens, shared]
+        decay = step * self.a.view(self.groups, 1, -1)
+        of_groups = self.groups, -1, state.shape[3]
+        kept = state[prompt.slot].view(of_groups)  # [groups, shared · head_dim, state_size]
+        before = torch.zeros_like(kept) if prompt.fresh else kept.clone()
+        y = torch.empty_like(x)
+        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu_(1)
+        for at, copy in prompt.pieces(CHUNK):
+            total = decay[:, at].cumsum(dim=1)
+            size = total.shape[1]
+            moved = x[:, at] * step[:, at, :, None]
+            sums = total.mT  # [groups, shared, tokens]
+            between = (sums[..., None] - sums[:, :, None]).masked_fill_(later[:size, :size], float("-inf"))
+            scores = between.exp_().mul_((c[:, at] @ b[:, at].mT)[:, None])
+            y[:, at] = (scores @ moved.transpose(1, 2)).transpose(1, 2)
+            y[:, at] += (c[:, at] @ before.mT).unflatten(2, moved.shape[2:]).mul_(total.exp()[..., None])
+            left = (total[:, -1:] - total).exp_()
+            before.unflatten(1, moved.shape[2:]).mul_(total[:, -1].exp()[..., None, None])
+            before += moved.mul_(left[..., None]).flatten(2).mT @ b[:, at]
+            if copy is not None:
+                state[copy].view(of_groups).copy_(before)
+        kept.copy_(before)
+        return y.addcmul_(x, self.d.view(self.groups, 1, -1, 1)).transpose(0, 1).flatten(1, 2)
+
+    def _time_steps(self, dt: Tensor) -> Tensor:
+        return F.softplus(dt.float() + self.dt_bias).clamp_(*self.dt_limits)
 
 
 def gated_squares(x: Tensor, gate: Tensor) -> Tensor:
-    """As `Kernels.gated_squares`."""
+    """The sum of the squares of x · silu(gate), [rows] float32. x and gate as in `gated_rms_norm`."""
     return (x.float() * F.silu(gate.float())).square().sum(dim=1)
 
 
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, squares: Tensor | None = None
 ) -> Tensor:
-    """As `Kernels.gated_rms_norm`."""
+    """The RMSNorm of x · silu(gate), times weight. x [rows, size]; gate too, with rows at any stride. Each of
+    the `groups` parts of a row has a norm of its own.
+
+    squares [rows] float32, at any stride: x is a part of one group, with this mean of squares."""
     gated = (x.float() * F.silu(gate.float())).unflatten(1, (groups, -1))
     if squares is None:
         normed = F.rms_norm(gated, gated.shape[2:], eps=eps)

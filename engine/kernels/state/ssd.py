@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels import launch
-from baton.engine.kernels.launch import inputs_ready
+from baton.engine.kernels.launch import inputs_ready, launch_options
 from baton.engine.kernels.state.mamba2 import Mamba2
+from baton.engine.kernels.state.plan import TritonStatePlan
 from baton.engine.kernels.state.state_update import time_step
 
-TOKENS, DIMS = 64, 64  # of a program
-TOKENS_FLOAT32, DIMS_FLOAT32 = 32, 32  # more do not fit into registers and shared memory
+DIMS = 64  # of a program
+DIMS_FLOAT32 = 32  # more do not fit into registers and shared memory
 PREPARED_HEADS, PREPARE_WARPS = 16, 4
 FEW, MANY = (8, 3), (4, 2)
 """Warps and stages. With few programs, one has a multiprocessor for itself; else two share one."""
@@ -26,28 +26,12 @@ LARGEST_FEW = 128  # columns of a state: more do not fit into shared memory with
 LEAST = 16  # of a dimension of a product in Triton
 
 
-def chunk_tokens(dtype: torch.dtype) -> int:
-    """Tokens of a chunk."""
-    return TOKENS_FLOAT32 if dtype is torch.float32 else TOKENS
-
-
-def scan(
-    rows: Tensor,
-    dt: Tensor,
-    layer: Mamba2,
-    state: Tensor,
-    slots: Tensor,
-    scans: Tensor,
-    copies: Tensor | None,
-    prompts: int,
-    multiprocessors: int,
-    y: Tensor,
-) -> None:
+def scan(rows: Tensor, dt: Tensor, layer: Mamba2, state: Tensor, plan: TritonStatePlan, y: Tensor) -> None:
     """rows [rows, channels] after the convolution, dt [rows, heads], y [rows, heads · head_dim]: dense
-    rows at any stride. scans from `scan_work` with `chunk_tokens`, for at most so many prompts. copies as
-    `AttentionMetadata.state_copies`."""
+    rows at any stride. The plan has chunks."""
+    assert plan.scans is not None, "the plan has chunks"
     _, heads, head_dim, size = state.shape
-    count, tokens = len(rows), chunk_tokens(rows.dtype)
+    count, tokens = len(rows), plan.tokens
     steps = torch.empty(2, heads, count, device=rows.device)  # Δ, and the sums s of a chunk
     products = torch.empty(count, layer.groups, tokens, dtype=rows.dtype, device=rows.device)
     shape = {
@@ -58,12 +42,12 @@ def scan(
         "COLUMNS": max(LEAST, triton.next_power_of_2(size)),
         "TOKENS": tokens,
     }
-    _prepare[(len(scans), layer.groups + triton.cdiv(heads, PREPARED_HEADS))](
+    _prepare[(len(plan.scans), layer.groups + triton.cdiv(heads, PREPARED_HEADS))](
         rows,
         dt,
         layer.dt_bias,
         layer.a,
-        scans,
+        plan.scans,
         steps,
         products,
         rows.stride(0),
@@ -73,21 +57,21 @@ def scan(
         BLOCK=PREPARED_HEADS,
         **shape,
         num_warps=PREPARE_WARPS,
-        **launch.options(),
+        **launch_options(),
     )
     exact = rows.dtype is torch.float32
     dims = max(LEAST, min(DIMS_FLOAT32 if exact else DIMS, triton.next_power_of_2(head_dim)))
     parts = triton.cdiv(head_dim, dims)
-    few = parts * heads * prompts <= multiprocessors and size <= LARGEST_FEW
+    few = parts * heads * plan.prompts <= plan.multiprocessors and size <= LARGEST_FEW
     warps, stages = FEW if few else MANY
     # The first chunks of all prompts come first in `scans`.
-    _scan[(parts, heads, prompts)](
+    _scan[(parts, heads, plan.prompts)](
         rows,
         layer.d,
         state,
-        slots,
-        scans,
-        copies,
+        plan.slots,
+        plan.scans,
+        plan.copies,
         steps,
         products,
         y,
@@ -98,7 +82,7 @@ def scan(
         **shape,
         num_warps=warps,
         num_stages=2 if exact else stages,  # shared memory
-        **launch.options(),
+        **launch_options(),
     )
 
 
@@ -123,10 +107,9 @@ def _prepare(
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """The first programs of a chunk are for groups, the others for BLOCK heads each."""
-    inputs_ready(OVERLAP)
+    inputs_ready()
     chunk, part = scans + tl.program_id(0) * 6, tl.program_id(1)
     tokens = tl.load(chunk + 2)
     if tokens == 0:
@@ -202,9 +185,8 @@ def _scan(
     DIMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    inputs_ready(OVERLAP)
+    inputs_ready()
     request, first, tokens, has_state = prompt_of(scans, tl.program_id(2))
     if tokens == 0:
         return

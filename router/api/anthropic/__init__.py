@@ -1,6 +1,6 @@
 """Anthropic's Messages API, as another form of a chat completion.
 
-1. `body` validates a request and turns it into a `ChatBody`; `content` does that for its messages.
+1. `body` validates a request and turns it into a `ChatBody`.
 2. The chat completion runs as usual. `router.endpoints.builders.anthropic` builds the response.
 3. `reply` has the models of responses, for `/openapi.json`, and gives an error Anthropic's form.
 

@@ -4,16 +4,3 @@
 2. `OutputParser` (`base`) divides the text of a choice into reasoning, content and tool calls.
 3. The builder collects a whole response, or returns the events of a stream at once.
 """
-
-from baton.router.endpoints.builders.anthropic import AnthropicBuilder
-from baton.router.endpoints.builders.base import ResponseBuilder
-from baton.router.endpoints.builders.completions import ChatBuilder, CompletionBuilder
-from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
-
-__all__ = [
-    "AnthropicBuilder",
-    "ChatBuilder",
-    "CompletionBuilder",
-    "OpenAIResponsesBuilder",
-    "ResponseBuilder",
-]

@@ -6,9 +6,16 @@ from typing import Any
 
 from baton.router.active_request import ActiveRequest
 from baton.router.api.anthropic.reply import error_body
-from baton.router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
+from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, written
 from baton.router.errors import ApiError
 from baton.router.text.tokenizer import ModelTokenizer
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""For each kind of block: the type of a delta, and the member that has its text."""
 
 
 class AnthropicBuilder(BlocksBuilder):
@@ -40,13 +47,8 @@ class AnthropicBuilder(BlocksBuilder):
     def _grown(self, block: Block, text: str) -> Iterator[Event]:
         if not text:
             return  # the first part of a call may have no arguments yet
-        match block.head.kind:
-            case "reasoning":
-                delta = {"type": "thinking_delta", "thinking": text}
-            case "content":
-                delta = {"type": "text_delta", "text": text}
-            case "call":
-                delta = {"type": "input_json_delta", "partial_json": text}
+        kind, member = _DELTAS[block.head.kind]
+        delta = {"type": kind, member: text}
         yield {"type": "content_block_delta", "index": block.index, "delta": delta}
 
     def _closed(self, block: Block, *, cut: bool) -> Iterator[Event]:

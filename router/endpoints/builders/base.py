@@ -1,10 +1,10 @@
-"""What builders of responses share: their interface, the parts of an output, and the entries of logprobs."""
+"""What builders of responses share: their interface, the parts and blocks of an output, and the entries of
+logprobs."""
 
-import secrets
-import string
+import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -15,9 +15,11 @@ from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools import Piece, Text
+from baton.router.tools.parser import Part
+from baton.router.tools.reasoning import ReasoningParser, Text
 from baton.rpc import worker_pb2 as pb
 
+Event = dict[str, Any]
 encode = msgspec.json.Encoder().encode
 
 
@@ -86,11 +88,12 @@ class LogprobEntries:
         """Returns the token's name, its logprob, and the alternatives by name."""
         logprobs = delta.token.logprobs or pb.TokenLogprobs()
         top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        return self._of_completion(delta.token.token_id, logprobs.logprob, top)
+        return self.of_echo(delta.token.token_id, logprobs.logprob, top)
 
-    def _of_completion(
+    def of_echo(
         self, token_id: int, logprob: float, top: Iterable[tuple[int, float]]
     ) -> tuple[str, float, msgspec.Raw]:
+        """As `of_completion`, for any token and its alternatives."""
         names = {self.name(i): max(other, LOWEST_LOGPROB) for i, other in top}
         name, logprob = self.name(token_id), max(logprob, LOWEST_LOGPROB)
         # As in OpenAI's API, the token itself is always among them. As in vLLM, it is the first one.
@@ -107,10 +110,6 @@ class LogprobEntries:
         }
         return msgspec.Raw(encode(entry))
 
-    def of_echo(self, token_id: int, logprob: PromptLogprob, top: int) -> tuple[str, float, msgspec.Raw]:
-        """As `of_completion`, for a token of the prompt."""
-        return self._of_completion(token_id, logprob.logprob, logprob.top[:top])
-
     def spelled(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
@@ -123,23 +122,6 @@ class LogprobEntries:
 
     def name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self.spelled(token_id)
-
-
-_ALPHANUMERIC = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of an output. Later text cannot change it."""
-
-    kind: Literal["reasoning", "content", "call"]
-    text: str
-    """For a call, a part of its arguments."""
-    call: int = -1
-    """The index of the call."""
-    call_id: str | None = None
-    name: str | None = None
-    """The name of the function. Only the first part of a call has it and `call_id`."""
 
 
 class OutputParser:
@@ -158,10 +140,9 @@ class OutputParser:
         self._named = isinstance(body.tool_choice, NamedTool)
         tool_format = tokenizer.format_of_calls(forced=body.must_call) if body.offered_tools else None
         self._tools = None if tool_format is None else tool_format()
-        reasoning = tokenizer.reasoning_parser if body.separate_reasoning else None
-        self.reasons = reasoning is not None
+        self.reasons = tokenizer.reasoning_parser is not None and body.separate_reasoning
         self.reasoning_tokens = 0
-        self._reasoning = None if reasoning is None else reasoning(request.beginning)
+        self._reasoning = ReasoningParser(request.beginning) if self.reasons else None
         self._with_reasoning = body.include_reasoning
         self._withheld: list[str] | None = None if body.stream_reasoning else []  # reasoning so far
 
@@ -191,28 +172,98 @@ class OutputParser:
             if reasoning and self._with_reasoning:
                 parts.append(Part("reasoning", reasoning))
         if self._tools is not None:
-            parts += map(
-                _part, self._kept([*self._tools.push(text), *(self._tools.finish() if last else ())])
-            )
+            parts += self._kept([*self._tools.push(text), *(self._tools.finish() if last else ())])
         elif text:
             parts.append(Part("content", text))
         return parts
 
-    def _kept(self, pieces: list[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            if piece.call is None:
+    def _kept(self, parts: list[Part]) -> Iterator[Part]:
+        for part in parts:
+            if part.kind == "content":
                 # The grammar allows only calls. Other text is the beginning of a call that was cut off.
-                if not self._only_calls and piece.text:
-                    yield piece
-            elif self._max_calls is None or piece.call < self._max_calls:
-                yield piece
+                if not self._only_calls and part.text:
+                    yield part
+            elif self._max_calls is None or part.call < self._max_calls:
+                yield part
 
 
-def _part(piece: Piece) -> Part:
-    if piece.call is None:
-        return Part("content", piece.text)
-    if piece.name is None:
-        return Part("call", piece.text, piece.call)
-    # Mistral's chat templates demand an id of nine letters and digits.
-    call_id = "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-    return Part("call", piece.text, piece.call, call_id, piece.name)
+@dataclass
+class Block:
+    """One piece of reasoning, one piece of content, or one tool call. `index` is its place in the output."""
+
+    head: Part
+    """Its first part."""
+    index: int
+    id: str = field(default_factory=lambda: os.urandom(16).hex())
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    """Entries of its tokens."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class BlocksBuilder(ResponseBuilder):
+    """Follows the blocks of a request's one choice. A subclass turns each change into typed events.
+
+    A block opens, grows, and closes before the next one opens.
+    """
+
+    def __init__(self, request: ActiveRequest, tokenizer: ModelTokenizer) -> None:
+        self._request = request
+        self._parser = OutputParser(request, tokenizer)
+        self._blocks: list[Block] = []
+        self._open: Block | None = None
+        self._last: Delta | None = None
+
+    def add(self, index: int, delta: Delta) -> None:
+        for _ in self._changes(delta):
+            pass
+
+    def events(self, index: int, delta: Delta) -> bytes:
+        return written(self._changes(delta))
+
+    def _changes(self, delta: Delta) -> Iterator[Event]:
+        self._last = delta
+        if delta.first:
+            yield from self._begin()
+        parts = self._parser.push(delta.text, last=delta.finish_reason is not None)
+        self._see(delta, parts)
+        for part in parts:
+            if self._open is None or (part.kind, part.call) != (self._open.head.kind, self._open.head.call):
+                yield from self._end_block(cut=False)
+                self._open = Block(part, len(self._blocks))
+                self._blocks.append(self._open)
+                yield from self._opened(self._open)
+            self._open.texts.append(part.text)
+            yield from self._grown(self._open, part.text)
+        if delta.finish_reason is not None:
+            yield from self._end_block(cut=delta.finish_reason == "length")
+
+    def _end_block(self, *, cut: bool) -> Iterator[Event]:
+        if self._open is not None:
+            yield from self._closed(self._open, cut=cut)
+            self._open = None
+
+    def _begin(self) -> Iterator[Event]:
+        """Yields the events before the first block."""
+        raise NotImplementedError
+
+    def _see(self, delta: Delta, parts: list[Part]) -> None:
+        """Is called with each delta and its parts, before they join blocks."""
+
+    def _opened(self, block: Block) -> Iterator[Event]:
+        raise NotImplementedError
+
+    def _grown(self, block: Block, text: str) -> Iterator[Event]:
+        raise NotImplementedError
+
+    def _closed(self, block: Block, *, cut: bool) -> Iterator[Event]:
+        """`cut`: the limit for tokens ended the block."""
+        raise NotImplementedError
+
+
+def written(events: Iterator[Event]) -> bytes:
+    """Returns server-sent events, each with its `type` as its name."""
+    return b"".join(b"event: %b\ndata: %b\n\n" % (e["type"].encode(), encode(e)) for e in events)

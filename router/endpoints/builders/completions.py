@@ -10,11 +10,12 @@ import msgspec
 from baton.router import prompt_logprobs
 from baton.router.active_request import ActiveRequest
 from baton.router.api.bodies import CompletionOptions
-from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, Part, ResponseBuilder, event
+from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, ResponseBuilder, event
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.tools.parser import Part
 from baton.rpc import worker_pb2 as pb
 
 _DONE = b"data: [DONE]\n\n"
@@ -160,7 +161,7 @@ class CompletionBuilder(ChoicesBuilder):
     def _add_prompt_token(self, index: int, token_id: int, logprob: PromptLogprob) -> None:
         super()._add_prompt_token(index, token_id, logprob)
         if self._echo_top is not None:
-            entry = self._entries.of_echo(token_id, logprob, self._echo_top)
+            entry = self._entries.of_echo(token_id, logprob.logprob, logprob.top[: self._echo_top])
             self._echo_logprobs[index].append((*entry, self._offset(index, token_id)))
 
     def _choice(self, index: int, part: ChoicePart) -> dict[str, Any]:

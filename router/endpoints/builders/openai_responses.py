@@ -7,14 +7,20 @@ from typing import Any, Literal
 import msgspec
 
 from baton.router.active_request import ActiveRequest
-from baton.router.endpoints.builders.base import LogprobEntries, Part
-from baton.router.endpoints.builders.blocks import Block, BlocksBuilder, Event, written
+from baton.router.endpoints.builders.base import Block, BlocksBuilder, Event, LogprobEntries, written
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.text.tokenizer import ModelTokenizer
+from baton.router.tools.parser import Part
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _PREFIXES = {"reasoning": "rs_", "content": "msg_", "call": "fc_"}
+_EVENTS = {
+    "reasoning": "response.reasoning_text",
+    "content": "response.output_text",
+    "call": "response.function_call_arguments",
+}
+"""For each kind of block: how the names of its events begin."""
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -134,14 +140,14 @@ class OpenAIResponsesBuilder(BlocksBuilder):
     def _grown(self, block: Block, text: str) -> Iterator[Event]:
         if not text:
             return  # the first part of a call may have no arguments yet
-        event = {"type": f"{_name(block)}.delta", **_place(block), "delta": text}
+        event = {"type": f"{_EVENTS[block.head.kind]}.delta", **_place(block), "delta": text}
         if block.head.kind == "content":
             event["logprobs"] = self._taken(text)
             block.logprobs += event["logprobs"]
         yield from self._numbered(event)
 
     def _closed(self, block: Block, *, cut: bool) -> Iterator[Event]:
-        place, kind, name = _place(block), block.head.kind, _name(block)
+        place, kind, name = _place(block), block.head.kind, _EVENTS[block.head.kind]
         item = self._item(block, "incomplete" if cut else "completed")
         item_done = {"type": "response.output_item.done", "output_index": block.index, "item": item}
         if kind == "call":
@@ -191,17 +197,6 @@ def _id(block: Block) -> str:
 def _place(block: Block) -> dict[str, Any]:
     place: dict[str, Any] = {"item_id": _id(block), "output_index": block.index}
     return place if block.head.kind == "call" else {**place, "content_index": 0}
-
-
-def _name(block: Block) -> str:
-    """The first part of the names of a block's events."""
-    match block.head.kind:
-        case "reasoning":
-            return "response.reasoning_text"
-        case "content":
-            return "response.output_text"
-        case "call":
-            return "response.function_call_arguments"
 
 
 def _part(block: Block) -> dict[str, Any]:

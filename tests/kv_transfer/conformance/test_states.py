@@ -11,7 +11,10 @@ from tests.kv_transfer.conftest import Pair
 
 from .conftest import Kind
 
-STATES = kv.StateType("conv", 3, 8, 16, "bfloat16"), kv.StateType("ssm", 1, 8, 256, "float32")
+STATES = (
+    kv.CachePart("state", "conv", 3, 8, 16, "bfloat16"),
+    kv.CachePart("state", "ssm", 1, 8, 256, "float32"),
+)
 SIDES = [{"layout": kv.KVLayout(3, 2, 16, dtype, STATES, (0, 2))} for dtype in ("float32", "float8_e4m3fn")]
 """The KV of the second layer is converted. A state `ssm` takes two slots of an arena, and `conv` one."""
 

@@ -1,0 +1,40 @@
+"""The engine process of a worker. Its service runs `python -m baton.cluster.engine_process`.
+
+It puts the engine and the two roles together. The package `worker` knows no role, and the roles do not know
+each other.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from baton.worker.engine_process.start import EngineProcessConfig, start
+
+if TYPE_CHECKING:
+    from baton.engine import Engine
+    from baton.worker.engine_process.loop import Parts, Role
+
+
+def run(config: EngineProcessConfig) -> int:
+    # These imports load torch, which is slow. The process must be tied to its parent before.
+    from baton.decode_worker.role import DecodeRole
+    from baton.prefill_worker.role import PrefillRole, SenderSink
+    from baton.worker.engine_process import loop
+    from baton.worker.engine_process.paged_kv import paged_kv
+    from baton.worker.engine_process.prefix_fetches import PrefixFetches
+
+    def build(parts: "Parts") -> "tuple[Engine, Sequence[Role]]":
+        sink = SenderSink(parts.trace, parts.attempts)
+        engine = parts.start_engine(sink.prefill_started, sink.layer_done)
+        receiver = parts.transport.receiver(paged_kv(engine))
+        fetches = PrefixFetches(
+            engine, receiver, parts.config.incarnation, parts.counts, parts.links, parts.trace
+        )
+        prefill = PrefillRole(parts, engine, sink, fetches)
+        decode = DecodeRole(parts, engine, receiver, fetches, prefill.take, prefill.let_go)
+        return engine, (prefill, decode)
+
+    return loop.run(config, build)
+
+
+if __name__ == "__main__":
+    start(EngineProcessConfig, run)

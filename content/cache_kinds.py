@@ -1,0 +1,78 @@
+"""The kinds of cache, as a registry: what a layer keeps of a request. Pools, the layout on the wire,
+transfers, stores and memory planning read it.
+
+A *part* of a cache is an array [rows, heads, head_dim] in each layer. There is one array for each token, in
+the blocks of the request, or one for each request, in its slot. An attention layer has one part, with K and V
+as rows. A state layer has a part for each of its states.
+
+To add a kind, add it to `KINDS`, give it a cache in `engine.models.cache_spec`, and the kernels that read it.
+"""
+
+from dataclasses import dataclass
+
+FP8 = "float8_e4m3fn"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
+SCALE_BYTES = 4
+"""Of each head of a row in FP8."""
+Range = tuple[int, int]
+"""[start, stop), of positions or heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKind:
+    per_token: bool
+    """Whether there is an array for each token. If not, there is one for each request."""
+    identity: str
+    """What peers compare of a part, beside the dtype that a receiver may convert."""
+    rows: int | None = None
+    """Of each part. None: its parts differ."""
+
+
+KINDS = {
+    "attention": CacheKind(True, "kv_heads={0.heads} head_dim={0.head_dim}", rows=2),
+    "state": CacheKind(False, "{0.name}={0.rows}x{0.heads}x{0.head_dim}:{0.dtype}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """An array [rows, heads, head_dim] that each layer of a kind keeps."""
+
+    kind: str
+    """A key of `KINDS`."""
+    name: str
+    rows: int
+    heads: int
+    """Of the model over all ranks, or of one rank."""
+    head_dim: int
+    dtype: str
+    """A key of `ITEM_BYTES`."""
+
+    @property
+    def per_token(self) -> bool:
+        return KINDS[self.kind].per_token
+
+    @property
+    def identity(self) -> str:
+        return KINDS[self.kind].identity.format(self)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in all rows, with their scales."""
+        scale = SCALE_BYTES if self.dtype == FP8 else 0
+        return self.rows * (self.head_dim * ITEM_BYTES[self.dtype] + scale)
+
+    @property
+    def bytes(self) -> int:
+        """Of one token, or of one request, in one layer."""
+        return self.heads * self.head_bytes
+
+    def bytes_of(self, heads: int, tokens: int) -> int:
+        """Of some heads of some tokens, or of a request."""
+        return (tokens if self.per_token else 1) * heads * self.head_bytes
+
+    def heads_of(self, rank: int, ranks: int) -> Range:
+        """The heads that a rank holds. With fewer heads than ranks, each head is held by several ranks in a
+        row. So a part with one head is copied to every rank."""
+        first = rank * self.heads // ranks
+        return first, first + max(1, self.heads // ranks)

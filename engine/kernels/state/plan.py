@@ -1,0 +1,42 @@
+"""Where the state layers of a step read and write, on a GPU: the same for all layers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels.attention.paged import AttentionMetadata
+from baton.engine.kernels.state.mamba2 import scan_work
+
+TOKENS = 64
+TOKENS_FLOAT32 = 32  # more do not fit into registers and shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStatePlan:
+    slots: Tensor  # [requests] int32
+    contexts: Tensor  # [decodes] int32; a request with context 0 is padding
+    scans: Tensor | None  # [chunks, 6] int32, from `scan_work`; None: no chunks
+    copies: Tensor | None  # as `AttentionMetadata.state_copies`
+    prompts: int  # at most so many have chunks
+    tokens: int  # of a chunk, a power of 2
+    multiprocessors: int
+
+
+def chunk_tokens(dtype: torch.dtype) -> int:
+    """Tokens of a chunk."""
+    return TOKENS_FLOAT32 if dtype is torch.float32 else TOKENS
+
+
+def plan_states(metadata: AttentionMetadata, dtype: torch.dtype, multiprocessors: int) -> TritonStatePlan:
+    decodes, device, slots = metadata.num_decodes, metadata.contexts.device, metadata.state_slots
+    assert slots is not None, "each request of a model with states has a slot"
+    scans, tokens = metadata.scans, chunk_tokens(dtype)
+    if metadata.prefills:
+        work = scan_work(metadata.prefills, decodes, tokens)
+        scans = torch.from_numpy(work).to(device, non_blocking=True)
+    prompts = len(metadata.prefills)
+    if metadata.scans is not None:
+        prompts = min(len(slots), len(metadata.scans))
+    contexts = metadata.contexts[:decodes]
+    return TritonStatePlan(slots, contexts, scans, metadata.state_copies, prompts, tokens, multiprocessors)

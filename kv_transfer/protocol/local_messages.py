@@ -1,0 +1,311 @@
+"""The messages between the processes of one worker: engine, transfer process, movers and ranks.
+
+Each message names what it hands over. A slot named in `SlicesOut` or `Arrived` belongs to the reader from
+then on, until the reader names it in `SlotsFree` (or the transfer process in its `SlotFree`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.protocol.frame import Header
+from baton.kv_transfer.protocol.messages import Export, FirstToken, Reason
+
+
+class Local(msgspec.Struct, array_like=True, tag=True):
+    """Base of all messages between processes of one worker."""
+
+
+# ---------------------------------------------------------------- prefill engine → transfer
+
+
+class Exported(Local):
+    """Peers on this host may read the slots there, or why they may not. Also from another rank to rank 0."""
+
+    export: Export | None
+    why: str
+
+
+class Offer(Local):
+    prefill_id: bytes
+
+
+class SliceOut(Local):
+    """Send this slot as one frame."""
+
+    header: Header
+    slot: int
+    generation: int = 0  # 0: send the bytes; else the peer reads the slot
+    rank: int = 0  # that has the slice in its exported memory
+
+
+class SlicesOut(Local):
+    """Slices that were gathered together, of any transfers."""
+
+    slices: list[SliceOut]
+
+
+class CommitOut(Local):
+    """The transfer's COMMIT; frames of it may still follow."""
+
+    transfer_id: bytes
+    first_token: FirstToken
+    frames: int
+    size: int  # bytes
+
+
+class Finished(Local):
+    """The prefill is computed; the hold deadline runs."""
+
+    prefill_id: bytes
+
+
+class Pinned(Local):
+    """Answers PinOut: the engine has pinned so many chunks, at least one. To refuse it sends CloseOut."""
+
+    pin_id: bytes
+    chunks: int
+
+
+class RefuseFetch(Local):
+    """The transfer asks for what the prefill does not have."""
+
+    transfer_id: bytes
+
+
+class CloseOut(Local):
+    prefill_id: bytes
+    reason: Reason
+
+
+class Recalled(Local):
+    """Answers Granted(recall): so many frames of the session were handed over, no more will be."""
+
+    session: int
+    total: int
+    sent: int
+
+
+# ---------------------------------------------------------------- transfer → prefill engine
+
+
+class StartOut(Local):
+    """Serve this FETCH."""
+
+    prefill_id: bytes
+    transfer_id: bytes
+    session: int
+    slot_bytes: int
+    window: int  # slots that the session may have on their way
+    ranges: tuple[tuple[int, int], ...]
+    head_start: int
+    head_count: int
+
+
+class PinOut(Local):
+    """A FETCH_CONTENT: pin what the prefix cache has of these chunks, from the first on."""
+
+    pin_id: bytes
+    chunks: tuple[bytes, ...]
+    first_chunk: int
+
+
+class StopOut(Local):
+    """The transfer is over; the prefill is still held."""
+
+    prefill_id: bytes
+    transfer_id: bytes
+
+
+class Granted(Local):
+    session: int
+    total: int
+    recall: bool
+
+
+class Reached(Local):
+    """Whether the peer of the session reads exported slots from now on."""
+
+    session: int
+    reached: bool
+
+
+class RingOut(Local):
+    """Slots of the transfer process. Slices with a generation go there. Answered by Exported."""
+
+    export: Export
+
+
+class SlotFree(Local):
+    """`unsent`: its frame never left, so its credit is unused."""
+
+    slot: int
+    unsent: bool
+
+
+class SessionGone(Local):
+    session: int
+
+
+class FetchWaits(Local):
+    """A FETCH for a prefill that was not offered yet waits here, or (gone) left again."""
+
+    prefill_id: bytes
+    gone: bool = False
+
+
+class ReleasedOut(Local):
+    """No FETCH of the prefill will be served any more."""
+
+    prefill_id: bytes
+    reason: str
+
+
+# ---------------------------------------------------------------- decode engine → transfer
+
+
+class FetchIn(Local):
+    transfer_id: bytes
+    prefill_id: bytes
+    address: str
+    incarnation: int
+    attempt: int
+    ranges: tuple[tuple[int, int], ...]
+    head_start: int
+    head_count: int
+    states_of: int | None = None  # positions that the states cover; None: states are not asked for
+    chunks: tuple[bytes, ...] = ()  # FETCH_CONTENT: of the one range, in place of a prefill
+
+
+class CancelIn(Local):
+    transfer_id: bytes
+
+
+class SlotsFree(Local):
+    """These slots of Arrived are read or dropped."""
+
+    slots: list[int]
+
+
+class Opened(Local):
+    """Answers ExportIn. Also from another rank to rank 0."""
+
+    session: int
+    reached: bool
+    why: str
+
+
+class PulledIn(Local):
+    """Slices in exported memory are read. `whole`: of each, whether its generation and checksum were
+    right."""
+
+    slots: list[int]
+    whole: list[bool]
+
+
+class InjectedIn(Local):
+    """The last scatter is over: ACK."""
+
+    transfer_id: bytes
+
+
+# ---------------------------------------------------------------- transfer → decode engine
+
+
+class Arrived(Local):
+    """A verified slice lies in this slot. With `session`, it is not verified and lies in memory that the peer
+    of the session exports: the slot is set aside for it, and stays empty."""
+
+    header: Header
+    slot: int
+    dtype: str  # of the sender's KV, if the slot has KV
+    session: int | None = None
+    there: int = 0  # its slot in that memory
+    generation: int = 0
+
+
+class ExportIn(Local):
+    """Memory that the peer of this session exports: try to read it. Also from rank 0 to the other ranks."""
+
+    session: int  # for other ranks: a number that rank 0 gives
+    export: Export
+    dtype: str = ""  # of the peer's KV; "": not known
+
+
+class ExportGone(Local):
+    """The session has ended: close the memory. Also from rank 0 to the other ranks."""
+
+    session: int
+
+
+class Complete(Local):
+    """Everything of the transfer has been named in Arrived. Times are time.monotonic()."""
+
+    transfer_id: bytes
+    first_token: FirstToken
+    frames: int
+    size: int  # bytes
+    asked_at: float  # the FETCH left
+    first_frame_at: float  # 0 with no frame
+    last_frame_at: float
+    commit_at: float
+
+
+class FailedIn(Local):
+    transfer_id: bytes
+    reason: str
+    retry: bool  # a new FETCH of the same prefill may succeed
+
+
+# ---------------------------------------------------------------- between the ranks of an engine
+
+
+class Staged(msgspec.Struct, frozen=True, array_like=True):
+    """A slice in an arena slot, on its way to or from the pool."""
+
+    piece: Slice
+    slot: int
+    table: Any
+    dtype: str | None = None  # of KV in the slot; None: that of the pool. `scatter` converts
+    generation: int = 0  # of a slot that peers read
+
+
+class Copy(Local):
+    """Rank 0 → another rank: copy the heads that the rank holds of the slice in this slot."""
+
+    item: Staged  # its table: the blocks that the slice needs, from position 0 on, and the slot of states
+    layers_ready: int  # gather only when the rank has counted so many layers
+    session: int | None = None  # the slot is in memory that was opened under this number
+
+
+class Copied(Local):
+    """Another rank → rank 0: that many copies are over, in the order of their Copy."""
+
+    count: int
+    rests: Mapping[int, int | None] = {}  # of slices that were pulled: each that is not 0, as `device.Rest`
+
+
+class CopyBlocks(Local):
+    """Rank 0 → another rank: copy blocks to their places in the memory of the host, or back."""
+
+    is_load: bool
+    pairs: Sequence[tuple[int, int]]  # (block, place)
+
+
+class BlocksCopied(Local):
+    """Another rank → rank 0: these copies are over, in their order. As `BlockStore.ended`."""
+
+    whole: Sequence[bool]
+
+
+FromSender = Exported | Offer | SlicesOut | CommitOut | Finished | Pinned | RefuseFetch | CloseOut | Recalled
+ToSender = (
+    Reached | StartOut | PinOut | StopOut | Granted | RingOut | SlotFree | SessionGone | FetchWaits
+    | ReleasedOut
+)  # fmt: skip
+FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn | Opened | PulledIn
+ToReceiver = Arrived | Complete | FailedIn | ExportIn | ExportGone

@@ -1,0 +1,70 @@
+"""Ports, directories and child processes: their notation, and what a user is told when the system refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+from pathlib import Path
+
+_REASONS = {
+    errno.EADDRINUSE: "the port is in use; choose another one, or stop the process that listens there",
+    errno.EADDRNOTAVAIL: "no network interface of this machine has that address",
+    errno.EACCES: "this user may not listen there; ports below 1024 need a privilege",
+}
+
+
+def family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def url_host(host: str) -> str:
+    """Returns `host` as written before ":port". An IPv6 address gets brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def try_port(host: str, port: int) -> None:
+    """Raises OSError if a process cannot listen on `host`:`port` now."""
+    host = host.strip("[]")
+    socket.create_server((host, port), family=family(host)).close()
+
+
+def cannot_listen(flag: str, host: str, port: int, error: OSError) -> str:
+    """Returns the message for the user. `flag` is the option that named the port."""
+    reason = _REASONS.get(error.errno or 0) or error.strerror or str(error)
+    return f"{flag} {port}: cannot listen on {url_host(host)}:{port}: {reason}"
+
+
+def make_directory(flag: str, path: Path) -> None:
+    """Makes the directory and its parents. `flag`: its option. Raises ValueError that names both."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(cannot_write(flag, path, error)) from error
+
+
+def cannot_write(flag: str, path: Path, error: OSError) -> str:
+    """Returns the message for the user."""
+    return f"{flag} {path}: {error.strerror}; name a directory that you may write to"
+
+
+async def process_end(pid: int) -> None:
+    """Returns as soon as the child `pid` is dead. Does not reap it."""
+    loop = asyncio.get_running_loop()
+    dead = asyncio.Event()
+    pidfd = os.pidfd_open(pid)
+    loop.add_reader(pidfd, dead.set)
+    try:
+        await dead.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+def describe_exit(code: int) -> str:
+    """Returns the text for logs, such as "exited with 3" or "was killed by SIGKILL"."""
+    if code >= 0:
+        return f"exited with {code}"
+    return f"was killed by {signal.Signals(-code).name}"

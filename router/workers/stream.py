@@ -1,0 +1,262 @@
+"""The gRPC stream to one worker, which is opened again whenever it ends."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from baton.router import prompt_logprobs
+from baton.router.policy import DecodeLoad
+from baton.router.workers.attempts import Lost
+from baton.router.workers.checks import (
+    DRAINED,
+    SEE_WORKER_LOG,
+    CacheAction,
+    CacheSequence,
+    RefusedWorker,
+    explain,
+    token_defect,
+)
+from baton.router.workers.roster import Roster
+from baton.router.workers.worker import CALL_TIMEOUT, SendQueue, Worker, WorkerState, cancelled_from_outside
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import connect
+from baton.rpc.tls import TlsFiles
+from baton.rpc.worker_pb2_grpc import WorkerStub
+
+log = logging.getLogger(__name__)
+
+OFFERS = 6.0
+"""Seconds that the stream of a worker stays open after the worker left the list. It may offer prefixes then,
+for a shorter time (`prefill_worker.offers`)."""
+FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0
+
+
+class WorkerStream:
+    """Owns the task that keeps the stream open. Tells the `roster` what the worker reports."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        roster: Roster,
+        on_offer: Callable[[Worker, pb.Offer], None],
+        secret: bytes,
+        router_id: bytes,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """`on_offer`: the worker leaves its pool, and another one may fetch this prefix from it."""
+        self.worker = worker
+        self._roster = roster
+        self._on_offer = on_offer
+        self._secret = secret
+        self._router_id = router_id
+        self._tls = tls
+        self._may_offer = False  # the worker is retired, and its stream stays open for offers
+        self._cache = CacheSequence()
+        self._task = asyncio.create_task(self._run(), name=f"worker {worker.address}")
+
+    def retire(self, on_closed: Callable[["WorkerStream"], None]) -> None:
+        """The worker takes no new work from now on. The stream closes when the last attempt has ended. A
+        worker that leaves may offer its prefixes before, for a bounded time."""
+        worker = self.worker
+        worker.retired, worker.on_end = True, self._close_if_done
+        self._task.add_done_callback(lambda _: on_closed(self))
+        self._roster.availability_changed(worker)
+        if worker.attached and worker.description.fetches_prefixes:
+            self._may_offer = True
+            asyncio.get_running_loop().call_later(OFFERS, self._offers_over)
+        self._close_if_done()
+
+    def _offers_over(self) -> None:
+        self._may_offer = False
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if not self.worker.attempts and not self._may_offer:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    # ------------------------------------------------------------ open and close
+
+    async def _run(self) -> None:
+        worker, backoff, logged = self.worker, FIRST_BACKOFF, ""
+        drained = False  # the worker was draining when its last stream ended
+        while not worker.retired:
+            was_ready, began = False, time.monotonic()
+            try:
+                try:
+                    await self._serve()
+                    worker.reason, worker.remedy = "the worker ended the stream", SEE_WORKER_LOG
+                except grpc.aio.AioRpcError as error:
+                    worker.reason, worker.remedy = explain(error, files=self._tls is not None)
+                    drains = worker.state is WorkerState.DRAINING
+                    if (drained or drains) and error.code() is grpc.StatusCode.UNAVAILABLE:
+                        worker.reason, worker.remedy = "the worker drained and ended", DRAINED
+                    if worker.state is WorkerState.REFUSED:
+                        worker.state = WorkerState.CONNECTING
+                        worker.forget_description()
+                except RefusedWorker as error:
+                    worker.state = WorkerState.REFUSED
+                    worker.reason, worker.remedy = str(error), error.remedy
+                    backoff = LAST_BACKOFF
+                finally:
+                    was_ready = worker.attached
+                    drained = worker.state is WorkerState.DRAINING or (drained and not was_ready)
+                    self._detach()
+            except Exception as error:
+                # A task that ends here would never connect to this worker again.
+                worker.reason = f"a defect in the router: {type(error).__name__}: {error}"
+                worker.remedy = "Report it with the router's log."
+                log.exception("%s: the connection failed and is opened again", worker)
+            if cancelled_from_outside():  # grpc.aio drops the cancellation if the stream breaks at once
+                raise asyncio.CancelledError
+            if was_ready or worker.reason != logged:  # not with each try
+                logged = worker.reason
+                log.warning("%s is %s: %s. %s", worker, worker.state, worker.reason, worker.remedy)
+            if was_ready and time.monotonic() - began > LAST_BACKOFF:
+                backoff = FIRST_BACKOFF
+            await asyncio.sleep(backoff * random.uniform(0.5, 1))
+            backoff = min(2 * backoff, LAST_BACKOFF)
+
+    async def _serve(self) -> None:
+        """Attaches to the worker and receives its messages until the stream ends."""
+        worker = self.worker
+        async with connect(worker.address, self._secret, self._tls) as channel:
+            stub = WorkerStub(channel)
+            worker.described(await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT))
+            self._roster.check(worker)
+            worker.accepted = True
+            worker.decode_load = _decode_load(worker)
+            worker.report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
+            messages, self._cache = SendQueue(self._unread), CacheSequence()
+            hello = pb.RouterHello(router_id=self._router_id, report_seconds=self._roster.report_seconds)
+            messages.put(pb.RouterMessage(hello=hello))
+            self._call = stub.Attach(messages.messages())
+            worker.send_queue, worker.stub, worker.reason, worker.remedy = messages, stub, "", ""
+            log.info("%s is %s", worker, worker.state)
+            self._roster.availability_changed(worker)
+            try:
+                async for message in self._call:
+                    self._receive(message)
+            except asyncio.CancelledError:
+                if cancelled_from_outside():
+                    raise
+                raise RefusedWorker("it does not read the messages that the router sends") from None
+
+    def _unread(self) -> None:
+        log.error("%s does not read its messages: the router closes the stream", self.worker)
+        self._call.cancel()
+
+    def _detach(self) -> None:
+        """Ends the session. All open attempts are lost."""
+        worker, was_attached = self.worker, self.worker.attached
+        failed = was_attached and worker.ready
+        if worker.send_queue is not None:
+            worker.send_queue.close()
+        worker.send_queue = worker.stub = None
+        worker.accepted = False
+        if worker.state is not WorkerState.REFUSED:
+            worker.state = WorkerState.CONNECTING
+        lost = worker.lose_all()
+        if was_attached:
+            self._roster.availability_changed(worker)
+        if failed:  # not earlier: an open breaker makes the router choose again, and this worker has gone
+            worker.attempt_failed()
+        for attempt_id, attempt in lost.items():
+            try:
+                attempt.on_event(Lost(attempt_id))
+            except Exception:  # the other requests must still learn that their attempts are lost
+                log.exception("request %s: a defect in the router", attempt.name)
+
+    # ------------------------------------------------------------ messages of the worker
+
+    def _receive(self, message: pb.WorkerMessage) -> None:
+        match message.WhichOneof("kind"):
+            case "step":
+                for event in message.step.tokens:
+                    self._receive_token(event)
+            case "prompt_logprobs":
+                self._receive_prompt_logprobs(message.prompt_logprobs)
+            case "reserved":
+                attempt = self.worker.attempts.get(message.reserved.decode_id)
+                if attempt is not None:
+                    attempt.on_event(message.reserved)
+            case "prefill_started":
+                attempt = self.worker.attempts.get(message.prefill_started.prefill_id)
+                if attempt is not None:
+                    attempt.on_event(message.prefill_started)
+            case "failed":
+                self._receive_failure(message.failed)
+            case "cache":
+                self._receive_cache(message.cache)
+            case "offer":
+                self._on_offer(self.worker, message.offer)
+            case "status":
+                self._receive_status(message.status)
+
+    def _receive_status(self, status: pb.WorkerStatus) -> None:
+        changed = self.worker.report(status)
+        self._roster.reported(self.worker)
+        if changed:  # first: requests that start now must not go to a worker that drains or has left
+            self._roster.availability_changed(self.worker)
+        else:
+            self.worker.on_load()
+
+    def _receive_token(self, event: pb.TokenEvent) -> None:
+        attempt = self.worker.attempts.get(event.attempt_id)
+        if attempt is None:
+            return
+        if defect := token_defect(event, self.worker.description.vocab_size):
+            self._reject(event.attempt_id, defect)
+            return
+        if attempt.work is not None:
+            self.worker.prefilled(attempt, computed=True)
+        attempt.on_event(event)
+
+    def _receive_prompt_logprobs(self, message: pb.PromptLogprobs) -> None:
+        attempt = self.worker.attempts.get(message.attempt_id)
+        if attempt is None:
+            return
+        if defect := prompt_logprobs.defect(message, self.worker.description.vocab_size):
+            self._reject(message.attempt_id, defect)
+        else:
+            attempt.on_event(message)
+
+    def _reject(self, attempt_id: bytes, defect: str) -> None:
+        """Ends an attempt whose result cannot go to a client."""
+        self.worker.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id)))
+        self._receive_failure(pb.AttemptFailed(attempt_id=attempt_id, message=f"{self.worker}: {defect}"))
+
+    def _receive_failure(self, failure: pb.AttemptFailed) -> None:
+        worker, attempt = self.worker, self.worker.fail(failure)
+        if attempt is None:
+            return
+        if failure.code == pb.FAILURE_CODE_DRAINING and worker.state is WorkerState.READY:
+            worker.state = WorkerState.DRAINING
+            self._roster.availability_changed(worker)
+        attempt.on_event(failure)
+
+    def _receive_cache(self, events: pb.CacheEvents) -> None:
+        action = self._cache.follow(events)
+        if action is CacheAction.APPLY:
+            self._roster.cache_changed(self.worker, events)
+        elif action is CacheAction.RESYNC:
+            log.info("%s: cache reports are missing; the router asks for a snapshot", self.worker)
+            self.worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
+
+
+def _decode_load(worker: Worker) -> DecodeLoad:
+    described = worker.description
+    return DecodeLoad(
+        worker=worker.address,
+        block_size=described.block_size,
+        blocks_total=described.num_blocks,
+        max_running=described.max_num_seqs,
+    )

@@ -1,0 +1,320 @@
+"""What the router knows of one worker, its open attempts there, and the messages to it.
+
+    connecting ─ Describe, check, GetStatus, Attach ─▶ ready ⇄ draining ─ the stream ends ─▶ connecting
+        └─ the worker does not fit this router ─▶ refused ─ later ─▶ connecting
+
+`stream` opens the stream and receives. All open attempts are lost with the stream, and the worker cancels
+them too. A worker that discovery no longer lists is retired: it gets nothing new, and its stream closes after
+its last attempt.
+
+A status may name another pool. From then on the worker gets the new work of that pool, over the same stream.
+The attempts that it has go on to their end: pools only decide which worker is chosen.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from enum import StrEnum
+
+import grpc.aio
+
+from baton.machine.logs import of_request
+from baton.machine.tracing import Span
+from baton.router.policy import DecodeLoad, PrefillLoads, PrefillWork
+from baton.router.workers.attempts import Attempt, CircuitBreaker, OnEvent
+from baton.router.workers.checks import clear_invalid_rates
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.worker_pb2_grpc import WorkerStub
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT = 5.0
+MAX_UNSENT_BYTES = 8 << 20
+POOL_NAMES: dict["pb.Pool", str] = {pb.POOL_PREFILL: "prefill", pb.POOL_DECODE: "decode"}
+
+
+class WorkerState(StrEnum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"  # finishes its attempts and takes no new ones
+    REFUSED = "refused"  # another model, or an invalid description
+
+
+class SendQueue:
+    """The messages to one worker that its stream has not sent yet, in order. The stream reads `messages`.
+
+    `on_full` is called if more than MAX_UNSENT_BYTES wait: the worker does not read.
+    """
+
+    def __init__(self, on_full: Callable[[], None]) -> None:
+        self._queue: deque[pb.RouterMessage] = deque()
+        self._bytes = 0
+        self._closed = False
+        self._filled = asyncio.Event()
+        self._on_full = on_full
+
+    def put(self, message: pb.RouterMessage) -> None:
+        self._queue.append(message)
+        self._bytes += message.ByteSize()
+        self._filled.set()
+        if self._bytes > MAX_UNSENT_BYTES:
+            self._on_full()
+
+    def close(self) -> None:
+        """Ends `messages`. gRPC waits for that before it ends the stream."""
+        self._closed = True
+        self._queue.clear()
+        self._filled.set()
+
+    async def messages(self) -> AsyncIterator[pb.RouterMessage]:
+        while not self._closed:
+            await self._filled.wait()
+            self._filled.clear()
+            while self._queue:
+                message = self._queue.popleft()
+                self._bytes -= message.ByteSize()
+                yield message
+
+
+class Worker:
+    """The connection to one worker, without the task that keeps it open.
+
+    Attributes:
+        description: of the attached incarnation, or of the last one.
+        accepted: the worker passed `Roster.check`. False again after the stream ends.
+        reason, remedy: why the worker is not ready and what to do; empty if it is ready.
+        status: the last report.
+        prefix_links: those of the last report, by incarnation and tier of the other worker.
+        pool: in which the worker gets new work: that of the last report, or else its first.
+        attempts: the open attempts, by id.
+        decode_load: what the router knows of its decodes, in either pool; None without a stream.
+        breaker: decides whether the worker fails too often to get work.
+        row: its row in the tables of the policies, while it is attached.
+        retired: discovery no longer lists it.
+        send_queue, stub: of its stream; None without a stream.
+        on_load: called when the worker may have capacity for another decode.
+        on_end: called when an attempt has ended.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        loads: PrefillLoads,
+        on_load: Callable[[], None],
+        on_breaker: Callable[[], None],
+    ) -> None:
+        """`on_breaker`: called when the breaker opens, closes, or lets a probe through."""
+        self.address = address
+        self.state = WorkerState.CONNECTING
+        self.reason = self.remedy = ""
+        self.accepted = False
+        self.description = pb.WorkerDescription()
+        self.status = pb.WorkerStatus()
+        self.prefix_links: dict[tuple[int, int], pb.PrefixLink] = {}
+        self.pool = pb.POOL_UNSPECIFIED
+        self.attempts: dict[bytes, Attempt] = {}
+        self.decode_load: DecodeLoad | None = None
+        self.breaker = CircuitBreaker()
+        self.row = -1
+        self.retired = False
+        self.send_queue: SendQueue | None = None
+        self.stub: WorkerStub | None = None
+        self.on_end: Callable[[], None] = lambda: None
+        self.on_load = on_load
+        self._loads = loads
+        self._on_breaker = on_breaker
+        self._invalid_rates = False  # in `status`
+
+    def __str__(self) -> str:
+        first = POOL_NAMES.get(self.description.first_pool)
+        return f"{f'{first} {self.description.index}' if first else 'worker'} at {self.address}"
+
+    @property
+    def ready(self) -> bool:
+        """Whether the worker takes new work."""
+        return self.state is WorkerState.READY and not self.retired
+
+    def ready_in(self, pool: "pb.Pool") -> bool:
+        """Whether the worker takes new work of this pool."""
+        return self.ready and self.pool == pool
+
+    @property
+    def attached(self) -> bool:
+        return self.send_queue is not None
+
+    @property
+    def load(self) -> DecodeLoad:
+        """The decode load of an attached worker."""
+        assert self.decode_load is not None
+        return self.decode_load
+
+    def described(self, description: pb.WorkerDescription) -> None:
+        """Applies the description of a new incarnation."""
+        self.description, self.pool = description, description.first_pool
+
+    def forget_description(self) -> None:
+        """Another worker may start at this address."""
+        self.described(pb.WorkerDescription())
+
+    def report(self, status: pb.WorkerStatus) -> bool:
+        """Stores a status report. Returns whether the worker's state or pool changed."""
+        invalid = clear_invalid_rates(status)
+        if invalid and not self._invalid_rates:  # not with each report
+            log.warning("%s reports impossible rates, which count as unknown: %s", self, ", ".join(invalid))
+        self.status, self._invalid_rates = status, bool(invalid)
+        self.prefix_links = {(link.incarnation, link.tier): link for link in status.prefix_links}
+        running = status.requests_running + status.reservations
+        self.load.reported(blocks_free=status.blocks_free, running=running)
+        before = self.state, self.pool
+        serving = status.health == pb.WorkerStatus.HEALTH_SERVING
+        self.state = WorkerState.READY if serving else WorkerState.DRAINING
+        self.pool = status.pool
+        if self.attached and self.pool != before[1]:
+            log.info("%s gets the work of the %s pool", self, POOL_NAMES.get(self.pool, self.pool))
+        return (self.state, self.pool) != before
+
+    async def current_status(self) -> pb.WorkerStatus:
+        """Asks the worker. Returns the last report if the worker does not answer in time."""
+        if self.stub is None:
+            return self.status
+        try:
+            status = await self.stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT)
+            clear_invalid_rates(status)
+            return status
+        except grpc.aio.AioRpcError:
+            return self.status
+        except asyncio.CancelledError:
+            if cancelled_from_outside():
+                raise
+            return self.status  # the stream ended and closed the channel during the call
+
+    # ------------------------------------------------------------ messages
+
+    def submit_prefill(
+        self, submit: pb.SubmitPrefill, on_event: OnEvent, request_span: Span, work: PrefillWork
+    ) -> None:
+        """`on_event` is told what happens to the attempt. `request_span`: the span of the request."""
+        span = self._begin_span("prefill attempt", request_span, submit.request)
+        attempt = Attempt(submit.request.name, on_event, span, work=work)
+        self._submit(submit.prefill_id, attempt, pb.RouterMessage(prefill=submit))
+
+    def submit_decode(
+        self,
+        submit: pb.SubmitDecode,
+        on_event: OnEvent,
+        request_span: Span,
+        tokens: int,
+        work: PrefillWork | None,
+    ) -> None:
+        """The worker reserves `tokens` KV positions, and computes the prompt itself if there is `work`."""
+        span = self._begin_span("decode attempt", request_span, submit.request)
+        attempt = Attempt(submit.request.name, on_event, span, tokens, work)
+        self._submit(submit.decode_id, attempt, pb.RouterMessage(decode=submit))
+        self.on_load()
+
+    def cancel(self, attempt_id: bytes, failure: str = "") -> None:
+        """Ends an attempt here and at the worker. Does nothing if it has ended."""
+        if self.forget(attempt_id, failure):
+            self.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=attempt_id)))
+
+    def release(self, prefill_id: bytes) -> None:
+        """Cancels a handed-over prefill, in case its decode worker died before it acknowledged the KV.
+
+        Without the cancel the prefill worker would keep the KV until its hold deadline.
+        """
+        self.forget(prefill_id)
+        self.send(pb.RouterMessage(cancel=pb.Cancel(attempt_id=prefill_id)))
+
+    def forget(self, attempt_id: bytes, failure: str = "", *, full: bool = False) -> bool:
+        """Ends an attempt here. False: it had ended before. `failure` goes into its span. `full`: the worker
+        refused the reservation."""
+        attempt = self.attempts.pop(attempt_id, None)
+        if attempt is None:
+            return False
+        attempt.span.end(failure)
+        self.prefilled(attempt, computed=False)
+        if attempt.tokens:
+            self.load.ended(attempt.tokens)
+            self.load.full = full
+            self.on_load()
+        self.on_end()
+        return True
+
+    def fail(self, failure: pb.AttemptFailed) -> Attempt | None:
+        """Applies a failure that the worker reported. None if the attempt is not open.
+
+        After KV_FAILED the attempt stays: the worker keeps its reservation. All other failures end it. An
+        unknown code becomes UNSPECIFIED.
+        """
+        attempt = self.attempts.get(failure.attempt_id)
+        if attempt is None:
+            return None
+        if failure.code not in pb.FailureCode.values():
+            failure.message = f"{failure.message} (unknown failure code {failure.code})"
+            failure.code = pb.FAILURE_CODE_UNSPECIFIED
+        if failure.code != pb.FAILURE_CODE_KV_FAILED:
+            text = f"{pb.FailureCode.Name(failure.code)}: {failure.message}"
+            self.forget(failure.attempt_id, text, full=failure.code == pb.FAILURE_CODE_NO_ROOM)
+        return attempt
+
+    def lose_all(self) -> dict[bytes, Attempt]:
+        """Forgets all attempts when the stream ends. Returns what was open."""
+        lost, self.attempts, self.decode_load = self.attempts, {}, None
+        for attempt in lost.values():
+            attempt.span.end("the worker was lost")
+        return lost
+
+    def prefilled(self, attempt: Attempt, *, computed: bool) -> None:
+        """The first token came (`computed`), or the prompt is not computed any more."""
+        work, attempt.work = attempt.work, None
+        if work is None:
+            return
+        if not attempt.tokens:
+            attempt.span.end()
+        self._loads.ended(self.row, work, computed=computed, now=time.monotonic())
+
+    def send(self, message: pb.RouterMessage) -> None:
+        if self.send_queue is not None:
+            self.send_queue.put(message)
+
+    def attempt_succeeded(self) -> None:
+        if self.breaker.attempt_succeeded():
+            log.info("%s works again", self)
+            self._on_breaker()
+
+    def attempt_failed(self) -> None:
+        """Counts a failed attempt, or a lost stream, against the worker."""
+        if self.breaker.attempt_failed(time.monotonic()):
+            log.warning("%s failed repeatedly and gets no requests for a while", self)
+            self._on_breaker()
+
+    def _begin_span(self, name: str, request_span: Span, request: pb.Request) -> Span:
+        worker = {"baton.worker": str(self), "baton.output_tokens": len(request.output_ids)}
+        span = request_span.child(name, worker, "client")
+        request.traceparent = span.traceparent
+        return span
+
+    def _submit(self, attempt_id: bytes, attempt: Attempt, message: pb.RouterMessage) -> None:
+        assert self.ready, "work goes to ready workers only"
+        self.attempts[attempt_id] = attempt
+        if attempt.tokens:
+            self.load.sent(attempt.tokens)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request %s, attempt %s: %s at %s",
+                attempt.name, attempt_id.hex(), message.WhichOneof("kind"), self,
+                extra=of_request(attempt.name, attempt_id),
+            )  # fmt: skip
+        if self.breaker.attempt_sent(time.monotonic()):
+            self._on_breaker()
+        self.send(message)
+        if attempt.work is not None:
+            self._loads.sent(self.row, attempt.work, time.monotonic())
+
+
+def cancelled_from_outside() -> bool:
+    """Distinguishes a cancelled task from a cancelled gRPC call. Both raise CancelledError."""
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())

@@ -1,0 +1,188 @@
+"""What the gRPC service of a worker shows: its engine, its status, its pool and its prefix cache."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from itertools import count
+
+from baton.content import Tier
+from baton.rpc import LONGEST_REPORT
+from baton.rpc import worker_pb2 as pb
+from baton.worker import messages
+from baton.worker.config import Role, WorkerConfig
+from baton.worker.messages import EngineStatus, FromEngine, ToEngine
+from baton.worker.service_process import streams
+from baton.worker.service_process.cache_feed import CacheFeed
+from baton.worker.service_process.journal import Journal
+from baton.worker.service_process.metrics import Metrics
+from baton.worker.service_process.streams import Routers
+from baton.worker.service_process.tree import WorkerTree
+
+log = logging.getLogger(__name__)
+
+
+POOLS: dict[Role, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
+NAMES = {pool: name for name, pool in POOLS.items()}
+
+
+class Backend:
+    """Sends messages to the engine, and passes on to the routers what the engine says.
+
+    It uses the metrics and the journal of the worker. The service process starts and ends the `tree`.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, tree: WorkerTree, routers: Routers, metrics: Metrics, journal: Journal
+    ) -> None:
+        self._tree = tree
+        self._routers = routers
+        self._metrics = metrics
+        self._journal = journal
+        self.draining = False
+        self._cache = CacheFeed() if config.engine.enable_prefix_caching else None
+        self._pool = POOLS[config.role]
+        self._last_status = pb.WorkerStatus()
+        self._questions = count()
+        self._status_answers: dict[int, asyncio.Future[EngineStatus]] = {}  # by question
+
+    async def send(self, message: ToEngine) -> None:
+        """Sends to the engine, in order. Waits while the engine reads too slowly."""
+        if isinstance(message, messages.Prefill | messages.Decode):
+            self._journal.accepted(message.work)
+        await self._tree.engine_link.send(message)
+
+    async def drain(self) -> None:
+        """Refuses new attempts, and offers the prefix cache to other workers."""
+        self.draining = True
+        # Routers get the last status at once, because a new one must wait for the engine's step.
+        self._last_status.health = pb.WorkerStatus.HEALTH_DRAINING
+        self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+        if self._routers.attached:
+            await self.send(messages.OfferPrefixes())
+
+    async def status(self) -> pb.WorkerStatus:
+        """Asks the engine and transfer processes for their status."""
+        engine, transfer = await asyncio.gather(self.engine_status(), self._tree.transfer_link.stats())
+        self._metrics.engine_status = engine
+        self._metrics.transfer_stats = transfer
+        stats = engine.stats
+        loads = {tier.tier: tier.tokens_per_s for tier in stats.offload}
+        self._last_status = pb.WorkerStatus(
+            health=pb.WorkerStatus.HEALTH_DRAINING if self.draining else pb.WorkerStatus.HEALTH_SERVING,
+            pool=self._pool,
+            requests_running=stats.running,
+            requests_decoding=stats.decoding,
+            requests_waiting=stats.waiting,
+            tokens_waiting=stats.tokens_waiting,
+            blocks_free=stats.blocks_free,
+            blocks_total=stats.blocks_total,
+            held_prefills=stats.held,
+            reservations=stats.reservations,
+            transfers_open=transfer.transfers_open,
+            arena_slots_free=transfer.sender_slots_free + transfer.receiver_slots_free,
+            arena_slots_total=2 * transfer.slots,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            step_seconds=stats.step_seconds,
+            prompt_tokens=engine.counts.prompt_tokens,
+            no_room=engine.counts.no_room,
+            chunk_tokens=stats.short.tokens,
+            chunk_seconds=stats.short.seconds,
+            long_chunk_tokens=stats.long.tokens,
+            long_chunk_seconds=stats.long.seconds,
+            decode_seconds=stats.decode_seconds,
+            fastest_step_seconds=stats.fastest_seconds,
+            kv_transports=transfer.transports,
+            host_tokens_per_s=loads.get(Tier.HOST, 0.0),
+            disk_tokens_per_s=loads.get(Tier.DISK, 0.0),
+            prefix_links=[
+                pb.PrefixLink(
+                    incarnation=link.incarnation,
+                    tier=pb.Tier.Name(link.tier),
+                    wait=link.wait,
+                    tokens_per_s=link.tokens_per_s,
+                )
+                for link in engine.links
+            ],
+        )
+        return self._last_status
+
+    async def set_pool(self, pool: "pb.Pool") -> pb.WorkerStatus:
+        """Moves the worker to a pool and tells all routers. Returns the new status."""
+        if pool != self._pool:
+            log.info("moves from the %s pool to the %s pool", NAMES[self._pool], NAMES[pool])
+            self._pool = pool
+            self._metrics.role = NAMES[pool]
+            # Routers get the label at once, because a new status must wait for the engine's step.
+            self._last_status.pool = pool
+            self._routers.broadcast(pb.WorkerMessage(status=self._last_status))
+            if pool == pb.POOL_DECODE:
+                await self.send(messages.OfferPrefixes())
+        return await self.status()
+
+    def cache_snapshot(self) -> Iterator[pb.WorkerMessage]:
+        """Yields the contents of the prefix cache as messages; none if the cache is off."""
+        return iter(()) if self._cache is None else self._cache.snapshot()
+
+    async def engine_status(self) -> EngineStatus:
+        question = next(self._questions)
+        answer = self._status_answers[question] = asyncio.get_running_loop().create_future()
+        try:
+            await self.send(messages.AskStatus(question))
+            return await answer
+        finally:
+            del self._status_answers[question]
+
+    async def report(self) -> None:
+        """Sends the status to every router: if it has changed, and once a second in any case.
+
+        The sleep may end a millisecond early, so a report goes out unless the next time is nearer to it."""
+        sent, due = pb.WorkerStatus(), 0.0
+        while True:
+            seconds = self._routers.report_seconds
+            await asyncio.sleep(seconds)
+            status, now = await self.status(), time.monotonic()
+            if status != sent or now + seconds / 2 >= due:
+                self._routers.broadcast(pb.WorkerMessage(status=status))
+                sent, due = status, now + LONGEST_REPORT
+
+    # ------------------------------------------------------------ from the engine
+
+    def deliver(self, message: FromEngine) -> None:
+        match message:
+            case (
+                messages.Tokens() | messages.PromptScored() | messages.Reserved() | messages.PrefillStarted()
+            ):
+                self._routers.deliver(message.stream, streams.progress(message))
+            case messages.AttemptFailed(stream, origin, code, text, prefill_id):
+                self._journal.failed(message)
+                failed = streams.failed(origin.attempt_id, code, text, prefill_id)
+                self._routers.deliver(stream, failed)
+            case EngineStatus():
+                self._answer(message)
+            case messages.KVInjected(_, stats):
+                self._metrics.injected(stats)
+                self._journal.injected(message)
+            case messages.Prefilled():
+                self._metrics.prefilled(message)
+                self._journal.prefilled(message)
+            case messages.Decoded():
+                self._metrics.decoded(message)
+                self._journal.decoded(message)
+            case messages.Cancelled(origin):
+                self._journal.cancelled(origin)
+            case messages.SecondToken():
+                self._metrics.handover(message.handover)
+            case messages.CacheChanged(cached, evicted):
+                assert self._cache is not None
+                for changes in self._cache.changed(cached, evicted):
+                    self._routers.broadcast_cache_events(changes)
+            case messages.Offered():
+                self._routers.offer(message)
+            case _:
+                raise AssertionError(f"unexpected message of the engine: {message}")
+
+    def _answer(self, status: EngineStatus) -> None:
+        answer = self._status_answers.get(status.question)
+        if answer is not None and not answer.done():
+            answer.set_result(status)
