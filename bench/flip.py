@@ -38,7 +38,7 @@ from baton.bench.chaos.streams import Case, Load, Verdict, expected, judge
 from baton.bench.contract import Report, Row, percentile
 from baton.bench.overlap.streams import Trace
 from baton.bench.shapes import write_shape
-from baton.cluster.supervision.workers import set_pool
+from baton.cluster.supervision.calls import set_pool
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub

@@ -28,8 +28,8 @@ from typing import Any, TextIO
 from baton.bench import roles
 from baton.bench.chaos import processes
 from baton.cluster.model import EMBEDDED_NAME
+from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
-from baton.cluster.supervision.workers import set_pool
 from baton.rpc.channel import connect
 
 START_S = 180.0
