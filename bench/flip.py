@@ -38,7 +38,7 @@ from baton.bench.chaos.streams import Case, Load, Verdict, expected, judge
 from baton.bench.contract import Report, Row, percentile
 from baton.bench.overlap.streams import Trace
 from baton.bench.shapes import write_shape
-from baton.cluster.supervision.workers import set_pool
+from baton.cluster.supervision.calls import set_pool
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
@@ -125,14 +125,10 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Run:
     rng = random.Random(args.seed)
     asked = cases(rng)
     right = await expected(cluster.url, asked, at_once=args.clients)
-    load, stop = Load(cluster.url, asked, rng), asyncio.Event()
-    loading = asyncio.create_task(load.run(args.clients, stop))
+    load = Load(cluster.url, asked, rng)
     address = cluster.of("decode")[1].lives[-1]["address"]
-    try:
+    async with load.of(args.clients):
         flips = await flip_repeatedly(address, cluster.secret, args.flips, rng)
-    finally:
-        stop.set()
-        await loading
     leaks = await asyncio.to_thread(leaks_when_idle, cluster.url)
     return Run(flips, judge(load.streams, right), leaks)
 
@@ -162,17 +158,8 @@ def report_rows(report: Report, name: str, run: Run, traces: Path) -> None:
     ]
     for row, times, more in rows:
         report.add(Row(f"{name}.{row}", percentile(times, 0.5), "s", p99=percentile(times, 0.99), **more))
-    verdict = run.verdict
-    for line in (*verdict.errors[:10], *(f"{name}: {count}" for name, count in run.leaks.items())):
-        print(line, file=sys.stderr)
-    for row, value, unit in (
-        ("failed", verdict.failed, "requests"),
-        ("different_tokens", verdict.different + verdict.lost_or_repeated, "tokens"),
-        ("leaked_blocks", sum(run.leaks.values()), "blocks, slots, attempts"),
-    ):
-        report.add(Row(f"{name}.{row}", value, unit, goal=0))
+    run.verdict.add_to(report, name, run.leaks)
     report.add(Row(f"{name}.flips", len(seconds), "times"))
-    report.add(Row(f"{name}.requests", verdict.requests, "requests"))
     report.detail = {"seconds": seconds, "until_prompt": waits, "computing": computing}
 
 

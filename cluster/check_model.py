@@ -9,11 +9,15 @@ import gc
 import json
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from baton.cluster.model import EMBEDDED_NAME, ResolvedModel
 from baton.cluster.options.engine import EngineOptions
+
+RANKS: dict[str, Any] = {"tensor_parallel_size": 1, "enable_expert_parallel": False}
+"""The options that divide a model, and their values for a worker of one rank."""
 
 
 @dataclass(frozen=True)
@@ -28,28 +32,19 @@ class Fault:
     message: str
 
 
-def faults(
-    found: ResolvedModel,
-    *,
-    load_format: str = "auto",
-    quantization: str = "auto",
-    tensor_parallel_size: int = 1,
-    enable_expert_parallel: bool = False,
-    tokenizer: str | None = None,
-) -> list[Fault]:
+def faults(found: ResolvedModel, engine: EngineOptions, tokenizer: str | None = None) -> list[Fault]:
     """The problems for which workers or routers would refuse a model on this machine.
 
     A name on the hub is not checked, and weights are not checked without torch. The files of the embedded
     model are not checked, because `model.resolve` has verified its digest.
     """
-    ranks = tensor_parallel_size > 1 or enable_expert_parallel
-    verified = found.name == EMBEDDED_NAME and not ranks and quantization == "auto" and tokenizer is None
-    if verified or not Path(found.location).exists():
+    ranks = engine.tensor_parallel_size > 1 or engine.enable_expert_parallel
+    plain = not ranks and engine.quantization == "auto" and tokenizer is None
+    if (found.name == EMBEDDED_NAME and plain) or not Path(found.location).exists():
         return []
-    arguments = [
-        found.location, load_format, quantization, tensor_parallel_size, enable_expert_parallel, tokenizer,
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "baton.cluster.check_model", json.dumps(arguments)]
+    asked = {name: getattr(engine, name) for name in ("load_format", "quantization", *RANKS)}
+    arguments = json.dumps([found.location, asked, tokenizer])
+    command = [sys.executable, "-m", "baton.cluster.check_model", arguments]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
@@ -59,26 +54,12 @@ def faults(
 
 def check_files(found: ResolvedModel, engine: EngineOptions, tokenizer: str | None) -> None:
     """Raises ValueError for a model that `baton serve` cannot serve."""
-    for fault in faults(
-        found,
-        load_format=engine.load_format,
-        quantization=engine.quantization,
-        tensor_parallel_size=engine.tensor_parallel_size,
-        enable_expert_parallel=engine.enable_expert_parallel,
-        tokenizer=tokenizer,
-    ):
+    for fault in faults(found, engine, tokenizer):
         own = fault.message.startswith("--")
         raise ValueError(fault.message if own else f"--model: {fault.message}")
 
 
-def _faults(
-    location: str,
-    load_format: str,
-    quantization: str,
-    tensor_parallel_size: int,
-    enable_expert_parallel: bool,
-    tokenizer: str | None,
-) -> list[Fault]:
+def _faults(location: str, engine: dict[str, Any], tokenizer: str | None) -> list[Fault]:
     from baton.router.text.tokenizer import load_tokenizer
 
     found: list[Fault] = []
@@ -87,17 +68,10 @@ def _faults(
         from baton.engine.api.config import EngineConfig
         from baton.engine.loader import check_model
 
-        engine = EngineConfig(model=location, load_format=load_format, quantization=quantization)
-        check_model(engine)
-        if tensor_parallel_size > 1 or enable_expert_parallel:
+        check_model(EngineConfig(model=location, **engine | RANKS))
+        if engine != engine | RANKS:
             what = "ranks"
-            check_model(
-                replace(
-                    engine,
-                    tensor_parallel_size=tensor_parallel_size,
-                    enable_expert_parallel=enable_expert_parallel,
-                )
-            )
+            check_model(EngineConfig(model=location, **engine))
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

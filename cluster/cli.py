@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from baton.cluster import options
+from baton.cluster.options import clients, engine, pools, roles
 from baton.cluster.options.parameters import takes_options, unknown_variables
 from baton.cluster.supervision.plan import Plan
 
@@ -107,7 +107,7 @@ def _with_clear_errors(run: Callable[..., Any]) -> Callable[..., Any]:
     "baton serve Qwen/Qwen2.5-0.5B-Instruct --prefill 1 --decode 2",
     "baton serve --config cluster.toml",
 )
-def serve(given: options.ServedModel, plan: Plan) -> int:
+def serve(given: engine.ServedModel, plan: Plan) -> int:
     """Start a cluster on this machine: prefill workers, decode workers and a router.
 
     By default it serves the embedded model SmolLM2-135M-Instruct at http://127.0.0.1:8000, with one worker of
@@ -123,7 +123,7 @@ def serve(given: options.ServedModel, plan: Plan) -> int:
 
 
 @command(CLUSTER, "baton stop --ray-address 10.0.0.1:6379")
-def stop(ray: options.RayOptions, what: options.StopOptions) -> int:
+def stop(ray: pools.RayOptions, what: pools.StopOptions) -> int:
     """Stop a cluster that was started with --ray-address. (A local one stops with Ctrl-C.)"""
     from baton.cluster.on_ray.joined import stop as stop_cluster
 
@@ -136,7 +136,7 @@ def stop(ray: options.RayOptions, what: options.StopOptions) -> int:
 
 
 @command(CLUSTER, "baton restart --ray-address 10.0.0.1:6379")
-def restart(ray: options.RayOptions) -> int:
+def restart(ray: pools.RayOptions) -> int:
     """Restart the workers of a cluster on Ray, one after the other, without a failed request.
 
     Each worker drains first. The next worker follows when the restarted one serves again. To restart the
@@ -157,7 +157,7 @@ def restart(ray: options.RayOptions) -> int:
     "baton router --worker 10.0.0.5:7001 --worker 10.0.0.6:7001 --host 0.0.0.0",
     "baton router --workers-file /etc/baton/workers",
 )
-def router(router: options.RouterRole) -> int:
+def router(router: roles.RouterRole) -> int:
     """Run a router: the OpenAI API in front of the given workers."""
     from baton.cluster.roles import run_router
 
@@ -165,7 +165,7 @@ def router(router: options.RouterRole) -> int:
 
 
 @command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton prefill --host 10.0.0.5 --port 7001 --kv-port 7002")
-def prefill(worker: options.WorkerRole) -> int:
+def prefill(worker: roles.WorkerRole) -> int:
     """Run a prefill worker: it computes prompts and streams their KV to decode workers."""
     from baton.cluster.roles import run_worker
 
@@ -173,7 +173,7 @@ def prefill(worker: options.WorkerRole) -> int:
 
 
 @command(ROLES, "BATON_CLUSTER_SECRET=$(cat secret) baton decode --host 10.0.0.6 --port 7001")
-def decode(worker: options.WorkerRole) -> int:
+def decode(worker: roles.WorkerRole) -> int:
     """Run a decode worker: it receives the KV of a prompt and generates every token after the first."""
     from baton.cluster.roles import run_worker
 
@@ -185,7 +185,7 @@ def decode(worker: options.WorkerRole) -> int:
     "baton picker --router 10.0.0.5:8000 --router 10.0.0.6:8000 --host 0.0.0.0",
     "baton picker --kubernetes-service baton --router-metrics-port 8002 --host 0.0.0.0",
 )
-def picker(picker: options.PickerRole) -> int:
+def picker(picker: roles.PickerRole) -> int:
     """Run an endpoint picker: it tells a gateway to which router each request should go.
 
     For gateways with the inference extension of the Kubernetes Gateway API, and for Envoy's ext_proc filter.
@@ -196,7 +196,7 @@ def picker(picker: options.PickerRole) -> int:
 
 
 @command(CLIENTS, "baton status", "baton status --json --url http://10.0.0.5:8000")
-def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> int:
+def status(endpoint: clients.EndpointOptions, output: clients.StatusOptions) -> int:
     """Show the workers of a cluster: pool, state, load, KV use."""
     from baton.cluster.tools.status import run
 
@@ -208,7 +208,7 @@ def status(endpoint: options.EndpointOptions, output: options.StatusOptions) -> 
     "baton flip decode-1 prefill",
     "baton flip 10.0.0.6:7001 decode --url http://10.0.0.5:8000 --cluster-secret-file secret",
 )
-def flip(flip: options.FlipOptions, endpoint: options.EndpointOptions, secret: options.SecretOptions) -> int:
+def flip(flip: clients.FlipOptions, endpoint: clients.EndpointOptions, secret: roles.SecretOptions) -> int:
     """Move a worker to the other pool: routers then send it prompts (prefill) or generations (decode).
 
     Every worker can do both, so nothing is loaded or interrupted: what runs on the worker goes on to its end.
@@ -223,13 +223,13 @@ def flip(flip: options.FlipOptions, endpoint: options.EndpointOptions, secret: o
 
 
 @command(CLIENTS, "baton top", "baton top --once --interval 10 --url http://10.0.0.5:8000")
-def top(endpoint: options.EndpointOptions, top: options.TopOptions) -> int:
+def top(endpoint: clients.EndpointOptions, top: clients.TopOptions) -> int:
     """Watch a cluster: load, KV use, latencies, transfers, restarts. Press Ctrl-C to leave.
 
     Rates and latencies cover the time between two samples. A dash means that the value is unknown, for
     example because the metrics port of the worker cannot be reached from here.
     """
-    from baton.cluster.tools.top.command import run
+    from baton.cluster.tools.top import run
 
     return run(endpoint, top)
 
@@ -242,7 +242,7 @@ def top(endpoint: options.EndpointOptions, top: options.TopOptions) -> int:
     "baton doctor --peer 10.0.0.5:7100 --kv-lanes 8",
 )
 def doctor(
-    doctor: options.DoctorOptions, endpoint: options.EndpointOptions, output: options.StatusOptions
+    doctor: clients.DoctorOptions, endpoint: clients.EndpointOptions, output: clients.StatusOptions
 ) -> int:
     """Find problems and their remedies: on this machine, between two machines, or in a running cluster.
 
@@ -258,7 +258,7 @@ def doctor(
     "baton plan --rate 40 --input 2000 --output 150 --slo ttft=500,ttit=20",
     "baton plan --model Qwen/Qwen3-14B --measured engine.json --gpu-memory 80",
 )
-def plan(sizing: options.SizingOptions) -> int:
+def plan(sizing: clients.SizingOptions) -> int:
     """Compute how many prefill and decode workers a load needs, from measured speeds and a simulation."""
     from baton.cluster.tools.sizing.command import run
 
@@ -266,7 +266,7 @@ def plan(sizing: options.SizingOptions) -> int:
 
 
 @command(CLIENTS, "baton chat", 'baton chat "Name three rivers." --max-tokens 60')
-def chat(endpoint: options.EndpointOptions, chat: options.ChatOptions) -> int:
+def chat(endpoint: clients.EndpointOptions, chat: clients.ChatOptions) -> int:
     """Chat in the terminal, or ask one question. Shows the time to the first token and tokens per second.
 
     Ctrl-C interrupts an answer. Ctrl-D ends the chat.

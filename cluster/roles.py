@@ -6,12 +6,14 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from baton.cluster import model, options
+from baton.cluster import model
 from baton.cluster.options.parameters import to_argv
-from baton.cluster.supervision import lifeline
+from baton.cluster.options.roles import PickerRole, RouterRole, WorkerRole
+from baton.cluster.supervision import processes
 
 if TYPE_CHECKING:
     from baton.router.config import RouterConfig
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
     from baton.rpc.worker_pb2 import WorkerDescription
     from baton.worker.config import WorkerConfig
 
+Config = TypeVar("Config")
 
-def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) -> int:
+
+def run_worker(role: Literal["prefill", "decode"], given: WorkerRole) -> int:
     def start() -> int:
         from baton.rpc.auth import load_secret
 
@@ -37,12 +41,12 @@ def run_worker(role: Literal["prefill", "decode"], given: options.WorkerRole) ->
 
 
 def worker_config(
-    role: Literal["prefill", "decode"], given: options.WorkerRole, found: model.ResolvedModel, secret: bytes
+    role: Literal["prefill", "decode"], given: WorkerRole, found: model.ResolvedModel, secret: bytes
 ) -> WorkerConfig:
     """The configuration of a worker on this machine. Raises ValueError for options that it cannot have."""
     from baton.cluster.gpus import default_device, gpu_gib
-    from baton.cluster.options.declare import size_in_bytes
     from baton.cluster.options.optimize import choose
+    from baton.cluster.options.parameters import size_in_bytes
     from baton.engine import EngineConfig
     from baton.kv_transfer.config import TransferDeadlines
     from baton.worker.config import WorkerConfig
@@ -50,52 +54,29 @@ def worker_config(
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
     chosen = choose(given.engine, given.pace.ttit_target, device, memory)
-    return WorkerConfig(
+    return _configured(
+        WorkerConfig,
+        given,
         role=role,
         engine_module="baton.cluster.engine_process",
-        index=given.process.index,
-        title=given.process.title,
         secret=secret,
         tls=given.secret.tls(),
         served_model_name=(given.model.served_model_name or [found.name])[0],
-        engine=EngineConfig(
+        engine=_configured(
+            EngineConfig,
+            given,
             model=found.location,
-            revision=given.model.revision,
-            tokenizer=given.model.tokenizer,
             device=device,
-            dtype=given.engine.dtype,
-            kv_cache_dtype=given.engine.kv_cache_dtype,
-            load_format=given.engine.load_format,
-            quantization=given.engine.quantization,
-            block_size=given.engine.block_size,
-            num_blocks=given.engine.num_blocks,
-            gpu_memory_utilization=given.engine.gpu_memory_utilization,
-            max_model_len=given.engine.max_model_len,
             max_num_seqs=chosen.max_num_seqs,
             max_num_batched_tokens=chosen.max_num_batched_tokens,
             enable_prefix_caching=given.engine.enable_prefix_caching is not False,
             host_cache_size=size_in_bytes(given.engine.host_cache_size),
             disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
-            disk_cache_dir=_path(given.engine.disk_cache_dir),
             ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
             ttit_target_steps=chosen.target_steps,
-            seed=given.engine.seed,
-            num_threads=given.engine.num_threads,
-            tensor_parallel_size=given.engine.tensor_parallel_size,
-            enable_expert_parallel=given.engine.enable_expert_parallel,
         ),
         settings=chosen.summary,
-        host=given.network.host,
-        port=given.network.port,
-        kv_host=given.network.kv_host,
-        kv_port=given.network.kv_port,
-        metrics_port=given.network.metrics_port,
         kv_bind=tuple((given.transfer.kv_bind or "").replace(",", " ").split()),
-        kv_connector=given.transfer.kv_connector,
-        kv_encrypt=given.transfer.kv_encrypt,
-        kv_lanes=given.transfer.kv_lanes,
-        kv_slot_bytes=given.transfer.kv_slot_bytes,
-        kv_slots=given.transfer.kv_slots,
         deadlines=TransferDeadlines(
             fetch_wait=given.deadlines.hold_timeout,
             hold=given.deadlines.hold_timeout,
@@ -104,21 +85,27 @@ def worker_config(
             peer_dead=given.deadlines.peer_timeout,
             engine_dead=given.deadlines.engine_timeout,
         ),
-        drain_timeout=given.drain.drain_timeout,
-        run_dir=_path(given.run_dir.run_dir),
-        trace_dir=_path(given.traces.trace_dir),
-        log_format=given.observe.log_format,
-        log_level=given.observe.log_level,
         otlp_endpoint=given.observe.endpoint,
-        ready_fd=given.process.ready_fd,
     )
 
 
-def _path(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+def _configured(config: Callable[..., Config], given: Any, **others: Any) -> Config:
+    """Makes a configuration of the options of a role that it has under the same names, and of `others`.
+
+    `others` win. Configurations have paths as text and lists as tuples.
+    """
+    names = signature(config).parameters.keys() - others.keys()
+    values: dict[str, Any] = {}
+    for group in vars(given).values():
+        for name, value in vars(group).items():
+            if name in names:
+                values[name] = tuple(value) if isinstance(value, list) else value
+                if isinstance(value, Path):
+                    values[name] = str(value)
+    return config(**values, **others)
 
 
-def run_router(given: options.RouterRole) -> int:
+def run_router(given: RouterRole) -> int:
     def start() -> int:
         import uvloop
 
@@ -151,58 +138,30 @@ def run_router(given: options.RouterRole) -> int:
     return _supervised(given.process.ready_fd, start)
 
 
-def router_config(
-    given: options.RouterRole, found: model.ResolvedModel | None, secret: bytes
-) -> RouterConfig:
+def router_config(given: RouterRole, found: model.ResolvedModel | None, secret: bytes) -> RouterConfig:
     """The configuration of a router. Raises ValueError for options that it cannot have."""
     from baton.router.config import RouterConfig
 
     several = given.front.router_processes > 1
-    return RouterConfig(
-        index=given.process.index,
-        title=given.process.title,
+    return _configured(
+        RouterConfig,
+        given,
         secret=secret,
         model=None if found is None else found.location,
-        revision=given.model.revision,
-        tokenizer=given.model.tokenizer,
         served_model_name=tuple(given.model.served_model_name or ([] if found is None else [found.name])),
-        host=given.front.host,
-        port=given.front.port,
-        grpc_port=given.front.grpc_port,
         processes=given.front.router_processes,
-        admin_host=given.front.admin_host,
         admin_port=0 if given.front.admin_port is None and several else given.front.admin_port,
         command=(sys.executable, "-m", "baton.cluster.cli", *sys.argv[1:]),
-        process_number=given.one_of_several.process_number,
-        control_fd=given.one_of_several.control_fd,
-        chat_template=_path(given.front.chat_template),
-        tool_call_parser=given.front.tool_call_parser,
-        reasoning_parser=given.front.reasoning_parser,
-        generation_config=given.front.generation_config,
         tls=given.front.tls(),
         cluster_tls=given.secret.tls(),
-        allowed_origins=tuple(given.front.allowed_origins),
         api_keys=given.front.keys(),
         read_api_keys=None if given.front.api_key_file is None else given.front.keys,
-        client_timeout=given.front.client_timeout,
         keep_alive=given.front.timeout_keep_alive,
-        request_timeout=given.front.request_timeout,
-        worker_wait=given.front.worker_wait,
         overflow=not given.front.no_overflow,
         prefix_fetches=not given.front.no_prefix_fetches,
-        decode_only=given.membership.decode_only,
-        routing_policy=given.front.routing_policy,
-        drain_timeout=given.drain.drain_timeout,
-        max_body_bytes=given.front.max_body_bytes,
-        max_waiting_tokens=given.front.max_waiting_tokens,
         workers=tuple(given.membership.worker),
-        workers_file=_path(given.membership.workers_file),
         discovery=_kubernetes(given.membership.kubernetes_service, "grpc"),
-        log_format=given.observe.log_format,
-        log_level=given.observe.log_level,
         otlp_endpoint=given.observe.endpoint,
-        cluster_file=_path(given.membership.cluster_file),
-        ready_fd=given.process.ready_fd,
     )
 
 
@@ -220,22 +179,19 @@ def _with_model(config: RouterConfig, described: WorkerDescription) -> RouterCon
     return replace(config, command=command, **named)
 
 
-def run_picker(given: options.PickerRole) -> int:
+def run_picker(given: PickerRole) -> int:
     from baton.endpoint_picker import PickerConfig, main
     from baton.router.discovery import StaticDiscovery
 
     picker = given.picker
     if bool(picker.router) == bool(picker.kubernetes_service):
         raise ValueError("a picker needs routers: --router IP:PORT (repeatable) or --kubernetes-service NAME")
-    config = PickerConfig(
+    config = _configured(
+        PickerConfig,
+        given,
         routers=_kubernetes(picker.kubernetes_service, "http") or StaticDiscovery(tuple(picker.router)),
         metrics_port=picker.router_metrics_port,
-        host=picker.host,
-        port=picker.port,
         tls=picker.tls(),
-        drain_timeout=given.drain.drain_timeout,
-        log_format=given.logs.log_format,
-        log_level=given.logs.log_level,
     )
     return main(config)
 
@@ -252,9 +208,9 @@ def _kubernetes(services: Sequence[str], port: str) -> Discovery | None:
 def _supervised(ready_fd: int | None, start: Callable[[], int]) -> int:
     """Runs a role. With `ready_fd`, ties it to its supervisor and reports a ValueError to the supervisor."""
     if ready_fd is not None:
-        lifeline.tie_to_parent(ready_fd)
+        processes.tie_to_parent(ready_fd)
     try:
         return start()
     except ValueError as error:
-        lifeline.report_error(ready_fd, str(error))
+        processes.report_error(ready_fd, str(error))
         raise

@@ -24,15 +24,11 @@ from baton.cluster.autoscaling.autoscaler import Autoscaler
 from baton.cluster.check_model import check_files
 from baton.cluster.roles import router_config, worker_config
 from baton.cluster.supervision.display import Display
-from baton.cluster.supervision.janitor import Janitor
-from baton.cluster.supervision.lifeline import adopt_orphans
-from baton.cluster.supervision.local import Gpus, LocalRole
-from baton.cluster.supervision.plan import POOLS, Plan, RoleSpec
-from baton.cluster.supervision.ports import check_ports
-from baton.cluster.supervision.processes import end_descendants, reap_orphans
+from baton.cluster.supervision.plan import POOLS, Plan, RoleSpec, check_ports
+from baton.cluster.supervision.processes import StopSignals, adopt_orphans, end_descendants, reap_orphans
 from baton.cluster.supervision.role_process import RoleState
-from baton.cluster.supervision.rundir import RunDir
-from baton.cluster.supervision.signals import StopSignals
+from baton.cluster.supervision.rundir import Janitor, RunDir
+from baton.cluster.supervision.runner import Gpus, LocalRole
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.machine.system import make_directory
 
@@ -142,8 +138,6 @@ class LocalCluster:
             return
         self._up = True
         self._display.ready(self._plan, self._plan.admin_url(supervisor.states()), self._logs)
-        if self._plan.start.timings:
-            self._display.timings()
         secret = self._roles[0].environment["BATON_CLUSTER_SECRET"].encode()
         scaling = asyncio.create_task(
             Autoscaler(supervisor, self._plan.pool, secret, self._roles[0].tls).run()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from baton.engine.api.config import EngineConfig
 from baton.engine.api.request import NO_HOOKS, EngineRequest, Hooks, Logprobs, Output, Reservation, StepResult
 from baton.engine.api.stats import EngineStats
-from baton.engine.core import making_room
 from baton.engine.core.block_pool import BlockPool, StatePool
 from baton.engine.core.chunk_limit import FULL_STEP, ChunkLimit
 from baton.engine.core.live_request import LiveRequest, Phase
@@ -69,7 +68,7 @@ class Engine:
         """The file or directory that has the tokenizer."""
         self.cache_spec = started.cache_spec
         self.block_size = runner.block_size
-        self.num_blocks = started.num_blocks
+        self.num_blocks = started.pool.num_blocks
         self.ranks = runner.ranks
         self.block_bytes = self.block_size * cache_bytes_per_token(self.cache_spec) * self.ranks.size
         """Of the KV of one block, on all ranks."""
@@ -77,23 +76,21 @@ class Engine:
         """Set by the caller: when the next reservation should have its KV (time.monotonic())."""
         self._runner = runner
         self._grammars = Grammars(tokenizer_json, self.tokenizer, model.vocab_size, model.eos_ids)
-        self._expert_meter = runner.expert_meter()
         limit = ChunkLimit(
             config.ttit_target, config.max_num_batched_tokens, config.ttit_target_steps, started.largest
         )
         self._meters = Meters(limit, started.largest)
         # With more tokens, products bound a step, not reading the weights; without a graph, its launches do.
         dense_step = FULL_STEP * model.num_parameters / model.parameters_read(1)
-        pool = BlockPool(self.num_blocks)
+        pool = BlockPool(self.num_blocks, self.block_size)
         self._scheduler = Scheduler(
             pool,
-            block_size=self.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             mixed_rows=runner.mixed_rows,
             full_step=int(min(dense_step, runner.graph_rows)),
             cache=self._prefix_cache(config, started, hooks, pool),
-            states=StatePool(started.num_slots) if started.num_slots else None,
+            states=StatePool(started.pool.num_slots) if started.pool.num_slots else None,
         )
         overlap = runner.device.type == "cuda" if config.overlap is None else config.overlap
         self._steps = StepLoop(
@@ -118,28 +115,27 @@ class Engine:
             flag = f"--{tier.name.lower()}-cache-size"
             if size < self.block_bytes:
                 raise ValueError(f"{flag} {size}: a block takes {self.block_bytes} bytes")
-            if started.num_slots:
+            if started.pool.num_slots:
                 reason = "has layers with states, which only the device keeps"
                 log.warning("%s is ignored: %s %s", flag, architecture, reason)
         if not config.enable_prefix_caching:
             return None
         copies = None
-        if started.num_slots:
-            if not started.num_copies:
+        if started.pool.num_slots:
+            if not started.pool.num_copies:
                 log.warning(
                     "prefix caching is off: no memory is left for copies of states; lower --max-num-seqs"
                 )
                 return None
             copies = StateCopies(
-                started.num_slots,
-                started.num_copies,
+                started.pool.num_slots,
+                started.pool.num_copies,
                 COPY_TOKENS,
                 self.block_size,
                 self._runner.chunk_tokens,
             )
         return PrefixCache(
             pool,
-            self.block_size,
             self.content_root,
             hooks=hooks,
             offload_places={}
@@ -243,9 +239,9 @@ class Engine:
     def to_drop(
         self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
     ) -> list[bytes]:
-        """As `making_room.to_drop`. Spare are held requests that no transfer reads, and, after them,
+        """As `RequestLives.to_drop`. Spare are held requests that no transfer reads, and, after them,
         reservations with a prefill that has not started."""
-        return making_room.to_drop(self._scheduler, wanted, closing, spare)
+        return self._scheduler.to_drop(wanted, closing, spare)
 
     def _prepare(self, live: LiveRequest) -> None:
         live.longest = min(live.longest, self.model_config.max_model_len)
@@ -323,6 +319,6 @@ class Engine:
             fastest_seconds=limit.fastest_seconds,
             short=limit.mixed_step(limit.short_seconds),
             long=limit.mixed_step(limit.long_seconds),
-            experts=None if self._expert_meter is None else self._expert_meter.read(),
+            experts=None if (load := self._runner.expert_load) is None else load.read(),
             offload=[tier.stats for tier in self.offload],
         )

@@ -19,16 +19,15 @@ then travel as frames of the same transfer.
 Chunks of a prefix cache travel in the same way, named by their content: FETCH_CONTENT, `ContentWanted`,
 `Sender.serve`, HAVE, frames, COMMIT, ACK.
 
-Roles use the interfaces of `transport`. Behind them, engine processes touch KV and torch (`endpoint/`,
-`device/`); transfer processes touch sockets (`process/`) and never torch. Between them are an
-`Arena` and a socketpair. What both sides agree on is in `protocol/`, as pure state machines; the wire is in
-`docs/protocol.md`.
+Roles use `Sender` and `Receiver`. In engine processes these touch KV and torch (`endpoint/`, `device/`).
+Transfer processes touch sockets (`process/`) and never torch. Between them are an `Arena` and a socketpair.
+What both sides agree on is in `protocol/`, as pure state machines; the wire is in `docs/protocol.md`.
 """
 
 from baton.content.cache_kinds import CachePart
 from baton.kv_transfer.arena import Arena, ArenaEnd, channel_pair
-from baton.kv_transfer.arena_transport import ArenaTransport
 from baton.kv_transfer.config import TransferConfig, TransferDeadlines
+from baton.kv_transfer.endpoint import Receiver, Sender, Transport
 from baton.kv_transfer.heartbeat import Heartbeat
 from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.messages import MAX_CHUNKS, FirstToken
@@ -51,17 +50,13 @@ from baton.kv_transfer.transport import (
     Injected,
     InjectStats,
     PagedKV,
-    Receiver,
     Released,
-    Sender,
-    Transport,
 )
 
 __all__ = [
     "MAX_CHUNKS",
     "Arena",
     "ArenaEnd",
-    "ArenaTransport",
     "CachePart",
     "Closed",
     "ContentWanted",

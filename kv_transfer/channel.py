@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from baton.kv_transfer.local_messages import Local
+from baton.kv_transfer.protocol.local_messages import Local
 
 _PACKET = 48 << 10  # messages are packed together up to this size; a single one may be larger
 _LARGEST = 256 << 10

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from baton.content.cache_kinds import FP8, ITEM_BYTES, KINDS, CachePart, Range
 
-WIRE_VERSION = 3  # of the frames; later versions add messages to it
-EXPORT_VERSION = 4  # adds exported memory
-SLICES_VERSION = 5  # adds messages about several slices there
-NEWEST_VERSION = SLICES_VERSION
+WIRE_VERSION = 6
+"""In each header. Two sides of different versions refuse each other."""
+U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
+U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class KVLayout(msgspec.Struct, frozen=True, dict=True):
@@ -94,15 +96,15 @@ def convertible(sent: str, kept: str) -> bool:
     return sent == kept or (sent == FP8) != (kept == FP8)
 
 
-class Slice(msgspec.Struct, frozen=True):
+class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One payload: heads of one part of one layer, of each token in a range or of a request."""
 
-    layer: int
-    head_start: int
-    head_count: int
-    token_start: int  # of a state: how many positions it covers
-    token_count: int  # of a state: 0
-    state: int | None = None  # index into `KVLayout.states`; None: KV
+    layer: U16
+    head_start: U16
+    head_count: U16
+    token_start: U32  # of a state: how many positions it covers
+    token_count: U32  # of a state: 0
+    state: U16 | None = None  # index into `KVLayout.states`; None: KV
 
 
 def intersect(start: int, stop: int, ranges: Iterable[Range]) -> Iterator[Range]:

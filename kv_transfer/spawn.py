@@ -1,8 +1,10 @@
-"""Starts a transfer process: what it inherits, and the messages between it and its parent."""
+"""Starts a transfer process: what it inherits, how it ends, and the messages between it and its parent."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from baton.kv_transfer.heartbeat import Heartbeat
 SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
 MAX_MESSAGE = 1 << 16  # bytes
 EXIT_ENGINE_GONE = 3  # of a transfer process: its engine process ended before it
+_PR_SET_PDEATHSIG = 1
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -105,3 +108,12 @@ def spawn_transfer(
     child.stdin.write(msgspec.json.encode(config) + b"\n" + secret.hex().encode())
     child.stdin.close()
     return child
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """From now on SIGKILL comes when `parent_pid`, or the thread of it that started us, is gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it died before we asked to be told

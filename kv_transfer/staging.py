@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from baton.kv_transfer.arena import exported_bytes
 from baton.kv_transfer.config import EXPORTED_SLOT_BYTES
-from baton.kv_transfer.receiver_pacing import SLICES_AT_ONCE
+from baton.kv_transfer.pacing import SLICES_AT_ONCE
 
 SLACK = 256 << 10
 """Bytes that are copied in vain rather than with a copy more (5 µs of the bus, or 17 of the host)."""

@@ -16,8 +16,8 @@ class Proxy(ABC):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        server = self._do(asyncio.start_server(self._carry, "127.0.0.1", 0))
-        self.address = "127.0.0.1:" + str(server.sockets[0].getsockname()[1])
+        self._server = self._do(asyncio.start_server(self._carry, "127.0.0.1", 0))
+        self.address = "127.0.0.1:" + str(self._server.sockets[0].getsockname()[1])
 
     @abstractmethod
     async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
@@ -25,10 +25,12 @@ class Proxy(ABC):
 
     def close(self) -> None:
         async def end() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._server.close()
+            # A connection that was just accepted may start more tasks.
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
         self._do(end())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -56,8 +55,7 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
     rng = random.Random(args.seed)
     asked = cases(6 if args.short else 16, 24, repeat=4)
     right = await expected(cluster.url, asked, at_once=args.clients)
-    load, stop = Load(cluster.url, asked, rng), asyncio.Event()
-    loading = asyncio.create_task(load.run(args.clients, stop))
+    load = Load(cluster.url, asked, rng)
     quiet = (0.2, 1.5) if args.short else (0.2, 4.0)
     plans = {role: plan(role, args.kills, args.stalls, args.breaks, args.flips, rng) for role in WORKERS}
     plans["router"] = plan("router", args.routers, 0, 0, 0, rng)
@@ -67,22 +65,12 @@ async def measure(args: argparse.Namespace, cluster: LocalCluster) -> Report:
         torment(cluster, role, faults, longer if role == "router" else quiet, rng)
         for role, faults in plans.items()
     )
-    happened = [one for track in await asyncio.gather(*tracks) for one in track]
-    stop.set()
-    await loading
+    async with load.of(args.clients):
+        happened = [one for track in await asyncio.gather(*tracks) for one in track]
     leaks = await asyncio.to_thread(leaks_when_idle, cluster.url)
     verdict = judge(load.streams, right, [one for one in happened if one.role == "router"])
-    for line in (*verdict.errors[:10], *(f"{name}: {count}" for name, count in leaks.items())):
-        print(line, file=sys.stderr)
     report = Report.of("chaos", args)
-    for name, value, unit in (
-        ("failed", verdict.failed, "requests"),
-        ("lost_or_repeated_tokens", verdict.lost_or_repeated, "tokens"),
-        ("different_tokens", verdict.different, "tokens"),
-        ("leaked_blocks", sum(leaks.values()), "blocks, slots, attempts"),
-    ):
-        report.add(Row(f"chaos.{name}", value, unit, goal=0))
-    report.add(Row("chaos.requests", verdict.requests, "requests"))
+    verdict.add_to(report, "chaos", leaks)
     report.add(Row("chaos.reconnected", verdict.reconnected, "connections"))
     report.add(Row("chaos.tokens", verdict.tokens, "tokens"))
     _add_faults(report, happened, load.streams)

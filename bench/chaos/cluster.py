@@ -28,8 +28,8 @@ from typing import Any, TextIO
 from baton.bench import roles
 from baton.bench.chaos import processes
 from baton.cluster.model import EMBEDDED_NAME
+from baton.cluster.supervision.calls import set_pool
 from baton.cluster.supervision.plan import Pool
-from baton.cluster.supervision.workers import set_pool
 from baton.rpc.channel import connect
 
 START_S = 180.0
@@ -193,7 +193,7 @@ class LocalCluster:
         self._flags = {"prefill": [*worker_flags, *prefill_flags], "decode": [*worker_flags, *decode_flags]}
         self._has_router, self._router_flags = router, tuple(router_flags)
         self._devices = devices
-        self._router: Worker | None = None
+        self._routers: list[Worker] = []  # one, or none
         self._file = directory / "workers"
         self._news = threading.Condition()
         self.secret = secret or secrets.token_hex(16)
@@ -202,9 +202,7 @@ class LocalCluster:
 
     def of(self, role: str) -> list[Worker]:
         """All workers of a role, or the router."""
-        if role == "router" and self._router is not None:
-            return [self._router]
-        return [worker for worker in self.workers if worker.role == role]
+        return [worker for worker in (*self._routers, *self.workers) if worker.role == role]
 
     def report(self, role: str) -> dict[str, Any]:
         """What the first worker of a role, or the router, said when it was ready last: address, pid, …"""
@@ -222,9 +220,10 @@ class LocalCluster:
                 # With a model name the router can start while all workers are down.
                 flags = ("--model", EMBEDDED_NAME, "--port", port, "--workers-file", str(self._file))
                 self._router_flags = (*flags, *self._router_flags)
-                self._router = Worker(self, "router", 0, self._router_flags)
-                self._router.wait_first_life()
-                self.url = self._router.lives[0]["url"]
+                router = Worker(self, "router", 0, self._router_flags)
+                self._routers.append(router)
+                router.wait_first_life()
+                self.url = router.lives[0]["url"]
             for worker in self.workers:
                 worker.wait_first_life()
             if self._has_router:
@@ -238,8 +237,7 @@ class LocalCluster:
         self.close()
 
     def close(self) -> None:
-        routers = [self._router] if self._router is not None else []
-        ends = [threading.Thread(target=worker.end) for worker in (*routers, *self.workers)]
+        ends = [threading.Thread(target=worker.end) for worker in (*self._routers, *self.workers)]
         for end in ends:
             end.start()
         for end in ends:
@@ -311,11 +309,12 @@ class LocalCluster:
         draft.replace(self._file)
 
 
-def metric(url: str, name: str) -> float:
-    """The sum over all labels of a metric."""
+def metric(url: str, name: str, label: str = "") -> float:
+    """The sum of a metric over all labels, or of those samples that have a label, such as `role="decode"`."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
-    return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith((name + "{", name + " ")))
+    found = [line for line in lines if line.startswith((name + "{", name + " ")) and label in line]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
 def status(url: str, key: str = "") -> dict[str, Any]:

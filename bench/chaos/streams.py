@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 from baton.bench.chaos.faults import Happened
+from baton.bench.contract import Report, Row
 
 _TEXTS = (
     "The capital of France is",
@@ -190,22 +193,26 @@ class Load:
     rng: random.Random
     streams: list[Stream] = field(default_factory=list)
 
-    async def run(self, clients: int, stop: asyncio.Event) -> None:
-        """Returns after `stop`, once every client has read its last answer to the end."""
+    @contextlib.asynccontextmanager
+    async def of(self, clients: int) -> AsyncIterator[None]:
+        """A context in which so many clients send. At its end each reads its last answer to the end."""
+        stop = asyncio.Event()
         async with new_session() as http:
+            sending = asyncio.gather(*(self._client(http, stop) for _ in range(clients)))
+            try:
+                yield
+            finally:
+                stop.set()
+                await sending
 
-            async def client() -> None:
-                while not stop.is_set():
-                    case = self.rng.choice(self.cases)
-                    while (stream := await read(http, self.url, case)).cut:
-                        if stream.status:
-                            self.streams.append(
-                                stream
-                            )  # else no router listened, and the request never began
-                        await asyncio.sleep(RECONNECT_S)
+    async def _client(self, http: aiohttp.ClientSession, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            case = self.rng.choice(self.cases)
+            while (stream := await read(http, self.url, case)).cut:
+                if stream.status:  # else no router listened, and the request never began
                     self.streams.append(stream)
-
-            await asyncio.gather(*(client() for _ in range(clients)))
+                await asyncio.sleep(RECONNECT_S)
+            self.streams.append(stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +226,19 @@ class Verdict:
     lost_or_repeated: int  # tokens by which answers are too short or too long
     different: int  # tokens that differ from a run without faults
     errors: tuple[str, ...]
+
+    def add_to(self, report: Report, prefix: str, leaks: Mapping[str, int]) -> None:
+        """Adds the rows that must be 0, and the number of requests. Prints what went wrong."""
+        for line in (*self.errors[:10], *(f"{name}: {count}" for name, count in leaks.items())):
+            print(line, file=sys.stderr)
+        for name, value, unit in (
+            ("failed", self.failed, "requests"),
+            ("lost_or_repeated_tokens", self.lost_or_repeated, "tokens"),
+            ("different_tokens", self.different, "tokens"),
+            ("leaked_blocks", sum(leaks.values()), "blocks, slots, attempts"),
+        ):
+            report.add(Row(f"{prefix}.{name}", value, unit, goal=0))
+        report.add(Row(f"{prefix}.requests", self.requests, "requests"))
 
 
 def judge(

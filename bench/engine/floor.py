@@ -6,11 +6,13 @@ CUDA graph, as in an engine. Those of a prefill run one after another.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from baton.bench.kernels.cases import graph_seconds
 from baton.engine.kernels import Kernels, Quantized
 from baton.engine.model_config import ModelConfig
 
@@ -42,7 +44,8 @@ class Floor:
 
     def decode_ms(self, batch: int, context: int) -> float:
         inputs = self._inputs(batch, batch)
-        gemms = self._graphed(lambda: self._gemms(inputs))
+        replay = graph_seconds([lambda: self._gemms(inputs)])
+        gemms = statistics.median(replay() for _ in range(20)) * 1e3
         return gemms + batch * context * self._kv_bytes_per_token / KV_READ_BYTES_PER_S * 1e3
 
     def prefill_ms(self, sequences: int, tokens: int) -> float:
@@ -84,17 +87,6 @@ class Floor:
 
     def _multiply(self, x: Any, weight: Any) -> None:
         torch.nn.functional.linear(x, weight)
-
-    def _graphed(self, work: Callable[[], None]) -> float:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                work()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return _median_ms(graph.replay, 20)
 
 
 class Fp8Floor(Floor):

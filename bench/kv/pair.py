@@ -90,7 +90,7 @@ class Side:
             torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(LAYOUT.num_layers)
         ]
 
-        self.transport = kv.ArenaTransport(
+        self.transport = kv.Transport(
             self.sending, self.receiving, NO_TRACE, settings.exports or settings.nixl_on_gpus,
             settings.nixl_on_gpus,
         )  # fmt: skip

@@ -14,8 +14,7 @@ import aiohttp
 import msgspec
 
 from baton.bench.contract import Report, Row
-from baton.bench.load.measurement import self_check, server_stages
-from baton.bench.load.measurement.server_stages import ServerView, Snapshot
+from baton.bench.load.measurement import self_check
 from baton.bench.load.measurement.summary import Summary, summarize
 from baton.bench.load.options import DEFAULT_CONCURRENCY, DEFAULT_DURATION, Options
 from baton.bench.load.target import endpoint
@@ -134,16 +133,13 @@ async def run(
 ) -> tuple[Report, Harvest]:
     """`on_fleet` gets the fleet before it starts, and may watch and stop it."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    async with new_http_session(_PROBE_TIMEOUT) as http:
-        before = await _scrape(http, plan)
-        fleet = Fleet(plan.clients())
-        on_fleet(fleet)
-        harvest = await fleet.run(on_record)
-        after = await _scrape(http, plan)
-    return report_of(plan, harvest, server_stages.between(before, after), started), harvest
+    fleet = Fleet(plan.clients())
+    on_fleet(fleet)
+    harvest = await fleet.run(on_record)
+    return report_of(plan, harvest, started), harvest
 
 
-def report_of(plan: Plan, harvest: Harvest, server: ServerView, started: str) -> Report:
+def report_of(plan: Plan, harvest: Harvest, started: str) -> Report:
     """The records of the clients as rows and detail."""
     options = plan.options
     summary = summarize(
@@ -168,14 +164,12 @@ def report_of(plan: Plan, harvest: Harvest, server: ServerView, started: str) ->
         "notes": [*plan.notes, *_notes(plan, summary)],
         "elapsed_s": harvest.ended - harvest.started,
         "client": client | {"processes": len(harvest.loads)},
-        "server": server,
     }
     measured = [
         *rows.values(),
         Row("client.lag.p99", client["lag_p99"] * 1e3, "ms"),
         Row("client.stall.p99", client["stall_p99"] * 1e3, "ms"),
         Row("client.cpu", client["cpu"], "share"),
-        *(row for stage in server["stages"] for row in server_stages.rows(stage)),
     ]
     return Report("load", plan.parameters(), started=started, rows=measured, detail=detail)
 
@@ -209,14 +203,6 @@ def _notes(plan: Plan, summary: Summary) -> Iterator[str]:
             f"the server took {share:.0%} of the prompt tokens from its cache, though no two prompts of this "
             "run begin alike: give a new --seed"
         )
-
-
-async def _scrape(http: aiohttp.ClientSession, plan: Plan) -> Snapshot:
-    target = plan.client.target
-    urls = plan.options.metrics_url or [
-        page for url in target.urls for page in await server_stages.pages(http, url, target.headers)
-    ]
-    return await server_stages.scrape(http, urls, target.headers)
 
 
 async def _workload(

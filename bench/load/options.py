@@ -59,13 +59,6 @@ class Target:
         str | None, flag("Prefer the variable: every user can read arguments.", "KEY", envvar="BATON_API_KEY")
     ] = None
     extra_body: Annotated[str, flag('More fields, like {"top_p": 0.9}.', "JSON")] = ""
-    metrics_url: Annotated[
-        list[str],
-        flag(
-            "Prometheus page with the server's stages; may be repeated for several workers.", "URL",
-            shown="URL/metrics, and of Baton's workers",
-        ),
-    ] = field(default_factory=list)  # fmt: skip
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -264,11 +257,10 @@ class Options(Target, Workload, Trace, Rate, Load, Output, Sweep):
 
     def __post_init__(self) -> None:
         """Raises ValueError that names the flag, its value and the remedy."""
-        urls = [("--url", url) for url in self.url.split(",")]
-        for option, url in (*urls, *(("--metrics-url", url) for url in self.metrics_url)):
+        for url in self.url.split(","):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{option} {url!r} is no address. Write it like {DEFAULT_URL}.")
+                raise ValueError(f"--url {url!r} is no address. Write it like {DEFAULT_URL}.")
         self._check_numbers()
         self._check_workload()
         if (self.arrivals == "ramp") != (self.ramp_to is not None):

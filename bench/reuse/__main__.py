@@ -1,8 +1,6 @@
 """How much sooner the second turn of a chat begins if KV is reused, and how many bytes travel for it.
 
-    python -m baton.bench.reuse [--json PATH] [--device cpu|cuda] [--short] [--tiers [--disk DIR]]
-
-With `--tiers` it measures the host tier (`bench.reuse.tiers`).
+    python -m baton.bench.reuse [--json PATH] [--device cpu|cuda] [--short]
 
 A prefill and a decode worker run as real processes. The bench submits to both as a router does. Rounds of
 four second turns alternate; each has a history, an answer, and a few new tokens:
@@ -28,17 +26,13 @@ import asyncio
 import statistics
 import sys
 import tempfile
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from prometheus_client.parser import text_string_to_metric_families
-
 import baton.bench.contract as contract
-from baton.bench.chaos.cluster import LocalCluster
+from baton.bench.chaos.cluster import LocalCluster, metric
 from baton.bench.contract import Report, Row
-from baton.bench.reuse import tiers
 from baton.bench.roles import Driver, Workers, prompt_of, request, time_now, worker_flags
 from baton.bench.shapes import DENSE
 from baton.rpc import worker_pb2 as pb
@@ -64,14 +58,6 @@ GOALS = {
 }
 
 
-def _received(url: str) -> float:
-    with urllib.request.urlopen(url, timeout=10) as page:
-        families = text_string_to_metric_families(page.read().decode())
-        samples = [sample for family in families for sample in family.samples]
-    of = ("baton:kv_bytes_total", "receive")
-    return sum(x.value for x in samples if (x.name, x.labels.get("direction")) == of)
-
-
 class Pair(Workers):
     @property
     def content(self) -> pb.ContentSource:
@@ -82,7 +68,8 @@ class Pair(Workers):
     async def received(self) -> float:
         """Bytes of KV that came to the decode worker and are verified, since the start."""
         await self.decode.stub.GetStatus(pb.StatusRequest())  # the metrics follow it
-        return await asyncio.to_thread(_received, f"http://{self.decode.report['metrics_address']}/metrics")
+        url = f"http://{self.decode.report['metrics_address']}"
+        return await asyncio.to_thread(metric, url, "baton:kv_bytes_total", 'direction="receive"')
 
     async def handover(
         self, prompt: list[int], length: int, content: pb.ContentSource | None = None
@@ -176,8 +163,6 @@ def main() -> int:
     )
     p.add_argument("--model", help=f"default: the embedded model on a CPU, {DENSE} (dummy) on a GPU")
     p.add_argument("--kv-connector", choices=["auto", "tcp"], default="tcp", help="default: %(default)s")
-    p.add_argument("--tiers", action="store_true", help="the host tier instead")
-    p.add_argument("--disk", metavar="DIR", help="with --tiers: a disk tier in this directory")
     args = p.parse_args()
     default = ON_CUDA if args.device == "cuda" else SHORT_ON_CPU if args.short else ON_CPU
     turns = Turns(args.history or default.history, args.answer or default.answer)
@@ -185,9 +170,6 @@ def main() -> int:
         args.rounds = contract.MIN_PAIRS
     if args.rounds < contract.MIN_PAIRS:
         p.error(f"--rounds: at least {contract.MIN_PAIRS}")
-    if args.tiers:
-        tiers.report(args, turns.history).finish()
-        return 0
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         flags, devices = worker_flags(args, directory, gpus=2)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from baton.cluster.autoscaling.balancer import Balancer, Sample
-from baton.cluster.options import PoolOptions, PoolSize
+from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky

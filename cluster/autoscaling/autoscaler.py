@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from grpc import RpcError
@@ -17,14 +17,13 @@ from grpc.aio import Channel
 
 from baton.cluster.autoscaling.balancer import Balancer, Sample
 from baton.cluster.autoscaling.scaling import Needed
-from baton.cluster.options import PoolOptions
+from baton.cluster.options.pools import PoolOptions
+from baton.cluster.supervision.calls import named_pool, set_pool, status_of
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.supervisor import Supervisor
-from baton.cluster.supervision.workers import named_pool, set_pool
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.tls import TlsFiles
-from baton.rpc.worker_pb2_grpc import WorkerStub
 
 INTERVAL = 1.0  # seconds between two polls
 PATIENCE = 2.0  # seconds for a worker to answer
@@ -131,12 +130,8 @@ class Autoscaler:
         """The load of a worker: its last one, if it does not answer. None: it has never answered."""
         if address not in self._channels:
             self._channels[address] = connect(address, self._secret, self._tls)
-        answer: Awaitable[pb.WorkerStatus] = WorkerStub(self._channels[address]).GetStatus(
-            pb.StatusRequest(), timeout=PATIENCE
-        )
-        try:
-            status = await answer
-        except RpcError:  # health checks and /status report what is wrong with the worker
+        status = await status_of(self._channels[address], PATIENCE)
+        if status is None:  # health checks and /status report what is wrong with the worker
             known = self._last.get(address)
             return None if known is None else Sample(known, done=0, refused=0, silent=True)
         # What a worker did before its first answer came earlier than the load that is measured.

@@ -20,7 +20,7 @@ from baton.cluster.autoscaling.scaling import (
     PrefillPoolLoad,
     Scaler,
 )
-from baton.cluster.options import PoolOptions, PoolSize
+from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
 from baton.rpc import worker_pb2 as pb
 

@@ -12,39 +12,24 @@ import signal
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from baton.cluster.on_ray.actors import NAMESPACE, SUPERVISOR, ClusterActor, Detached, actor_name
 from baton.cluster.supervision.display import Display
-from baton.cluster.supervision.plan import Plan, RoleSpec
-from baton.cluster.supervision.ports import check_ports
+from baton.cluster.supervision.plan import Plan, RoleSpec, check_ports
+from baton.cluster.supervision.processes import StopSignals
 from baton.cluster.supervision.role_process import RoleState
-from baton.cluster.supervision.signals import StopSignals
-
-if TYPE_CHECKING:
-    from baton.cluster.on_ray.actors import Detached
 
 STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
 ANSWERS_WITHIN = 30.0  # seconds for a supervisor to answer; Ray may be restarting it
 _POLL = 0.1
 
 
-def import_ray() -> ModuleType:
-    """Imports Ray. Raises ValueError if Ray is not installed."""
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError(
-            "--ray-address: Ray is not installed; run `pip install -e '.[ray]'` in Baton's source directory"
-        ) from error
-    return ray
-
-
 def connect(address: str) -> None:
     """Joins the Ray cluster as a driver. Raises ValueError if that fails."""
-    ray = import_ray()
-    from baton.cluster.on_ray.actors import NAMESPACE
-
     try:
         ray.init(
             address=address,
@@ -58,10 +43,6 @@ def connect(address: str) -> None:
 
 def running() -> Any | None:
     """The supervisor actor of the cluster on this Ray; None if no cluster runs."""
-    import ray
-
-    from baton.cluster.on_ray.actors import NAMESPACE, SUPERVISOR
-
     try:
         return ray.get_actor(SUPERVISOR, NAMESPACE)
     except ValueError:
@@ -75,10 +56,6 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
     move to this machine if their own machine was lost. Raises ValueError if another cluster runs there.
     """
     connect(address)
-    import ray
-
-    from baton.cluster.on_ray.actors import SUPERVISOR, Detached, actor_name
-
     cluster = Detached(
         tuple(roles),
         plan.pool,
@@ -100,8 +77,6 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
 
 def _check(found: Detached, wanted: Detached, address: str) -> None:
     """Raises ValueError unless the found cluster equals the wanted one and its routers may run here."""
-    import ray
-
     end_it = f"end it with `baton stop --ray-address {address}`"
     if found != replace(wanted, front_node=found.front_node):
         raise ValueError(
@@ -118,13 +93,8 @@ def _check(found: Detached, wanted: Detached, address: str) -> None:
 
 def stop(address: str, *, routers_only: bool) -> int:
     """Ends the cluster on Ray, or only its routers. Ray itself keeps running. Returns the exit code."""
-    connect(address)
-    supervisor = running()
-    if supervisor is None:
-        raise ValueError(f"--ray-address {address}: no cluster is running there")
+    supervisor = _joined(address)
     if routers_only:
-        import ray
-
         ray.get(supervisor.stop_routers.remote())
     else:
         asyncio.run(_end(supervisor, signal.SIGTERM))
@@ -133,14 +103,17 @@ def stop(address: str, *, routers_only: bool) -> int:
 
 def restart(address: str) -> int:
     """Restarts the workers of the cluster on Ray, one after the other. Returns the exit code."""
+    ray.get(_joined(address).restart_workers.remote())
+    return 0
+
+
+def _joined(address: str) -> Any:
+    """The supervisor of the cluster that runs on this Ray. Raises ValueError if there is none."""
     connect(address)
     supervisor = running()
     if supervisor is None:
         raise ValueError(f"--ray-address {address}: no cluster is running there")
-    import ray
-
-    ray.get(supervisor.restart_workers.remote())
-    return 0
+    return supervisor
 
 
 def _ask(supervisor: Any) -> Detached:
@@ -148,9 +121,6 @@ def _ask(supervisor: Any) -> Detached:
 
     Raises ValueError if it does not answer.
     """
-    import ray
-    from ray.exceptions import GetTimeoutError, RayActorError
-
     deadline = time.monotonic() + ANSWERS_WITHIN
     while True:
         try:
@@ -166,10 +136,6 @@ def _ask(supervisor: Any) -> Detached:
 
 def _end_actors(names: list[str]) -> None:
     """Kills the named actors for good, and waits until their names are free. Ignores missing actors."""
-    import ray
-
-    from baton.cluster.on_ray.actors import NAMESPACE
-
     for name in names:
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(name, NAMESPACE))
@@ -178,8 +144,6 @@ def _end_actors(names: list[str]) -> None:
 
 
 async def _end(supervisor: Any, signum: int) -> None:
-    import ray
-
     await supervisor.stop.remote(signum, STOP_GRACE)
     ray.kill(supervisor)
 
@@ -200,10 +164,6 @@ class DetachedStart:
         self._states: list[tuple[RoleSpec, RoleState]] = []
 
     async def run(self) -> int:
-        import ray
-
-        from baton.cluster.on_ray.actors import NAMESPACE, SUPERVISOR, ClusterActor
-
         signals = StopSignals()
         signals.install()  # after ray.init, which installs handlers of its own
         options = {
@@ -220,8 +180,6 @@ class DetachedStart:
             logs = self._cluster.logs or "on each node, in its run directory"
             stop = f"baton stop --ray-address {self._plan.ray.ray_address}"
             self._display.ready(self._plan, self._plan.admin_url(self._states), logs, stop)
-            if self._plan.start.timings:
-                self._display.timings()
             return 0
         if failure is not None:
             self._display.error(failure)

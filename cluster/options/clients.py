@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-import typer
-
-from baton.cluster.options.declare import NO_ARGV, OLD_FILE, PORT, between, opt
-from baton.cluster.options.engine import KVCacheDtype
+from baton.cluster.options.engine import kv_cache_dtype
+from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, argument, between, opt
 
 
 @dataclass(frozen=True)
@@ -17,31 +15,28 @@ class EndpointOptions:
     """Which router to send requests to."""
 
     panel: ClassVar[str] = "Endpoint"
-    url: Annotated[str, opt("Base URL of a router.")] = "http://127.0.0.1:8000"
-    api_key: Annotated[list[str], opt(f"API key. {NO_ARGV}", "KEY")] = field(default_factory=list)
+    url: str = opt("http://127.0.0.1:8000", "Base URL of a router.")
+    api_key: list[str] = opt([], f"API key. {NO_ARGV}", "KEY")
 
 
 @dataclass(frozen=True)
 class StatusOptions:
-    json: Annotated[bool, opt("Print the result as JSON.")] = False
+    json: bool = opt(False, "Print the result as JSON.")
 
 
 @dataclass(frozen=True)
 class FlipOptions:
     """Which worker to move, and to which pool."""
 
-    worker: Annotated[
-        str,
-        typer.Argument(help="Name from `baton status` (prefill-0), or HOST:PORT.", show_default=False),
-    ]
-    pool: Annotated[Literal["prefill", "decode"], typer.Argument(help="Its new pool.", show_default=False)]
-    force: Annotated[bool, opt("Move it even if it is the last worker of its pool.")] = False
+    worker: str = argument("Name from `baton status` (prefill-0), or HOST:PORT.")
+    pool: Literal["prefill", "decode"] = argument("Its new pool.")
+    force: bool = opt(False, "Move it even if it is the last worker of its pool.")
 
 
 @dataclass(frozen=True)
 class TopOptions:
-    interval: Annotated[float, opt("Time between two samples.", "S", check=between(0.1, 3600))] = 2.0
-    once: Annotated[bool, opt("Take two samples, print one frame, and end.")] = False
+    interval: float = opt(2.0, "Time between two samples.", "S", check=between(0.1, 3600))
+    once: bool = opt(False, "Take two samples, print one frame, and end.")
 
 
 @dataclass(frozen=True)
@@ -49,39 +44,31 @@ class SizingOptions:
     """The load and the hardware for `baton plan`."""
 
     panel: ClassVar[str] = "Load"
-    rate: Annotated[float, opt("Requests per second.", "R", check=between(0.001, 1e5))] = 10.0
-    input: Annotated[int, opt("Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))] = 2000
-    output: Annotated[int, opt("Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))] = 150
-    slo: Annotated[str, opt("Targets for the 99th percentile, in ms.", "TTFT_AND_TTIT")] = "ttft=1000,ttit=50"
-    model: Annotated[
-        str,
-        opt(
-            "llama-3.1-8b, qwen3-30b-a3b, llama-4-scout, llama-4-maverick, gpt-oss-20b, gpt-oss-120b, a "
-            "Hugging Face directory, or a name on the hub.",
-            "MODEL",
-        ),
-    ] = "llama-3.1-8b"
-    prefill_tensor_parallel_size: Annotated[
-        int, opt("GPUs of one prefill worker.", "N", check=between(1))
-    ] = 1
-    decode_tensor_parallel_size: Annotated[int, opt("GPUs of one decode worker.", "N", check=between(1))] = 1
-    kv_cache_dtype: KVCacheDtype = "auto"
-    gpu: Annotated[Literal["h200"], opt("GPU whose measured speeds are used.")] = "h200"
-    measured: Annotated[
-        Path | None,
-        opt(
-            "Use the speeds in this file, from `python -m baton.bench.engine --json FILE`.",
-            shown="no",
-            **OLD_FILE,
-        ),
-    ] = None
-    gpu_memory: Annotated[
-        float | None, opt("Memory of the GPU.", "GIB", shown="as --gpu", check=between(1))
-    ] = None
-    gpu_memory_utilization: Annotated[
-        float, opt("Share of GPU memory for weights and KV.", "SHARE", check=between(0.05, 1.0))
-    ] = 0.9
-    max_num_seqs: Annotated[int, opt("Requests in one batch.", "N", check=between(1))] = 256
+    rate: float = opt(10.0, "Requests per second.", "R", check=between(0.001, 1e5))
+    input: int = opt(2000, "Prompt tokens of a request.", "TOKENS", check=between(1, 1 << 20))
+    output: int = opt(150, "Tokens of an answer.", "TOKENS", check=between(1, 1 << 20))
+    slo: str = opt("ttft=1000,ttit=50", "Targets for the 99th percentile, in ms.", "TTFT_AND_TTIT")
+    model: str = opt(
+        "llama-3.1-8b",
+        "llama-3.1-8b, qwen3-30b-a3b, llama-4-scout, llama-4-maverick, gpt-oss-20b, gpt-oss-120b, a "
+        "Hugging Face directory, or a name on the hub.",
+        "MODEL",
+    )
+    prefill_tensor_parallel_size: int = opt(1, "GPUs of one prefill worker.", "N", check=between(1))
+    decode_tensor_parallel_size: int = opt(1, "GPUs of one decode worker.", "N", check=between(1))
+    kv_cache_dtype: Literal["auto", "fp8"] = kv_cache_dtype()
+    gpu: Literal["h200"] = opt("h200", "GPU whose measured speeds are used.")
+    measured: Path | None = opt(
+        None,
+        "Use the speeds in this file, from `python -m baton.bench.engine --json FILE`.",
+        shown="no",
+        **OLD_FILE,
+    )
+    gpu_memory: float | None = opt(None, "Memory of the GPU.", "GIB", shown="as --gpu", check=between(1))
+    gpu_memory_utilization: float = opt(
+        0.9, "Share of GPU memory for weights and KV.", "SHARE", check=between(0.05, 1.0)
+    )
+    max_num_seqs: int = opt(256, "Requests in one batch.", "N", check=between(1))
 
 
 @dataclass(frozen=True)
@@ -89,42 +76,33 @@ class DoctorOptions:
     """What `baton doctor` checks; by default this machine."""
 
     panel: ClassVar[str] = "Checks"
-    cluster: Annotated[bool, opt("Check a running cluster through its router at --url.")] = False
-    admin_url: Annotated[
-        str | None, opt("URL of the router's --admin-port, if it has one.", "URL", shown="as --url")
-    ] = None
-    listen: Annotated[
-        int | None, opt("Measure the network: wait for a node with --peer.", "PORT", shown="no", **PORT)
-    ] = None
-    peer: Annotated[
-        str | None, opt("Measure the network to a node with --listen.", "HOST:PORT", shown="no")
-    ] = None
-    host: Annotated[str, opt("Address of --listen and --check-port.", "ADDRESS")] = "127.0.0.1"
-    check_port: Annotated[list[int], opt("Check that this port is free; repeat it.", "PORT")] = field(
-        default_factory=list
+    cluster: bool = opt(False, "Check a running cluster through its router at --url.")
+    admin_url: str | None = opt(
+        None, "URL of the router's --admin-port, if it has one.", "URL", shown="as --url"
     )
-    kv_lanes: Annotated[int, opt("TCP connections to measure with.", "N", check=between(1, 64))] = 4
-    model: Annotated[str | None, opt("Check this model's files.", "MODEL", shown="the embedded model")] = None
-    tensor_parallel_size: Annotated[
-        int, opt("Check that the model and this machine allow workers of N GPUs.", "N", check=between(1))
-    ] = 1
-    cluster_secret_file: Annotated[
-        Path | None, opt("Secret of the cluster.", shown="BATON_CLUSTER_SECRET", **OLD_FILE)
-    ] = None
+    listen: int | None = opt(
+        None, "Measure the network: wait for a node with --peer.", "PORT", shown="no", **PORT
+    )
+    peer: str | None = opt(None, "Measure the network to a node with --listen.", "HOST:PORT", shown="no")
+    host: str = opt("127.0.0.1", "Address of --listen and --check-port.", "ADDRESS")
+    check_port: list[int] = opt([], "Check that this port is free; repeat it.", "PORT")
+    kv_lanes: int = opt(4, "TCP connections to measure with.", "N", check=between(1, 64))
+    model: str | None = opt(None, "Check this model's files.", "MODEL", shown="the embedded model")
+    tensor_parallel_size: int = opt(
+        1, "Check that the model and this machine allow workers of N GPUs.", "N", check=between(1)
+    )
+    cluster_secret_file: Path | None = opt(
+        None, "Secret of the cluster.", shown="BATON_CLUSTER_SECRET", **OLD_FILE
+    )
 
 
 @dataclass(frozen=True)
 class ChatOptions:
     panel: ClassVar[str] = "Chat"
-    message: Annotated[
-        str | None, typer.Argument(help="One question. Without it a chat starts.", show_default=False)
-    ] = None
-    system: Annotated[str | None, opt("System message.", "TEXT")] = None
-    model: Annotated[str | None, opt("Model to ask.", "NAME", shown="the first one served")] = None
-    max_tokens: Annotated[
-        int | None,
-        opt("Most tokens of an answer.", "N", shown="2048, or the model's context", check=between(1)),
-    ] = None
-    temperature: Annotated[float | None, opt("Sampling temperature; 0 is greedy.", "T", check=between(0))] = (
-        None
+    message: str | None = argument("One question. Without it a chat starts.", default=None)
+    system: str | None = opt(None, "System message.", "TEXT")
+    model: str | None = opt(None, "Model to ask.", "NAME", shown="the first one served")
+    max_tokens: int | None = opt(
+        None, "Most tokens of an answer.", "N", shown="2048, or the model's context", check=between(1)
     )
+    temperature: float | None = opt(None, "Sampling temperature; 0 is greedy.", "T", check=between(0))

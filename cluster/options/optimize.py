@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
-from baton.cluster.options import EngineOptions, Optimize
+from baton.cluster.options.engine import EngineOptions, Optimize
 
 GPU_GIB = (70, 128)
 """From each of these memory sizes on, a GPU may run more requests. With an 8B model in bfloat16, 512 requests

@@ -2,7 +2,7 @@
 
 An option is declared once, as a dataclass field:
 
-    dtype: Annotated[Dtype, typer.Option(help="…")] = "auto"
+    dtype: Dtype = opt("auto", "Type of weights and activations.")
 
 Every command whose function takes the group then has the option: as the flag `--dtype`, as the environment
 variable `BATON_DTYPE`, and as the key `dtype` of the `--config` file. The first of these wins. A field that
@@ -16,23 +16,128 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
-from baton.cluster.options.refused import REFUSED
-
 ENV_PREFIX = "BATON_"
+
+_LORA = "Merge the adapter into the weights and pass the merged model with --model."
+_PARALLEL = "Scale with --prefill and --decode instead."
+
+REFUSED: dict[str, tuple[bool, str]] = {
+    "enable_lora": (False, _LORA),
+    "lora_modules": (True, _LORA),
+    "max_loras": (True, _LORA),
+    "max_lora_rank": (True, _LORA),
+    "trust_remote_code": (False, "Baton never runs code from a model repository; use a supported model."),
+    "pipeline_parallel_size": (True, _PARALLEL),
+    "data_parallel_size": (True, _PARALLEL),
+    "api_server_count": (True, "Set the number of router processes with --router-processes."),
+    "speculative_config": (True, "Speculative decoding is not supported."),
+    "kv_transfer_config": (True, "KV transfer is always on; see --kv-port and --kv-lanes."),
+    "swap_space": (
+        True,
+        "A request without free blocks waits or moves; for cached KV in host memory use --host-cache-size.",
+    ),
+    "cpu_offload_gb": (True, "Weights are never offloaded; use a smaller model or more memory."),
+    "enforce_eager": (False, "CUDA graphs cannot be switched off; CPUs use none."),
+    "enable_auto_tool_choice": (False, "Tool calls are always parsed; see --tool-call-parser."),
+}
+"""vLLM options that Baton does not have: name -> (whether the option takes a value, what to do instead).
+
+Baton refuses them by name, because a user that copies a vLLM command line must learn which options have no
+effect."""
 
 # The names of every option and every command: one config file may serve all commands.
 KNOWN: set[str] = set()
 COMMANDS: set[str] = set()
+
+
+# ------------------------------------------------------------ declaring options
+
+
+def opt(
+    default: Any,
+    text: str,
+    metavar: str | None = None,
+    *,
+    shown: str | bool = True,
+    check: Callable[..., Any] | None = None,
+    also: str | None = None,
+    **more: Any,
+) -> Any:
+    """A field that is an option. `shown` replaces its default in `--help`; `check` validates its value;
+    `also` is a second flag for it, which another server has.
+
+    A choice needs no metavar: `--help` then lists its values."""
+    option = typer.Option(help=text, metavar=metavar, show_default=shown, callback=check, **more)
+    option.param_decls = None if also is None else (also,)
+    return _declared(default, option)
+
+
+def argument(
+    text: str, metavar: str | None = None, *, default: Any = MISSING, check: Callable[..., Any] | None = None
+) -> Any:
+    """A field that is an argument, which must be given if it has no default."""
+    return _declared(default, typer.Argument(help=text, metavar=metavar, show_default=False, callback=check))
+
+
+def _declared(default: Any, info: ParameterInfo) -> Any:
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"typer": info})
+    return field(default=default, metadata={"typer": info})
+
+
+def directory(text: str, *, shown: str | bool = True) -> Any:
+    return opt(None, text, "DIR", shown=shown, file_okay=False)
+
+
+def between(least: float, most: float = math.inf) -> Callable[[Any], Any]:
+    """A check of a number's range. typer's own `min` and `max` would widen the columns of `--help`."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if most == math.inf else f"{least} to {most}"
+            raise typer.BadParameter(f"{value} is out of range: must be {bound}.")
+        return value
+
+    return check
+
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def size_in_bytes(value: str) -> int:
+    """Bytes of a size such as `8GiB`. Raises `ValueError` for anything else."""
+    found = re.fullmatch(r"(\d+)\s*([KMGT]iB)?", value)
+    if found is None:
+        raise ValueError(f"{value!r} is not a size: give bytes, or a number with KiB, MiB, GiB or TiB")
+    return int(found[1]) * _UNITS[found[2] or ""]
+
+
+def check_size(value: str) -> str:
+    """A check of a size."""
+    try:
+        size_in_bytes(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return value
+
+
+PORT: dict[str, Any] = {"check": between(0, 65535)}
+OLD_FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
+NO_ARGV = "Prefer BATON_API_KEY: every user of the machine can read arguments."
+
+# ------------------------------------------------------------ options as parameters of commands
 
 
 def flag(name: str) -> str:
@@ -46,23 +151,19 @@ def env_name(name: str) -> str:
 @cache
 def _hints(group: type) -> dict[str, Any]:
     """The annotations of all fields. Evaluating them takes milliseconds, at each start of a role."""
-    return get_type_hints(group, include_extras=True)
+    return get_type_hints(group)
 
 
-def option_of(group: type, field: Field[Any]) -> tuple[Any, OptionInfo | ArgumentInfo]:
+def option_of(group: type, each: Field[Any]) -> tuple[Any, OptionInfo | ArgumentInfo]:
     """The type and the typer metadata of an option field."""
-    annotation = _hints(group)[field.name]
-    assert get_origin(annotation) is Annotated, f"{group.__name__}.{field.name} has no typer.Option"
-    type_, *metadata = get_args(annotation)
-    [info] = [m for m in metadata if isinstance(m, OptionInfo | ArgumentInfo)]
-    return type_, info
+    return _hints(group)[each.name], each.metadata["typer"]
 
 
-def default_of(field: Field[Any]) -> Any:
+def default_of(each: Field[Any]) -> Any:
     """The default of an option; `Parameter.empty` for an argument that must be given."""
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is MISSING else field.default
+    if each.default_factory is not MISSING:
+        return each.default_factory()
+    return inspect.Parameter.empty if each.default is MISSING else each.default
 
 
 def _build(group: type, values: Mapping[str, Any]) -> Any:
@@ -70,34 +171,34 @@ def _build(group: type, values: Mapping[str, Any]) -> Any:
     hints = _hints(group)
     return group(
         **{
-            field.name: _build(hints[field.name], values)
-            if is_dataclass(hints[field.name])
-            else values[field.name]
-            for field in fields(group)
+            each.name: _build(hints[each.name], values)
+            if is_dataclass(hints[each.name])
+            else values[each.name]
+            for each in fields(group)
         }
     )
 
 
 def _group_parameters(group: type) -> list[inspect.Parameter]:
     parameters: list[inspect.Parameter] = []
-    for field in fields(group):
-        if is_dataclass(inner := _hints(group)[field.name]):
+    for each in fields(group):
+        if is_dataclass(inner := _hints(group)[each.name]):
             assert isinstance(inner, type)
             parameters += _group_parameters(inner)
             continue
-        type_, declared = option_of(group, field)
+        type_, declared = option_of(group, each)
         info = copy.copy(declared)
         if isinstance(info, ArgumentInfo):
-            parameters.append(_parameter(field.name, default_of(field), type_, info))
+            parameters.append(_parameter(each.name, default_of(each), type_, info))
             continue
         # typer takes the first name of an Annotated option from `default`.
         # A flag that may be None needs an opposite: None means that the user gave neither.
-        opposite = f"/{flag('no_' + field.name)}" if type_ == bool | None else ""
-        info.default = flag(field.name) + opposite
-        info.envvar = env_name(field.name)
+        opposite = f"/{flag('no_' + each.name)}" if type_ == bool | None else ""
+        info.default = flag(each.name) + opposite
+        info.envvar = env_name(each.name)
         info.show_envvar = False  # `baton --help` states the naming rule once
         info.rich_help_panel = info.rich_help_panel or getattr(group, "panel", None)
-        parameters.append(_parameter(field.name, default_of(field), type_, info))
+        parameters.append(_parameter(each.name, default_of(each), type_, info))
     return parameters
 
 
@@ -220,10 +321,10 @@ def to_argv(*groups: Any, **overrides: Any) -> list[str]:
     `overrides` are further flags by field name. They are written even with their default value, unless None.
     """
     values = {
-        field.name: value
+        each.name: value
         for group in groups
-        for field in fields(group)
-        if (value := getattr(group, field.name)) != default_of(field)
+        for each in fields(group)
+        if (value := getattr(group, each.name)) != default_of(each)
     }
     argv: list[str] = []
     for name, value in {**values, **overrides}.items():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import typer
-from typer.models import OptionInfo
 
-from baton.cluster.options.declare import between, opt
-from baton.cluster.options.engine import TtitTarget
+from baton.cluster.options.engine import ttit_target
+from baton.cluster.options.parameters import between, opt
 
 
 class PoolSize(NamedTuple):
@@ -47,11 +45,7 @@ class PoolSize(NamedTuple):
         return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
 
 
-ONE = PoolSize(1, 1)
-
-
-def pool_size(text: str, parser: Callable[[object], PoolSize] = PoolSize.parse) -> OptionInfo:
-    return opt(text, "N or MIN:MAX", shown="1", parser=parser)
+_SIZE: dict[str, Any] = {"metavar": "N or MIN:MAX", "shown": "1"}
 
 
 @dataclass(frozen=True)
@@ -59,77 +53,67 @@ class PoolOptions:
     """The sizes of the pools and the targets of the autoscaler."""
 
     panel: ClassVar[str] = "Cluster"
-    prefill: Annotated[
-        PoolSize,
-        pool_size(
-            "Prefill workers; 1:4 follows the load, and with 0 decode workers compute all prompts.",
-            PoolSize.parse_or_none,
-        ),
-    ] = ONE
-    decode: Annotated[PoolSize, pool_size("Decode workers; 1:4 follows the load.")] = ONE
-    prefill_tensor_parallel_size: Annotated[
-        int | None,
-        opt("GPUs of one prefill worker.", "N", shown="as --tensor-parallel-size", check=between(1)),
-    ] = None
-    decode_tensor_parallel_size: Annotated[
-        int | None,
-        opt("GPUs of one decode worker.", "N", shown="as --tensor-parallel-size", check=between(1)),
-    ] = None
-    prefill_kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"] | None,
-        opt("KV cache of prefill workers; KV is converted on its way.", shown="as --kv-cache-dtype"),
-    ] = None
-    decode_kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"] | None,
-        opt("KV cache of decode workers; KV is converted on its way.", shown="as --kv-cache-dtype"),
-    ] = None
-    ttft_target: Annotated[
-        float, opt("Target time to first token. The prefill pool grows to meet it.", "MS", check=between(1))
-    ] = 1000.0
-    ttit_target: TtitTarget = None
-    shrink_after: Annotated[
-        float, opt("A pool shrinks after this time with a worker too many.", "S", check=between(5))
-    ] = 60.0
+    prefill: PoolSize = opt(
+        PoolSize(1, 1),
+        "Prefill workers; 1:4 follows the load, and with 0 decode workers compute all prompts.",
+        parser=PoolSize.parse_or_none,
+        **_SIZE,
+    )
+    decode: PoolSize = opt(
+        PoolSize(1, 1), "Decode workers; 1:4 follows the load.", parser=PoolSize.parse, **_SIZE
+    )
+    prefill_tensor_parallel_size: int | None = opt(
+        None, "GPUs of one prefill worker.", "N", shown="as --tensor-parallel-size", check=between(1)
+    )
+    decode_tensor_parallel_size: int | None = opt(
+        None, "GPUs of one decode worker.", "N", shown="as --tensor-parallel-size", check=between(1)
+    )
+    prefill_kv_cache_dtype: Literal["auto", "fp8"] | None = opt(
+        None, "KV cache of prefill workers; KV is converted on its way.", shown="as --kv-cache-dtype"
+    )
+    decode_kv_cache_dtype: Literal["auto", "fp8"] | None = opt(
+        None, "KV cache of decode workers; KV is converted on its way.", shown="as --kv-cache-dtype"
+    )
+    ttft_target: float = opt(
+        1000.0, "Target time to first token. The prefill pool grows to meet it.", "MS", check=between(1)
+    )
+    ttit_target: float | None = ttit_target()
+    shrink_after: float = opt(
+        60.0, "A pool shrinks after this time with a worker too many.", "S", check=between(5)
+    )
 
 
 @dataclass(frozen=True)
 class StartOptions:
     panel: ClassVar[str] = "Cluster"
-    timings: Annotated[bool, opt("Show the duration of each stage of the start, up to a first token.")] = (
-        False
-    )
+    timings: bool = opt(False, "Show the duration of each stage of the start, up to a first token.")
 
 
 @dataclass(frozen=True)
 class StopOptions:
     panel: ClassVar[str] = "Cluster"
-    routers: Annotated[
-        bool,
-        opt("Drain and stop only the routers. `baton serve` with the same flags starts new ones."),
-    ] = False
+    routers: bool = opt(
+        False, "Drain and stop only the routers. `baton serve` with the same flags starts new ones."
+    )
 
 
 @dataclass(frozen=True)
 class RayOptions:
     panel: ClassVar[str] = "Cluster"
-    placement: Annotated[
-        Literal["spread", "pack", "pair"],
-        opt(
-            "With --ray-address. spread: use the emptiest machine; pack: fill a machine to half, then the "
-            "next; pair: prefill I and decode I on one machine.",
-        ),
-    ] = "spread"
-    prefill_nodes: Annotated[
-        list[str], opt("With --ray-address: prefill workers only on nodes with this label.", "KEY=VALUE")
-    ] = field(default_factory=list)
-    decode_nodes: Annotated[
-        list[str], opt("With --ray-address: decode workers only on nodes with this label.", "KEY=VALUE")
-    ] = field(default_factory=list)
-    ray_address: Annotated[
-        str | None,
-        opt(
-            "Start the roles on this Ray cluster, where they outlive this command.",
-            "HOST:PORT",
-            shown="none: on this machine, until this command ends",
-        ),
-    ] = None
+    placement: Literal["spread", "pack", "pair"] = opt(
+        "spread",
+        "With --ray-address. spread: use the emptiest machine; pack: fill a machine to half, then the "
+        "next; pair: prefill I and decode I on one machine.",
+    )
+    prefill_nodes: list[str] = opt(
+        [], "With --ray-address: prefill workers only on nodes with this label.", "KEY=VALUE"
+    )
+    decode_nodes: list[str] = opt(
+        [], "With --ray-address: decode workers only on nodes with this label.", "KEY=VALUE"
+    )
+    ray_address: str | None = opt(
+        None,
+        "Start the roles on this Ray cluster, where they outlive this command.",
+        "HOST:PORT",
+        shown="none: on this machine, until this command ends",
+    )

@@ -1,22 +1,317 @@
-"""All options of a worker and of a router."""
+"""Options of each process of a role, and all options of a worker, a router and a picker."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
-from baton.cluster.options.front import FrontOptions
-from baton.cluster.options.process import (
-    MembershipOptions,
-    ObserveOptions,
-    RoleOptions,
-    RouterProcessOptions,
-    RunDirOptions,
-    TraceOptions,
-    WorkerOptions,
-)
-from baton.cluster.options.security import SecretOptions
-from baton.cluster.options.transfer import DeadlineOptions, DrainOptions, TransferOptions
+from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, between, directory, opt
+
+if TYPE_CHECKING:
+    from baton.router.admission.keys import ApiKey
+    from baton.rpc.tls import TlsFiles
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Where a worker listens. With port 0 the system chooses a port, and the log shows it."""
+
+    panel: ClassVar[str] = "Network"
+    host: str = opt("127.0.0.1", "Address at which routers reach this worker.", "ADDRESS")
+    port: int = opt(0, "Port of gRPC, for routers.", "PORT", **PORT)
+    kv_host: str | None = opt(
+        None, "Address or interface of the network for KV.", "ADDRESS", shown="as --host"
+    )
+    kv_port: int = opt(0, "Port of KV lanes.", "PORT", **PORT)
+    metrics_port: int = opt(0, "Port of Prometheus metrics.", "PORT", **PORT)
+
+
+@dataclass(frozen=True)
+class MembershipOptions:
+    """How a router finds workers."""
+
+    panel: ClassVar[str] = "Workers"
+    worker: list[str] = opt([], "gRPC address of a worker of either role; repeat it.", "HOST:PORT")
+    workers_file: Path | None = opt(
+        None, "File with one worker address per line, watched for changes.", dir_okay=False
+    )
+    kubernetes_service: list[str] = opt(
+        [], "Service in this pod's namespace whose ready endpoints are workers; repeat it.", "NAME"
+    )
+    decode_only: bool = opt(
+        False,
+        "The cluster has no prefill workers: be ready with a decode worker, which computes prompts, too.",
+    )
+    cluster_file: Path | None = opt(
+        None, "File in which a supervisor reports all roles (JSON), for /status.", dir_okay=False
+    )
+
+
+@dataclass(frozen=True)
+class RoleOptions:
+    """The identity of a role's process, and its tie to its supervisor."""
+
+    panel: ClassVar[str] = "Process"
+    index: int = opt(0, "Number of this worker or router, for people.", "N", check=between(0))
+    title: str = opt(
+        "baton", "Prefix of the process titles; `baton serve` adds its port.", "TEXT", hidden=True
+    )
+    ready_fd: int | None = opt(
+        None,
+        "Report progress as JSON lines to this descriptor, and end when its reader ends.",
+        "FD",
+        check=between(3),
+    )
+
+
+@dataclass(frozen=True)
+class RouterProcessOptions:
+    """Set by the supervisor of several router processes for each of them."""
+
+    process_number: int | None = opt(None, "Number of this router process.", "N", hidden=True)
+    control_fd: int | None = opt(
+        None, "This process' end of the socket pair to its supervisor.", "FD", hidden=True
+    )
+
+
+@dataclass(frozen=True)
+class RunDirOptions:
+    panel: ClassVar[str] = "Files"
+    run_dir: Path | None = directory("Parent of a new directory for sockets and logs.", shown="$TMPDIR")
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    panel: ClassVar[str] = "Files"
+    trace_dir: Path | None = directory("Write Chrome traces of KV transfers here.")
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    panel: ClassVar[str] = "Files"
+    log_dir: Path | None = directory("Keep logs here.", shown="the run directory, removed at the end")
+
+
+@dataclass(frozen=True)
+class LogLineOptions:
+    panel: ClassVar[str] = "Logs and traces"
+    log_format: Literal["text", "json"] = opt("text", "Format of a log line: for people, or JSON.")
+    log_level: Literal["debug", "info", "warning", "error"] = opt(
+        "info", "Lowest level that is logged. debug follows each request from process to process."
+    )
+
+
+@dataclass(frozen=True)
+class ObserveOptions(LogLineOptions):
+    """Logs and traces. OTEL_EXPORTER_OTLP_ENDPOINT is the default of the flag."""
+
+    otlp_endpoint: str | None = opt(
+        None,
+        "Send OpenTelemetry traces to this OTLP/gRPC receiver.",
+        "URL",
+        shown="OTEL_EXPORTER_OTLP_ENDPOINT, or none",
+    )
+
+    @property
+    def endpoint(self) -> str | None:
+        return self.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or None
+
+
+def tls_files(prefix: str, *files: Path | None, mutual: bool = False) -> TlsFiles | None:
+    from baton.rpc.tls import TlsFiles
+
+    certfile, keyfile, ca_certs = (None if path is None else str(path) for path in files)
+    return TlsFiles.of(prefix, certfile, keyfile, ca_certs, mutual=mutual)
+
+
+@dataclass(frozen=True)
+class SecretOptions:
+    panel: ClassVar[str] = "Cluster"
+    cluster_secret_file: Path | None = opt(
+        None, "Secret that routers and workers share.", shown="BATON_CLUSTER_SECRET", **OLD_FILE
+    )
+    cluster_certfile: Path | None = opt(
+        None,
+        "Certificate (PEM) of this process, for mutual TLS between routers and workers. A worker's "
+        "certificate must have the name baton-worker.",
+        shown="made from the secret",
+        **OLD_FILE,
+    )
+    cluster_keyfile: Path | None = opt(
+        None, "Private key (PEM) of --cluster-certfile.", shown="none", **OLD_FILE
+    )
+    cluster_ca_certs: Path | None = opt(
+        None, "Authorities (PEM) that sign these certificates.", shown="none", **OLD_FILE
+    )
+
+    def tls(self) -> TlsFiles | None:
+        """The TLS files of this process; None: the secret makes one. Raises ValueError for unusable files."""
+        return tls_files(
+            "cluster", self.cluster_certfile, self.cluster_keyfile, self.cluster_ca_certs, mutual=True
+        )
+
+
+@dataclass(frozen=True)
+class ServerTlsOptions:
+    """TLS for the clients of a process."""
+
+    ssl_certfile: Path | None = opt(
+        None, "Certificate chain (PEM) to serve clients with TLS.", shown="no TLS", **OLD_FILE
+    )
+    ssl_keyfile: Path | None = opt(None, "Private key (PEM) of --ssl-certfile.", shown="none", **OLD_FILE)
+    ssl_ca_certs: Path | None = opt(
+        None, "Authorities (PEM) that must have signed the clients' certificates.", shown="none", **OLD_FILE
+    )
+
+    def tls(self) -> TlsFiles | None:
+        """The TLS files for clients; None without TLS. Raises ValueError for unusable files."""
+        return tls_files("ssl", self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """The lanes and the staging arena of KV transfer."""
+
+    panel: ClassVar[str] = "KV transfer"
+    kv_lanes: int = opt(4, "TCP connections to each worker from which KV is fetched.", "N", check=between(1))
+    kv_connector: Literal["auto", "tcp", "nixl"] = opt(
+        "auto",
+        "How KV moves between workers. auto: workers of one host read it from memory of each other "
+        "where a test copy succeeds; all others use TCP. nixl: workers with this setting read it with "
+        "NIXL, which must be installed.",
+    )
+    kv_encrypt: bool = opt(
+        False, "Encrypt KV that moves over TCP (AES-256-GCM). All workers of a cluster must use it."
+    )
+    kv_bind: str | None = opt(
+        None,
+        "Interfaces or local addresses over which a worker spreads the lanes that it opens.",
+        "NIC,NIC",
+        shown="by route",
+    )
+    kv_slot_bytes: int = opt(
+        2 << 20, "Size of a slice of KV and of a slot of the staging arena.", "BYTES", check=between(1)
+    )
+    kv_slots: int = opt(
+        64, "Slots of each of a worker's two staging arenas: one sends, one receives.", "N", check=between(1)
+    )
+
+
+@dataclass(frozen=True)
+class DeadlineOptions:
+    """The longest waits of a worker, in seconds."""
+
+    panel: ClassVar[str] = "Deadlines"
+    hold_timeout: float = opt(30.0, "A finished prefill waits this long for a decode worker.", "S")
+    transfer_timeout: float = opt(10.0, "A KV transfer without progress fails after this.", "S")
+    tombstone_timeout: float = opt(60.0, "Ids of closed transfers are kept this long.", "S")
+    peer_timeout: float = opt(5.0, "A silent peer counts as dead after this.", "S")
+    engine_timeout: float = opt(10.0, "A silent engine counts as dead after this.", "S")
+
+
+@dataclass(frozen=True)
+class DrainOptions:
+    panel: ClassVar[str] = "Deadlines"
+    drain_timeout: float = opt(60.0, "After SIGTERM, time for running requests to finish.", "S")
+
+
+@dataclass(frozen=True)
+class FrontOptions(ServerTlsOptions):
+    """How a router serves clients."""
+
+    panel: ClassVar[str] = "Clients"
+    host: str = opt("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.", "ADDRESS")
+    port: int = opt(8000, "Port of the OpenAI API.", "PORT", **PORT)
+    grpc_port: int | None = opt(
+        None, "Port of the gRPC API (baton.v1.Inference).", "PORT", shown="none", **PORT
+    )
+    router_processes: int = opt(
+        1, "Router processes that listen on the same ports.", "N", check=between(1, 256)
+    )
+    admin_port: int | None = opt(
+        None,
+        "Port of metrics, status and health of all router processes. --port then has no metrics.",
+        "PORT",
+        shown="none; with several processes the system chooses",
+        **PORT,
+    )
+    admin_host: str = opt("127.0.0.1", "Address of the admin port.", "ADDRESS")
+    chat_template: Path | None = opt(None, "A Jinja file.", shown="the model's own", **OLD_FILE)
+    tool_call_parser: Literal["hermes", "llama3_json", "mistral"] | None = opt(
+        None, "How the model writes tool calls.", shown="as in the chat template"
+    )
+    reasoning_parser: Literal["deepseek_r1", "qwen3", "none"] | None = opt(
+        None, "How the model writes its reasoning.", shown="as in the chat template"
+    )
+    generation_config: str = opt(
+        "auto",
+        "Sampling defaults: auto (the model's generation_config.json), vllm (none) or a directory with "
+        "that file.",
+        "auto|vllm|PATH",
+    )
+    allowed_origins: list[str] = opt(
+        [], "Let pages of these origins use the API in a browser (CORS); * is any.", "ORIGIN", shown="none"
+    )
+    api_key: list[str] = opt([], f"Require one of these keys from clients. {NO_ARGV}", "KEY")
+    api_key_file: Path | None = opt(
+        None, "TOML file of keys, names and limits; see docs/operations.md.", shown="none", **OLD_FILE
+    )
+    max_body_bytes: int = opt(16 << 20, "Largest body of a request.", "BYTES", check=between(1))
+    max_waiting_tokens: int = opt(
+        1_000_000,
+        "Most prompt tokens of requests without a first token; then 429.",
+        "TOKENS",
+        check=between(1),
+    )
+    request_timeout: float = opt(600.0, "Longest duration of a request.", "S", check=between(1))
+    client_timeout: float = opt(
+        30.0, "Longest time to receive a body, or for a client to read.", "S", check=between(0.1)
+    )
+    timeout_keep_alive: float = opt(
+        75.0, "Longest idle time of a connection, or to receive headers.", "S", check=between(0.1)
+    )
+    worker_wait: float = opt(
+        60.0, "Longest wait of a request while a pool has no worker.", "S", check=between(0)
+    )
+    no_overflow: bool = opt(False, "Only handovers: no worker both prefills and decodes a request.")
+    no_prefix_fetches: bool = opt(False, "Workers compute what only another worker has in its prefix cache.")
+    routing_policy: Literal["sticky", "round-robin"] = opt(
+        "sticky", "How the router chooses a prefill worker."
+    )
+
+    def keys(self) -> tuple[ApiKey, ...]:
+        """The API keys of both options. Raises ValueError for an invalid key."""
+        from baton.router.admission.keys import api_keys
+
+        return api_keys(self.api_key, None if self.api_key_file is None else str(self.api_key_file))
+
+
+@dataclass(frozen=True)
+class PickerOptions(ServerTlsOptions):
+    """How an endpoint picker serves gateways, and how it finds routers."""
+
+    panel: ClassVar[str] = "Gateways and routers"
+    host: str = opt("127.0.0.1", "Address to listen on; 0.0.0.0 is all interfaces.", "ADDRESS")
+    port: int = opt(9002, "Port of gRPC (Envoy's ext_proc), for gateways.", "PORT", **PORT)
+    router: list[str] = opt([], "HTTP address of a router, as the gateway names it; repeat it.", "IP:PORT")
+    kubernetes_service: list[str] = opt(
+        [], "Service in this pod's namespace whose ready endpoints (port http) are routers.", "NAME"
+    )
+    router_metrics_port: int | None = opt(
+        None, "Port of each router's metrics.", "PORT", shown="that of its address", **PORT
+    )
+
+
+@dataclass(frozen=True)
+class PickerRole:
+    """The options of `baton picker`."""
+
+    picker: PickerOptions
+    drain: DrainOptions
+    logs: LogLineOptions
 
 
 @dataclass(frozen=True)
@@ -26,15 +321,15 @@ class WorkerRole:
     model: ModelOptions
     engine: EngineOptions
     pace: PaceOptions
-    network: WorkerOptions
-    transfer: TransferOptions
-    deadlines: DeadlineOptions
-    drain: DrainOptions
-    secret: SecretOptions
-    process: RoleOptions
-    run_dir: RunDirOptions
-    traces: TraceOptions
-    observe: ObserveOptions
+    network: WorkerOptions = WorkerOptions()
+    transfer: TransferOptions = TransferOptions()
+    deadlines: DeadlineOptions = DeadlineOptions()
+    drain: DrainOptions = DrainOptions()
+    secret: SecretOptions = SecretOptions()
+    process: RoleOptions = RoleOptions()
+    run_dir: RunDirOptions = RunDirOptions()
+    traces: TraceOptions = TraceOptions()
+    observe: ObserveOptions = ObserveOptions()
 
 
 @dataclass(frozen=True)
@@ -46,6 +341,6 @@ class RouterRole:
     membership: MembershipOptions
     drain: DrainOptions
     secret: SecretOptions
-    process: RoleOptions
-    observe: ObserveOptions
-    one_of_several: RouterProcessOptions
+    process: RoleOptions = RoleOptions()
+    observe: ObserveOptions = ObserveOptions()
+    one_of_several: RouterProcessOptions = RouterProcessOptions()

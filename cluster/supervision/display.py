@@ -89,9 +89,9 @@ class Display:
             self._console.print(f"Error: {text}", style="red", markup=False)
 
     def ready(self, plan: Plan, admin_url: str, logs: Path | str, stop: str = "Ctrl-C") -> None:
-        """Prints the endpoint and example commands. `admin_url` is the URL for `baton status`.
+        """Prints the endpoint, example commands and, if asked for, timings.
 
-        `stop`: how to end the cluster."""
+        `admin_url`: the URL for `baton status`. `stop`: how to end the cluster."""
         model = plan.served_names()[0]
         body = {
             "model": model,
@@ -107,3 +107,5 @@ class Display:
         self.line(f"  curl {plan.url}/v1/chat/completions {json_type}{key} -d '{quoted}'\n")
         chat, status = ("" if url == DEFAULT_URL else f" --url {url}" for url in (plan.url, admin_url))
         self.line(f"Chat: baton chat{chat}   Workers: baton status{status}\nLogs: {logs}\nStop: {stop}")
+        if plan.start.timings:
+            self.timings()

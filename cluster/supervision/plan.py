@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from baton.cluster import model, options
+from baton.cluster import model
 from baton.cluster.gpus import default_device, visible_gpus
+from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
 from baton.cluster.options.parameters import to_argv
+from baton.cluster.options.pools import PoolOptions, RayOptions, StartOptions
+from baton.cluster.options.roles import (
+    DeadlineOptions,
+    DrainOptions,
+    FrontOptions,
+    LogOptions,
+    MembershipOptions,
+    ObserveOptions,
+    RouterRole,
+    RunDirOptions,
+    SecretOptions,
+    TraceOptions,
+    TransferOptions,
+    WorkerRole,
+)
 from baton.cluster.supervision.role_process import RoleState
 from baton.machine import usable_cpus
+from baton.machine.system import cannot_listen, family
 
 if TYPE_CHECKING:
     from baton.rpc.tls import TlsFiles
@@ -52,20 +71,20 @@ class RoleSpec:
 class Plan:
     """All options of `baton serve`."""
 
-    model: options.ModelOptions
-    pool: options.PoolOptions
-    start: options.StartOptions
-    ray: options.RayOptions
-    front: options.FrontOptions
-    engine: options.EngineOptions
-    transfer: options.TransferOptions
-    deadlines: options.DeadlineOptions
-    drain: options.DrainOptions
-    secret: options.SecretOptions
-    run_dir: options.RunDirOptions
-    logs: options.LogOptions
-    traces: options.TraceOptions
-    observe: options.ObserveOptions
+    model: ModelOptions
+    pool: PoolOptions
+    start: StartOptions
+    ray: RayOptions
+    front: FrontOptions
+    engine: EngineOptions
+    transfer: TransferOptions
+    deadlines: DeadlineOptions
+    drain: DrainOptions
+    secret: SecretOptions
+    run_dir: RunDirOptions
+    logs: LogOptions
+    traces: TraceOptions
+    observe: ObserveOptions
 
     @property
     def url(self) -> str:
@@ -140,40 +159,22 @@ class Plan:
         router = RoleSpec("router", 0, router_args, shared | keys)
         return [*workers, router]
 
-    def worker(self, pool: Pool) -> options.WorkerRole:
+    def worker(self, pool: Pool) -> WorkerRole:
         """The options of the workers that start in a pool, less those that each has for itself."""
-        return options.WorkerRole(
-            self.model,
-            self.engine_of(pool),
-            options.PaceOptions(self.pool.ttit_target),
-            options.WorkerOptions(),
-            self.transfer,
-            self.deadlines,
-            self.drain,
-            self.secret,
-            options.RoleOptions(),
-            self.run_dir,
-            self.traces,
-            self.observe,
-        )
+        pace = PaceOptions(self.pool.ttit_target)
+        return WorkerRole(**self._shared(WorkerRole, engine=self.engine_of(pool), pace=pace))
 
-    def router(self) -> options.RouterRole:
+    def router(self) -> RouterRole:
         """The options of the routers, less those that each has for itself."""
-        model = self.model
-        return options.RouterRole(
-            options.RouterModelOptions(
-                model.model, model.revision, model.served_model_name, model.tokenizer, model.download_dir
-            ),
-            self.front,
-            options.MembershipOptions(decode_only=not self.pool.prefill.most),
-            self.drain,
-            self.secret,
-            options.RoleOptions(),
-            self.observe,
-            options.RouterProcessOptions(),
-        )
+        named = RouterModelOptions(**vars(self.model))
+        members = MembershipOptions(decode_only=not self.pool.prefill.most)
+        return RouterRole(**self._shared(RouterRole, model=named, membership=members))
 
-    def engine_of(self, pool: Pool) -> options.EngineOptions:
+    def _shared(self, role: type, **own: Any) -> dict[str, Any]:
+        """The groups of options that a role has under the same names, and its own, which win."""
+        return {each.name: vars(self)[each.name] for each in fields(role) if each.name in vars(self)} | own
+
+    def engine_of(self, pool: Pool) -> EngineOptions:
         """The options of the engines of a pool, which may have a group size and a KV dtype of its own. If
         only the other pool has several ranks, expert parallelism is for that one."""
         size = self.engine.tensor_parallel_size
@@ -234,7 +235,7 @@ class Plan:
             return load_secret(self.secret.cluster_secret_file).decode()
         return secrets.token_hex(32)  # this command starts every process that needs it
 
-    def _engine(self, pool: Pool, device: str) -> options.EngineOptions:
+    def _engine(self, pool: Pool, device: str) -> EngineOptions:
         """With the device, and with its share of the cores.
 
         Engines that all use every core would slow each other down.
@@ -258,3 +259,20 @@ def _labels(flag: str, given: list[str]) -> dict[str, str]:
             )
         labels[key] = value
     return labels
+
+
+def check_ports(front: FrontOptions) -> None:
+    """Raises ValueError if the router could not listen on one of its ports."""
+    asked = [("port", front.host, front.port), ("grpc-port", front.host, front.grpc_port)]
+    asked.append(("admin-port", front.admin_host, front.admin_port))
+    with contextlib.ExitStack() as held:  # hold all probes until the end, to find a port that is given twice
+        for flag, host, port in asked:
+            if port is None:
+                continue
+            probe = held.enter_context(socket.socket(family(host), socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise ValueError(cannot_listen(f"--{flag}", host, port, error)) from error
+            probe.listen()  # with SO_REUSEADDR, the next probe could bind a port on which nothing listens

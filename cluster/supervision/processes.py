@@ -1,15 +1,108 @@
-"""Reads this process's own process tree from /proc, and ends it. Never touches other processes."""
+"""The life of the processes of a cluster: what they inherit, their signals, and their ends.
+
+A role dies with its supervisor: `baton … --ready-fd N` is tied to it. `baton serve` ends only processes of
+its own tree, which it reads from /proc.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import json
 import os
+import select
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+PACKAGES = str(Path(__file__).parents[3])
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def python_path() -> dict[str, str]:
+    """Variables by which a child imports the packages of this process first, then what PYTHONPATH names here.
+
+    A file such as rpc.py in the working directory hides no package."""
+    entries = [PACKAGES, os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, entries)), "PYTHONSAFEPATH": "1"}
+
+
+# ------------------------------------------------------------ roles and their supervisor
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def tie_to_parent(ready_fd: int) -> None:
+    """Makes the kernel kill this process when the thread that spawned it ends, for any reason.
+
+    Call it first. If the parent has died already, its end of the pipe is closed, and this process exits.
+    Also unblocks the signals that stop a role: Ray blocks them, and a child inherits blocked signals.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    poll = select.poll()
+    poll.register(ready_fd, 0)
+    if any(events & select.POLLERR for _, events in poll.poll(0)):
+        sys.exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent dies, so that it can end all."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def report_error(ready_fd: int | None, message: str) -> None:
+    """Sends the supervisor the reason why this role cannot start, in words for the user."""
+    if ready_fd is not None:
+        os.write(ready_fd, json.dumps({"error": message}).encode() + b"\n")
+
+
+# ------------------------------------------------------------ signals
+
+
+class StopSignals:
+    """The first SIGINT or SIGTERM sets `stop`, the second sets `hurry`. SIGUSR1 sets `restart`.
+
+    `install` sets the handlers explicitly: a shell starts background programs with SIGINT ignored, and Ray
+    installs handlers of its own.
+    """
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self.hurry_threads = threading.Event()  # the same as `hurry`, for code that runs in a thread
+        self.first = int(signal.SIGINT)  # the signal that set `stop`
+        self.restart = asyncio.Event()
+
+    def install(self) -> None:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._received, signum)
+        loop.add_signal_handler(signal.SIGUSR1, self.restart.set)
+        # A closed terminal sends SIGHUP. Under nohup it is ignored, and must stay so.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._received, signal.SIGTERM)
+
+    def _received(self, signum: int) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+            self.hurry_threads.set()
+        else:
+            self.first = signum
+            self.stop.set()
+
+
+# ------------------------------------------------------------ the process tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +151,7 @@ def own_age() -> float:
 
 
 def reap_orphans() -> None:
-    """Makes the running event loop reap the orphans that this process adopts (`lifeline.adopt_orphans`).
+    """Makes the running event loop reap the orphans that this process adopts (`adopt_orphans`).
 
     A child that this process started leads its own process group, and the code that started it waits for it.
     An orphan is a member of another group.

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from baton.cluster.supervision.calls import ask_pools
 from baton.cluster.supervision.plan import Pool, RoleName, RoleSpec
 from baton.cluster.supervision.role_process import RoleState
-from baton.cluster.supervision.workers import ask_pools
 
 Observer = Callable[[RoleSpec, RoleState], None]
 

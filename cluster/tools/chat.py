@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.cluster.options import ChatOptions, EndpointOptions
+from baton.cluster.options.clients import ChatOptions, EndpointOptions
 from baton.cluster.tools.http import checked, session
 
 _DIM = "\x1b[2m{}\x1b[0m" if sys.stdout.isatty() else "{}"

@@ -8,8 +8,9 @@ from typing import Any
 
 from grpc import RpcError
 
-from baton.cluster.options import EndpointOptions, FlipOptions, SecretOptions
-from baton.cluster.supervision.workers import set_pool
+from baton.cluster.options.clients import EndpointOptions, FlipOptions
+from baton.cluster.options.roles import SecretOptions
+from baton.cluster.supervision.calls import set_pool
 from baton.cluster.tools.status import fetch, name_of, pool_of, ready
 from baton.rpc.auth import load_secret
 from baton.rpc.channel import connect

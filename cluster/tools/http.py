@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.cluster.options import EndpointOptions
+from baton.cluster.options.clients import EndpointOptions
 
 
 @contextlib.asynccontextmanager

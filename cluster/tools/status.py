@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from baton.cluster.options import EndpointOptions, StatusOptions
+from baton.cluster.options.clients import EndpointOptions, StatusOptions
 from baton.cluster.tools.http import checked, session
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 TIMEOUT = aiohttp.ClientTimeout(total=10)
 
@@ -35,30 +40,38 @@ def ready(worker: dict[str, Any]) -> bool:
 
 
 ORDER = {"prefill": 0, "decode": 1}
-COLUMNS = (
-    "worker", "pool", "state", "incarnation", "address", "device", "running", "waiting", "KV used",
-    "transfers", "restarts", "last exit", "node",
-)  # fmt: skip
+
+
+def console() -> Console:
+    """Standard output. Without a terminal a table must not be cut to the default width of 80."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+
+
+def table(rows: Iterable[Mapping[str, str]], columns: Sequence[str], numbers_from: int = 99) -> Table:
+    """The columns of these names. Those from number `numbers_from` on have their text on the right."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    drawn = Table(header_style="bold", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        drawn.add_column(column, justify="right" if number >= numbers_from else "left")
+    for cells in rows:
+        drawn.add_row(*(escape(cells[column]) for column in columns))
+    return drawn
 
 
 def show(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    # Without a terminal the table must not be cut to the default width of 80.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
-    table = Table(*COLUMNS, header_style="bold", box=None, pad_edge=False)
-    workers = merged(report)
-    for worker in workers:
-        table.add_row(*row(worker))
-    console.print(table)
+    out, workers = console(), merged(report)
+    out.print(table(map(row, workers), tuple(row({}))))
     for told in filter(None, map(trouble, workers)):
-        console.print(told)
+        out.print(told)
     for told in filter(None, map(transports, workers)):
-        console.print(told)
+        out.print(told)
     for role, pool in ((report.get("cluster") or {}).get("pools") or {}).items():
         bounds = f"{pool['least']} to {pool['most']}"
-        console.print(f"{role}: {pool['size']} workers ({bounds}), {pool['needed']} needed: {pool['why']}")
+        out.print(f"{role}: {pool['size']} workers ({bounds}), {pool['needed']} needed: {pool['why']}")
 
 
 def merged(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -140,25 +153,26 @@ def transports(worker: dict[str, Any]) -> str:
     return f"KV from {name_of(worker)}: {'; '.join(told)}" if readers else ""
 
 
-def row(worker: dict[str, Any]) -> list[str]:
-    """One row of the table. A dash stands for an unknown value."""
+def row(worker: dict[str, Any]) -> dict[str, str]:
+    """One row of the table, by column. A dash stands for an unknown value."""
     load, role = worker.get("status") or {}, worker.get("supervised") or {}
-    total = load.get("blocks_total")
-    used = f"{(total - load['blocks_free']) / total:.0%}" if total else "–"
-    return [
-        name_of(worker),
-        pool_of(worker) if name_of(worker) != "?" else "–",
-        state(worker, role),
-        str((name_of(worker) != "?" and worker.get("incarnation")) or "–"),
-        str(worker.get("address") or "–"),
-        device_of(worker) or "–",
-        *(str(load.get(key, "–")) for key in ("requests_running", "requests_waiting")),
-        used,
-        str(load.get("transfers_open", "–")),
-        str(role.get("restarts", "–")),
-        str(role.get("last_exit") or "–"),
-        str(role.get("node") or "–"),
-    ]
+    total, known = load.get("blocks_total"), name_of(worker) != "?"
+    cells = {
+        "worker": name_of(worker),
+        "pool": pool_of(worker) if known else None,
+        "state": state(worker, role),
+        "incarnation": worker.get("incarnation") if known else None,
+        "address": worker.get("address"),
+        "device": device_of(worker),
+        "running": load.get("requests_running"),
+        "waiting": load.get("requests_waiting"),
+        "KV used": f"{(total - load['blocks_free']) / total:.0%}" if total else None,
+        "transfers": load.get("transfers_open"),
+        "restarts": role.get("restarts"),
+        "last exit": role.get("last_exit"),
+        "node": role.get("node"),
+    }
+    return {name: "–" if cell in (None, "") else str(cell) for name, cell in cells.items()}
 
 
 def state(worker: dict[str, Any], role: dict[str, Any]) -> str:

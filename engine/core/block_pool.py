@@ -29,8 +29,10 @@ class BlockPool:
     """Owns all blocks that no request owns. `on_evicted` is called with the name of each block that leaves
     the cache."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
+        self.block_size = block_size
+        """Positions of a block."""
         self.on_evicted: Callable[[bytes], None] = _ignore
         self.moves = 0
         """Blocks that changed their state so far. Each counts as often as it did."""

@@ -83,7 +83,6 @@ class OffloadTier:
         tier: Tier,
         num_places: int,
         pool: BlockPool,
-        block_size: int,
         tenant_of: Callable[[bytes], bytes],
         left: Callable[[bytes], None],
         prompt_tokens_per_s: Callable[[], float],
@@ -94,7 +93,6 @@ class OffloadTier:
         self.tier = tier
         self.num_places = num_places
         self._pool = pool
-        self._block_size = block_size
         self._tenant_of = tenant_of
         self._left = left
         self._prompt_tokens_per_s = prompt_tokens_per_s
@@ -198,7 +196,7 @@ class OffloadTier:
     def load(self, wanted: Sequence[tuple[bytes, int]], then: Callable[[bool], None]) -> None:
         """Copies what is there under these names into these blocks, which nothing else uses meanwhile. Then
         calls `then`, with True if all bytes are as they were saved. The caller publishes the blocks."""
-        load = _Load(len(wanted), then, len(wanted) * self._block_size)
+        load = _Load(len(wanted), then, len(wanted) * self._pool.block_size)
         self._loads += 1
         for name, block in wanted:
             entry = self._there[name]

@@ -81,7 +81,6 @@ class PrefixCache:
     def __init__(
         self,
         pool: BlockPool,
-        block_size: int,
         content_root: bytes,
         *,
         hooks: Hooks = NO_HOOKS,
@@ -95,7 +94,7 @@ class PrefixCache:
         self.hits = 0
         self.copies = copies
         self._pool = pool
-        self._block_size = block_size
+        self._block_size = pool.block_size
         self._root = content_root
         self._hooks = hooks
         self._named: tuple[EngineRequest, PrefixNames] | None = None  # the last request, and its names
@@ -109,7 +108,6 @@ class PrefixCache:
                 tier,
                 places,
                 pool,
-                block_size,
                 lambda name: self._cached[name].tenant,
                 self._left,
                 prompt_tokens_per_s,

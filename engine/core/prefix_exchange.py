@@ -52,13 +52,11 @@ class _Import:
 class PrefixExchange:
     """Owns pins and imports, by the ids that their callers draw."""
 
-    def __init__(
-        self, pool: BlockPool, cache: PrefixCache, block_size: int, spare_blocks: Callable[[], int]
-    ) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache, spare_blocks: Callable[[], int]) -> None:
         """`spare_blocks`: how many of the free blocks an import or a pin may take."""
         self._pool = pool
         self._cache = cache
-        self._block_size = block_size
+        self._block_size = pool.block_size
         self._spare_blocks = spare_blocks
         self._pins: dict[bytes, list[int]] = {}
         self._imports: dict[bytes, _Import] = {}

@@ -14,15 +14,13 @@ from baton.engine.core.state_copies import Save
 class RequestMemory:
     """Gives and takes back what a request holds. Its first blocks may come from the prefix cache."""
 
-    def __init__(
-        self, pool: BlockPool, states: StatePool | None, cache: PrefixCache | None, block_size: int
-    ) -> None:
+    def __init__(self, pool: BlockPool, states: StatePool | None, cache: PrefixCache | None) -> None:
         """`states`: of a model with state layers. `cache`: None if there is no prefix cache."""
         self._pool = pool
         self._states = states
         self._cache = cache
         self._copies = None if cache is None else cache.copies
-        self._block_size = block_size
+        self._block_size = pool.block_size
         self._restores: dict[int, int] = {}  # state slot → slot of the copy that it begins with
         self.watermark = max(1, pool.num_blocks // 100)
         """Blocks that an admission leaves free, so that running requests can grow."""
@@ -146,7 +144,8 @@ class RequestMemory:
         return True
 
     def publish(self, live: LiveRequest, computed: int) -> None:
-        """Offers full blocks among the first `computed` positions to the prefix cache."""
+        """Offers full blocks among the first `computed` positions to the prefix cache. The logits computed
+        from their KV were finite, so other requests may share it."""
         live.num_verified = computed
         full = computed // self._block_size
         if self._cache is not None and full > live.num_published:

@@ -37,10 +37,6 @@ class Kind(IntEnum):
     SAMPLE = 2
 
 
-class Sample:
-    """The step that was run last is to be sampled."""
-
-
 class Followers:
     """The ranks that compute what rank 0 computes. This class is a model with one rank, which has none."""
 
@@ -111,16 +107,16 @@ class Commands(Followers):
 
     # The other ranks
 
-    def received(self, rank: int) -> Iterator[Step | Sample]:
-        """The commands in order, until `stop`. The arrays of a step are valid until the next command is asked
-        for."""
+    def received(self, rank: int) -> Iterator[Step | None]:
+        """The commands in order, until `stop`: a step to run, or None to sample the step that was run last.
+        The arrays of a step are valid until the next command is asked for."""
         for number in range(1, 1 << 62):
             os.eventfd_read(self._wakes[rank - 1])
             slot = self._slots[(number - 1) % SLOTS]
             kind = slot[: 8 * HEAD].view(np.int64)[0]
             if kind == Kind.STOP:
                 return
-            yield _step(slot) if kind == Kind.RUN else Sample()
+            yield _step(slot) if kind == Kind.RUN else None
             self._done[rank] = number
 
 

@@ -107,7 +107,7 @@ class PoolSize:
     num_slots: int = 0
     """Requests that have states at the same time. 0: no layer has states."""
     num_copies: int = 0
-    """Copies of states for the prefix cache."""
+    """Copies of states for the prefix cache, in the slots behind those of the requests."""
 
 
 def choose_limits(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from baton.engine.api.config import EngineConfig
-from baton.engine.execution.commands import Commands, Sample
+from baton.engine.execution.commands import Commands
 from baton.engine.execution.cuda_ranks import CudaRanks
 from baton.engine.execution.graphs import LayerDone
 from baton.engine.execution.host_ranks import HostRanks
@@ -45,7 +45,7 @@ class Follower:
         `layer_done(step)` returns the function that learns of each layer with its KV written on this rank."""
         launched: Launched | None = None
         for command in self._commands.received(self.ranks.rank):
-            if isinstance(command, Sample):
+            if command is None:
                 assert launched is not None, "a step is run before it is sampled"
                 self._runner.sample(launched, None)
             else:
@@ -68,27 +68,23 @@ def commands(config: EngineConfig, started: Started, files: RankFiles) -> Comman
 def join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torch.device, Ranks]:
     """This rank's device and its group. `files` None: the model has one rank. Raises `ValueError` if there
     are too few devices."""
-    device, ranks = _join(config, rank, files)
+    size, device = config.tensor_parallel_size, torch.device(config.device)
+    assert (files is None) == (size == 1), "several ranks, and only these, share files"
+    if files is None:
+        ranks = Ranks()
+    elif device.type == "cpu":
+        ranks = HostRanks(rank, size, files.exchange)
+    else:
+        first, present = device.index or 0, torch.cuda.device_count()
+        if first + size > present:
+            raise ValueError(
+                f"--tensor-parallel-size {size}: --device {config.device} has {max(0, present - first)} GPUs "
+                "from the first one on"
+            )
+        device = torch.device("cuda", first + rank)
+        ranks = CudaRanks(rank, size, open_store(files.exchange, size), device)
     ranks.expert_parallel = config.enable_expert_parallel
     return device, ranks
-
-
-def _join(config: EngineConfig, rank: int, files: RankFiles | None) -> tuple[torch.device, Ranks]:
-    assert (files is None) == (config.tensor_parallel_size == 1), "several ranks, and only these, share files"
-    device = torch.device(config.device)
-    if files is None:
-        return device, Ranks()
-    if device.type == "cpu":
-        return device, HostRanks(rank, config.tensor_parallel_size, files.exchange)
-    first, present = device.index or 0, torch.cuda.device_count()
-    if first + config.tensor_parallel_size > present:
-        raise ValueError(
-            f"--tensor-parallel-size {config.tensor_parallel_size}: --device {config.device} has "
-            f"{max(0, present - first)} GPUs from the first one on"
-        )
-    device = torch.device("cuda", first + rank)
-    store = open_store(files.exchange, config.tensor_parallel_size)
-    return device, CudaRanks(rank, config.tensor_parallel_size, store, device)
 
 
 def open_store(fd: int, ranks: int) -> dist.Store:

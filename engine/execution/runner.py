@@ -19,11 +19,10 @@ from torch import Tensor
 
 from baton.engine.execution.commands import Followers
 from baton.engine.execution.events import Event, record
-from baton.engine.execution.expert_meter import ExpertLoad, ExpertMeter
+from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.execution.graphs import LayerDone, Size, StepGraphs, Widths
 from baton.engine.execution.inputs import attention_metadata, draws_of, read_by_device, upload
-from baton.engine.execution.prompt_logprobs import prompt_logprobs
-from baton.engine.execution.sampler import TopLogprobs, adjust, choose, to_host, top_logprobs
+from baton.engine.execution.sampler import TopLogprobs, adjust, choose, prompt_logprobs, to_host, top_logprobs
 from baton.engine.kernels import KV, HeadNorm, Kernels, LayerState, StateLayer
 from baton.engine.kernels.attention.paged import AttentionMetadata
 from baton.engine.kernels.attention.tiles import SHORT
@@ -174,11 +173,6 @@ class ModelRunner:
     def graph_rows(self) -> float:
         """Most tokens of a step with prompts that a graph computes. Infinite: there are no graphs."""
         return self.mixed_rows[-1] if self.mixed_rows else math.inf
-
-    def expert_meter(self) -> ExpertMeter | None:
-        """None: a dense model."""
-        load = self.expert_load
-        return None if load is None else ExpertMeter(load, lambda: self._record())
 
     @torch.inference_mode()
     def run(self, step: Step, layer_done: LayerDone) -> Launched:

@@ -1,4 +1,4 @@
-"""From logits to tokens, for all sampled rows of a step at once.
+"""From logits to tokens, for all sampled rows of a step at once, and to log probabilities, also of prompts.
 
 The result of a row depends on that row alone: its random number is a function of (seed, position). So a
 request gets the same tokens in any batch and on any worker.
@@ -7,6 +7,7 @@ On a GPU nothing in this file waits for the device. `choose` is all that most re
 CUDA graphs; `adjust` and `top_logprobs` are launched around it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from baton.engine.execution.inputs import upload
 from baton.engine.kernels import SMALLEST_TEMPERATURE, Kernels
 from baton.engine.step import (
     NO_CHOICE,
@@ -22,9 +24,15 @@ from baton.engine.step import (
     Bias,
     Draws,
     Penalties,
+    Scored,
+    ScoredLogprobs,
     TokenMask,
     Variant,
 )
+
+PIECE = 256
+"""Rows of a prompt with logits that exist at a time. The logits of a long prompt are far larger than its KV:
+a row has a number for each token of the vocabulary. Only what was asked for stays."""
 
 
 def choose(
@@ -136,6 +144,33 @@ def top_logprobs(logits: Tensor, tokens: Tensor, adjustments: Adjustments) -> To
         ids = torch.where(named < 0, ids, named)
         values = logs.gather(1, ids)
     return TopLogprobs(to_host(chosen), to_host(ids), to_host(values))
+
+
+def prompt_logprobs(
+    hidden: Tensor, scored: Scored, logits: Callable[[Tensor], Tensor], rank: int
+) -> ScoredLogprobs | None:
+    """Enqueues the work for one step with hidden states [tokens, hidden_size]. The result is valid once the
+    step is over. All ranks call `logits`, in the same order. Only rank 0 has its result; None on the
+    others."""
+    rows, tokens = upload([scored.rows, scored.tokens], hidden.device)
+    pieces: list[tuple[Tensor, ...]] = []
+    for piece, actual in zip(rows.split(PIECE), tokens.split(PIECE), strict=True):
+        values = logits(hidden[piece])
+        if rank == 0:
+            pieces.append(_logprobs(values.float(), actual, scored.top))
+    if not pieces:
+        return None
+    fields = (torch.cat(of_field) for of_field in zip(*pieces, strict=True))
+    return ScoredLogprobs(*(to_host(of_field).numpy() for of_field in fields))
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, ...]:
+    """The fields of `ScoredLogprobs` for some rows."""
+    chosen = logits.gather(1, tokens[:, None])
+    ranks = (logits > chosen).sum(dim=-1, dtype=torch.int32) + 1
+    best = logits.topk(top, dim=-1)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    return (chosen - total)[:, 0], ranks, best.indices.int(), best.values - total
 
 
 def to_host(tensor: Tensor) -> Tensor:

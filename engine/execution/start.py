@@ -15,7 +15,14 @@ import torch
 from baton.content import content_root
 from baton.engine.api.config import EngineConfig
 from baton.engine.execution.graphs import LARGEST
-from baton.engine.execution.memory_plan import CacheLimits, MemoryUse, choose_limits, memory_for, size_pool
+from baton.engine.execution.memory_plan import (
+    CacheLimits,
+    MemoryUse,
+    PoolSize,
+    choose_limits,
+    memory_for,
+    size_pool,
+)
 from baton.engine.execution.runner import ModelRunner
 from baton.engine.execution.warmup import Rehearsal, measure_steps, warm_up
 from baton.engine.kernels import kernels_for
@@ -40,11 +47,7 @@ class Started:
     """The checkpoint's file or directory."""
     cache_spec: Sequence[CacheSpec]
     """What each layer caches on this rank."""
-    num_blocks: int
-    num_slots: int
-    """Requests that have states at the same time. 0: no layer has states."""
-    num_copies: int
-    """Copies of states for the prefix cache, in the slots behind those of the requests."""
+    pool: PoolSize
     largest: tuple[int, float]
     """Prompt tokens of a full step, and its seconds. 0: not measured."""
 
@@ -96,9 +99,7 @@ def start_rank(
         content_root(fingerprint, str(limits.dtype), str(limits.kv_dtype)),
         checkpoint.source,
         limits.cache,
-        pool.num_blocks,
-        pool.num_slots,
-        pool.num_copies,
+        pool,
         largest,
     )
 

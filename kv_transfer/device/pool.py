@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from msgspec import Struct
 
 from baton.content.cache_kinds import FP8, ITEM_BYTES, CachePart, Range
 from baton.kv_transfer.layout import KVLayout, Slice
 from baton.kv_transfer.peer_memory import PeerMemory
+from baton.kv_transfer.protocol.local_messages import Staged
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
 
@@ -29,16 +29,6 @@ The ranks of a worker may read different heads of a slice. Then only the rank wi
 from the checksum, the others from 0. So the slice is right if their rests add up to 0."""
 Outcome = Callable[[], list[Rest]]
 """Returns the rest of each slice that was pulled."""
-
-
-class Staged(Struct, frozen=True):
-    """A slice in an arena slot, on its way to or from the pool."""
-
-    piece: Slice
-    slot: int
-    table: Any
-    dtype: str | None = None  # of KV in the slot; None: that of the pool. `scatter` converts
-    generation: int = 0  # of a slot that peers read
 
 
 class Pool(Protocol):

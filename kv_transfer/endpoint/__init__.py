@@ -1,6 +1,34 @@
-"""The engine process' half of a transfer: what is copied, when, and by which rank. No sockets to peers.
+"""The engine process's half of KV transfer: what is copied, when, and by which rank.
 
-- `sender` takes the slices of what the engine sends (`outgoing`) in turn (`turns`), and gathers them.
-- `receiver` scatters the slices that arrived. `pulls` are copies from memory that peers export.
-- With several ranks, rank 0 gives orders (`ranked_pool`) to the other ranks (`rank_copier`).
+A `Sender` reads KV of the engine's cache, and a `Receiver` writes KV to it. All their methods are for the
+engine thread, and none blocks. The transfer process moves the bytes over TCP lanes, or with NIXL.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.kv_transfer.arena import ArenaEnd
+from baton.kv_transfer.endpoint.receiver import Receiver
+from baton.kv_transfer.endpoint.sender import Sender
+from baton.kv_transfer.trace import TraceWriter
+from baton.kv_transfer.transport import PagedKV
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Opens the sender and the receiver of an engine, which own their channels."""
+
+    sending: ArenaEnd
+    receiving: ArenaEnd
+    trace: TraceWriter
+    exports: bool = False
+    """Workers of one host may read slots of each other, instead of getting the bytes over TCP."""
+    adopts: bool = False
+    """With `exports`: the transfer process has the slots that peers read, and reads those of peers."""
+
+    def sender(self, kv: PagedKV) -> Sender:
+        return Sender(self.sending, kv, self.trace, exports=self.exports, adopts=self.adopts)
+
+    def receiver(self, kv: PagedKV) -> Receiver:
+        return Receiver(self.receiving, kv, self.trace, pulls=self.exports)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.kv_transfer.local_messages import ArrivedAt, Exported, ExportGone, ExportIn, Opened
 from baton.kv_transfer.peer_memory import TCP_ONLY, PeerMemory, Unreachable
+from baton.kv_transfer.protocol.local_messages import Arrived, Exported, ExportGone, ExportIn, Opened, Staged
 from baton.kv_transfer.protocol.messages import Export
 
 if TYPE_CHECKING:
-    from baton.kv_transfer.device.pool import Outcome, Pool, Staged
+    from baton.kv_transfer.device.pool import Outcome, Pool
 
-Ended = tuple[Sequence[ArrivedAt], list[bool]]
+Ended = tuple[Sequence[Arrived], list[bool]]
 """Slices that were read, and whether the generation and the checksum of each were right."""
 
 
@@ -46,12 +46,12 @@ class _Source:
 class _Pull:
     source: _Source
     event: Any
-    arrived: Sequence[ArrivedAt]
+    arrived: Sequence[Arrived]
     outcome: Outcome
 
 
 class Pulls:
-    """For `ArenaReceiver`. Memory is closed when its session has ended and no copy from it is under way."""
+    """For `Receiver`. Memory is closed when its session has ended and no copy from it is under way."""
 
     def __init__(self, pool: Pool, *, allowed: bool) -> None:
         self._pool = pool
@@ -95,7 +95,7 @@ class Pulls:
             del self._opening[session]
         return answers
 
-    def start(self, session: int, batch: Sequence[Staged], arrived: Sequence[ArrivedAt]) -> tuple[Any] | None:
+    def start(self, session: int, batch: Sequence[Staged], arrived: Sequence[Arrived]) -> tuple[Any] | None:
         """Copies from the memory of a session. Returns the event after which all is in the pool. None: it
         cannot be read any more."""
         source = self._sources[session]

@@ -10,16 +10,16 @@ from contextlib import closing
 from functools import lru_cache
 from typing import Any
 
+from msgspec.structs import replace
+
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
-from baton.kv_transfer.device.pool import Event, Outcome, Pool, Staged
+from baton.kv_transfer.device.pool import Event, Outcome, Pool
 from baton.kv_transfer.endpoint.pulls import exported as export_of
-from baton.kv_transfer.layout import Slice
-from baton.kv_transfer.local_messages import Copied, Copy, ExportGone, ExportIn, Opened
+from baton.kv_transfer.pacing import EVENT_POLL, LOOK_LAUNCHED, LOOK_OF_RANK
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable
-from baton.kv_transfer.receiver_pacing import EVENT_POLL
-from baton.kv_transfer.sender_pacing import LOOK_LAUNCHED, LOOK_OF_RANK
+from baton.kv_transfer.protocol.local_messages import Copied, Copy, ExportGone, ExportIn, Opened, Staged
 from baton.kv_transfer.staging import scattered_at_once
 from baton.kv_transfer.transport import PagedKV
 from baton.kv_transfer.wait import wait
@@ -39,7 +39,7 @@ class RankCopier:
         self, kv: PagedKV, sending: ArenaEnd, receiving: ArenaEnd, *, exports: bool = False,
         adopts: bool = False,
     ) -> None:  # fmt: skip
-        """`exports` and `adopts` as in `ArenaTransport`."""
+        """`exports` and `adopts` as in `Transport`."""
         self._exports = exports and not adopts
         self._layers_ready = 0
         # By the count of layers that are ready with it. Older ones have passed: few steps are under way.
@@ -93,7 +93,7 @@ class RankCopier:
                     channel.flush()  # reports that had no room, since rank 0 read none for a while
                     orders += self._orders(channel, pool, is_gather=is_gather)
                     while batch := self._ready(orders, most):
-                        staged = [_staged(table, order) for order in batch]
+                        staged = [_staged(table, order.item) for order in batch]
                         under_way.append(self._start(pool, batch, staged, is_gather=is_gather))
                     _report(channel, pool, under_way)
                 except ChannelClosed:
@@ -158,10 +158,7 @@ def _report(channel: Channel, pool: Pool, under_way: deque[tuple[Event, Outcome]
         channel.send(Copied(len(rests), {place: rest for place, rest in enumerate(rests) if rest != 0}))
 
 
-def _staged(table_of: Callable[[tuple[int, ...], int, int], Any], order: Copy) -> Staged:
-    piece = Slice(
-        order.layer, order.head_start, order.head_count, order.token_start, order.token_count, order.state
-    )
-    num_tokens = order.token_start + order.token_count
-    table = table_of(tuple(order.block_ids), num_tokens, order.state_slot)
-    return Staged(piece, order.slot, table, order.dtype, order.generation)
+def _staged(table_of: Callable[[tuple[int, ...], int, int], Any], item: Staged) -> Staged:
+    block_ids, state_slot = item.table
+    num_tokens = item.piece.token_start + item.piece.token_count
+    return replace(item, table=table_of(tuple(block_ids), num_tokens, state_slot))

@@ -36,10 +36,18 @@ from msgspec.structs import replace
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.device.host_pool import open_pool
-from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest, Staged
+from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest
 from baton.kv_transfer.layout import Range, Slice, rank_of
-from baton.kv_transfer.local_messages import Copied, Copy, Exported, ExportGone, ExportIn, Opened
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
+from baton.kv_transfer.protocol.local_messages import (
+    Copied,
+    Copy,
+    Exported,
+    ExportGone,
+    ExportIn,
+    Opened,
+    Staged,
+)
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
 from baton.kv_transfer.wait import wait
@@ -277,10 +285,9 @@ class RankedPool:
         piece, size = item.piece, self._block_size
         first, start = divmod(piece.token_start, size)
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
-        return Copy(
-            item.slot, piece.layer, piece.state, piece.head_start, piece.head_count, start, piece.token_count,
-            blocks, item.table.state_slot, ready.layers_ready, item.dtype, item.generation, memory,
-        )  # fmt: skip
+        table = blocks, item.table.state_slot
+        item = replace(item, piece=replace(piece, token_start=start), table=table)
+        return Copy(item, ready.layers_ready, memory)
 
     def _copies(self, own: Event | None) -> _Copies:
         return _Copies(own, tuple(self._ordered))

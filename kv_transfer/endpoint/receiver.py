@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -24,28 +24,11 @@ from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.endpoint.pulls import Pulls
-from baton.kv_transfer.layout import Slice
-from baton.kv_transfer.local_messages import (
-    Arrived,
-    ArrivedAt,
-    CancelIn,
-    Complete,
-    ExportGone,
-    ExportIn,
-    FailedIn,
-    FetchIn,
-    InjectedIn,
-    PulledIn,
-    SlotsFree,
-    ToReceiver,
-)
-from baton.kv_transfer.receiver_pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
+from baton.kv_transfer.pacing import EVENT_POLL, HOLD, INJECTING, PATIENCE
+from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.staging import scattered_at_once
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import Closed, FetchFailed, Injected, InjectStats, PagedKV
-
-if TYPE_CHECKING:
-    from baton.kv_transfer.device.pool import Staged
 
 _MAX_REFETCHES = 2
 
@@ -71,7 +54,7 @@ class _LayerPace:
 @dataclass(slots=True, eq=False)
 class _Fetch:
     decode_id: bytes
-    request: FetchIn  # as last sent, with the current transfer id
+    request: local.FetchIn  # as last sent, with the current transfer id
     table: Any
     started: float
     refetches: int = 0
@@ -81,15 +64,16 @@ class _Fetch:
     unread: int = 0  # slices in exported memory: not verified yet, or wrong
     pace: _LayerPace = field(default_factory=_LayerPace)  # of the last tokens
     scatter_at: float = 0.0  # the first one
-    complete: Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
+    complete: local.Complete | None = None  # all frames are there, though some may be in `_arrivals` yet
     last_scatter: Any = None  # event
     outcome: FetchFailed | Closed | None = None  # reported when the last scatter is over
 
 
-class ArenaReceiver:
-    """Implements `transport.Receiver`: slices come in arena slots, and are copied into reserved blocks.
+class Receiver:
+    """Fetches KV into reserved blocks.
 
-    Or they wait in memory that the sender exports, and are copied from there."""
+    Slices come in arena slots, and are copied into the blocks. Or they wait in memory that the sender
+    exports, and are copied from there."""
 
     def __init__(
         self,
@@ -105,10 +89,10 @@ class ArenaReceiver:
         self._pool = open_ranks(kv, end, exported=pulls)
         self._layout = kv.layout
         self._trace = trace
-        self._channel = Channel(end.channel, ToReceiver)
+        self._channel = Channel(end.channel, local.ToReceiver)
         self._fetches: dict[bytes, _Fetch] = {}  # by decode id, until an outcome is certain
         self._by_transfer: dict[bytes, _Fetch] = {}
-        self._arrivals: deque[Arrived | ArrivedAt] = deque()  # not yet looked at
+        self._arrivals: deque[local.Arrived] = deque()  # not yet looked at
         self._oldest = 0.0  # when the first of them came
         self._ending: list[_Fetch] = []  # outcome certain, last scatter perhaps not over
         self._at_once = scattered_at_once(end.arena.slot_bytes)
@@ -128,11 +112,17 @@ class ArenaReceiver:
         start: int = 0,
         state_slot: int = 0,
     ) -> None:
+        """Fetches positions [start, num_tokens) into `block_ids`, which no enqueued step may touch. If the
+        layout has states, those that cover [0, num_tokens) come, too, into `state_slot`.
+
+        It replaces a fetch of this decode id that is live, or whose failure is not reported yet. `attempt`
+        numbers the decode attempts of a request: a fetch of a newer attempt replaces those of older ones.
+        """
         assert 0 <= start <= num_tokens
         replaced = self._drop(decode_id) or self._unreported(decode_id)
         ranges = ((start, num_tokens),) if start < num_tokens else ()
         heads = self._layout.num_kv_heads
-        request = FetchIn(
+        request = local.FetchIn(
             os.urandom(16), prefill_id, kv_address, incarnation, attempt, ranges, 0, heads, num_tokens
         )
         fetch = self._open(decode_id, request, block_ids, num_tokens, state_slot)
@@ -149,8 +139,14 @@ class ArenaReceiver:
         incarnation: int,
         block_ids: Sequence[int],
     ) -> None:
+        """Fetches chunks of 64 tokens from the prefix cache of a worker, as far as it has them.
+
+        `chunks`: at most `MAX_CHUNKS` names (`content`). `first_chunk`: the position of the first one in the
+        prompt, in chunks. The events of `poll` have `fetch_id` as their `decode_id`. Injected has the bytes
+        of the chunks that came, from the first on, and a first token without meaning. A fetch that fails is
+        not tried again."""
         start, stop = (chunk * CHUNK_TOKENS for chunk in (first_chunk, first_chunk + len(chunks)))
-        request = FetchIn(
+        request = local.FetchIn(
             os.urandom(16), b"", kv_address, incarnation, 0, ((start, stop),), 0, self._layout.num_kv_heads,
             chunks=tuple(chunks),
         )  # fmt: skip
@@ -159,7 +155,7 @@ class ArenaReceiver:
     def _open(
         self,
         decode_id: bytes,
-        request: FetchIn,
+        request: local.FetchIn,
         block_ids: Sequence[int],
         num_tokens: int,
         state_slot: int = 0,
@@ -172,6 +168,7 @@ class ArenaReceiver:
         return fetch
 
     def cancel(self, decode_id: bytes) -> None:
+        """Idempotent. poll() reports Closed for an id that was live, and nothing else for it afterwards."""
         fetch = self._drop(decode_id)
         if fetch is not None:
             fetch.outcome = Closed(decode_id)
@@ -182,11 +179,15 @@ class ArenaReceiver:
                 ending.outcome = Closed(decode_id)
 
     def poll(self, spare: float = math.inf) -> list[Injected | FetchFailed | Closed]:
+        """Writes what arrived into its blocks and returns what ended. Call it once a step, or when readable.
+
+        `spare`: seconds until the next step must be launched. Infinite: no step is computed now.
+        """
         free: list[int] = []
         self._pulled()  # first: the sender waits for these slots, and the next copies take long to launch
         while messages := self._channel.receive():
             for message in messages:
-                if isinstance(message, ExportIn | ExportGone):
+                if isinstance(message, local.ExportIn | local.ExportGone):
                     free += self._take(math.inf)  # slices of the session that has ended may be there
                     self._pulls.handle(message)
                 else:
@@ -195,56 +196,63 @@ class ArenaReceiver:
         while self._copies and self._pool.passed(self._copies[0][0]):
             free += self._copies.popleft()[1]
         if free:
-            self._channel.send(SlotsFree(free))
+            self._channel.send(local.SlotsFree(free))
         self._channel.send(*self._pulls.opened())
         self._pulled()
         self._channel.flush()
         return self._ended()
 
     def began(self, decode_id: bytes) -> bool:
+        """Whether KV of a live fetch has arrived, or will not come any more because nothing is missing."""
         fetch = self._fetches.get(decode_id)
         return fetch is not None and bool(fetch.frames or fetch.complete)
 
     @property
     def next_injection(self) -> float:
+        """When the first of the fetches should have all of its KV (time.monotonic()), as far as its layers
+        tell. Infinite: not known."""
         return min((fetch.pace.ends_at for fetch in self._fetches.values()), default=math.inf)
 
     def fileno(self) -> int:
+        """Readable when poll() has something."""
         return self._channel.fileno()
 
     @property
     def poll_within(self) -> float | None:
+        """Call poll() within these seconds even if fileno() is not readable. None: no limit."""
         waiting = self._arrivals or self._copies or self._pulls or self._ending or self._channel.pending
         return EVENT_POLL if waiting or any(f.complete for f in self._fetches.values()) else None
 
     @property
     def idle(self) -> bool:
+        """No fetch is open, and no memory of the transport is in use on this side."""
         return not (self._fetches or self._ending or self._arrivals or self._copies or self._pulls)
 
     def shutdown(self) -> None:
+        """Closes the receiver. Nothing is written into blocks afterwards."""
         self._pool.close()
         self._pulls.close()
         self._channel.sock.close()
 
     # ------------------------------------------------------------ inside
 
-    def _handle(self, message: Arrived | ArrivedAt | Complete | FailedIn) -> None:
+    def _handle(self, message: local.Arrived | local.Complete | local.FailedIn) -> None:
         match message:
-            case FailedIn(transfer_id, reason, retry):
+            case local.FailedIn(transfer_id, reason, retry):
                 if transfer_id in self._by_transfer:
                     self._failed(self._by_transfer[transfer_id], reason, retry)
-            case Complete(transfer_id):
+            case local.Complete(transfer_id):
                 if transfer_id in self._by_transfer:
                     self._by_transfer[transfer_id].complete = message
-            case Arrived() | ArrivedAt():
+            case local.Arrived():
                 self._oldest = self._oldest if self._arrivals else time.monotonic()
                 self._arrivals.append(message)
 
     def _pulled(self) -> None:
         for arrived, whole in self._pulls.ended():
-            self._channel.send(PulledIn([m.slot for m in arrived], whole))
+            self._channel.send(local.PulledIn([m.slot for m in arrived], whole))
             for m, right in zip(arrived, whole, strict=True):
-                if right and (fetch := self._by_transfer.get(m.transfer_id)):
+                if right and (fetch := self._by_transfer.get(m.header.transfer_id)):
                     fetch.unread -= 1
 
     def _take(self, spare: float) -> list[int]:
@@ -255,30 +263,26 @@ class ArenaReceiver:
         until, free = taken_at + spare - INJECTING, []
         last = self._layout.num_layers - 1
         complete = any(f.complete for f in self._fetches.values())
-        is_late = spare == math.inf or complete or any(m.layer == last for m in self._arrivals)
+        is_late = spare == math.inf or complete or any(m.header.piece.layer == last for m in self._arrivals)
         while self._arrivals and (now := time.monotonic()) <= until:
             if not is_late and now - self._oldest < HOLD:
                 break
             taken = [self._arrivals.popleft() for _ in range(min(len(self._arrivals), self._at_once))]
-            live = [m for m in taken if m.transfer_id in self._by_transfer]
+            by_session: dict[int | None, list[local.Arrived]] = {}
             for m in taken:
-                if m.transfer_id not in self._by_transfer:  # cancelled, or fetched anew
-                    free.append(m.slot)
-            if batch := [self._staged(m, m.slot, taken_at) for m in live if isinstance(m, Arrived)]:
-                self._inject(batch)
-            by_session: dict[int, list[ArrivedAt]] = {}
-            for m in live:
-                if isinstance(m, ArrivedAt):
+                if m.header.transfer_id in self._by_transfer:
                     by_session.setdefault(m.session, []).append(m)
+                else:  # cancelled, or fetched anew
+                    free.append(m.slot)
             for session, arrived in by_session.items():
-                self._pull(session, arrived, taken_at)
+                if session is None:
+                    self._inject([self._staged(m, m.slot, taken_at) for m in arrived])
+                else:
+                    self._pull(session, arrived, taken_at)
         return free
 
-    def _staged(self, m: Arrived | ArrivedAt, slot: int, taken_at: float) -> Staged:
-        from baton.kv_transfer.device.pool import Staged
-
-        fetch = self._by_transfer[m.transfer_id]
-        piece = Slice(m.layer, m.head_start, m.head_count, m.token_start, m.token_count, m.state)
+    def _staged(self, m: local.Arrived, slot: int, taken_at: float) -> local.Staged:
+        fetch, piece = self._by_transfer[m.header.transfer_id], m.header.piece
         # The transfer process has refused what does not fit; a write outside the reservation must not happen.
         if self._layout.parts[piece.state].per_token:
             start, stop = fetch.request.ranges[0]
@@ -288,29 +292,29 @@ class ArenaReceiver:
             assert (piece.token_start, piece.token_count) == (stop, 0), piece
         assert piece.layer < self._layout.num_layers, piece
         fetch.frames += 1
-        fetch.bytes += m.length
+        fetch.bytes += m.header.length
         fetch.heads += piece.token_count * piece.head_count
         if piece.token_start + piece.token_count == stop and not fetch.request.chunks:
-            fetch.pace.came(m.layer, self._layout.num_layers, taken_at)
-        return Staged(piece, slot, fetch.table, m.dtype, m.generation if isinstance(m, ArrivedAt) else 0)
+            fetch.pace.came(piece.layer, self._layout.num_layers, taken_at)
+        return local.Staged(piece, slot, fetch.table, m.dtype, m.generation)
 
-    def _inject(self, batch: list[Staged]) -> None:
+    def _inject(self, batch: list[local.Staged]) -> None:
         now = time.monotonic()
         with self._trace.measure("inject", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
             copied, scattered = self._pool.scatter(batch)
         self._copies.append((copied, [x.slot for x in batch]))
         self._note_scatter(batch, scattered, now)
 
-    def _pull(self, session: int, arrived: Sequence[ArrivedAt], taken_at: float) -> None:
+    def _pull(self, session: int, arrived: Sequence[local.Arrived], taken_at: float) -> None:
         now, batch = time.monotonic(), [self._staged(m, m.there, taken_at) for m in arrived]
         with self._trace.measure("pull", slices=len(batch), layers=sorted({x.piece.layer for x in batch})):
             scattered = self._pulls.start(session, batch, arrived)
         for m in arrived:
-            self._by_transfer[m.transfer_id].unread += 1
+            self._by_transfer[m.header.transfer_id].unread += 1
         if scattered:
             self._note_scatter(batch, *scattered, now)
 
-    def _note_scatter(self, batch: Sequence[Staged], scattered: Any, now: float) -> None:
+    def _note_scatter(self, batch: Sequence[local.Staged], scattered: Any, now: float) -> None:
         tables = {id(x.table) for x in batch}
         for fetch in self._fetches.values():
             if id(fetch.table) in tables:
@@ -338,7 +342,7 @@ class ArenaReceiver:
         fetch = self._fetches.pop(decode_id, None)
         if fetch is not None:
             del self._by_transfer[fetch.request.transfer_id]
-            self._channel.send(CancelIn(fetch.request.transfer_id))
+            self._channel.send(local.CancelIn(fetch.request.transfer_id))
         return fetch
 
     def _unreported(self, decode_id: bytes) -> _Fetch | None:
@@ -370,7 +374,7 @@ class ArenaReceiver:
         assert (done.frames, done.size) == (fetch.frames, fetch.bytes), done
         del self._fetches[fetch.decode_id]
         del self._by_transfer[fetch.request.transfer_id]
-        self._channel.send(InjectedIn(fetch.request.transfer_id))
+        self._channel.send(local.InjectedIn(fetch.request.transfer_id))
         now = time.monotonic()
         stats = InjectStats(
             done.size,

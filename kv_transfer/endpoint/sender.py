@@ -13,7 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
@@ -22,47 +22,25 @@ from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfe
 from baton.kv_transfer.endpoint.pulls import adopted, exported
 from baton.kv_transfer.endpoint.turns import Turns
 from baton.kv_transfer.layout import slice_bytes
-from baton.kv_transfer.local_messages import (
-    CloseOut,
-    CommitOut,
-    Exported,
-    FetchWaits,
-    Finished,
-    Granted,
-    Offer,
-    Pinned,
-    PinOut,
-    Reached,
-    Recalled,
-    RefuseFetch,
-    ReleasedOut,
-    RingOut,
-    SessionGone,
-    SliceOut,
-    SlicesOut,
-    SlotFree,
-    StartOut,
-    StopOut,
-    ToSender,
-)
+from baton.kv_transfer.pacing import LOOK, LOOK_LAUNCHED
+from baton.kv_transfer.protocol import local_messages as local
 from baton.kv_transfer.protocol.credits import SenderSlots
+from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.messages import FirstToken, Reason
-from baton.kv_transfer.sender_pacing import LOOK, LOOK_LAUNCHED
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.transport import ContentWanted, PagedKV, Released
 from baton.kv_transfer.wait import wait
 
-if TYPE_CHECKING:
-    from baton.kv_transfer.device.pool import Staged
-
 NO_TOKEN = FirstToken(0)
 """In COMMIT of a transfer by content. It means nothing."""
+_Taken = tuple[OutgoingPrefill, local.Staged, local.SliceOut]
+"""A slice to gather, and the message that hands it over."""
 
 
-class ArenaSender:
-    """Implements `transport.Sender`: slices are gathered into arena slots.
+class Sender:
+    """Serves the KV of held prefills to the decode workers that fetch them.
 
-    Owns the pump thread and the channel. The next poll() raises an error of the pump.
+    Slices are gathered into arena slots. The sender owns the pump thread and the channel.
     """
 
     def __init__(
@@ -74,7 +52,7 @@ class ArenaSender:
         exports: bool = False,
         adopts: bool = False,
     ) -> None:
-        """`exports` and `adopts` as in `ArenaTransport`."""
+        """`exports` and `adopts` as in `Transport`."""
         from baton.kv_transfer.endpoint.ranked_pool import open_ranks  # torch: in engine processes only
 
         self._pool = open_ranks(kv, end, exported=exports)
@@ -90,13 +68,13 @@ class ArenaSender:
         self._awake = threading.Lock()  # the pump has it unless it sleeps
         self._notify = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # The pump's.
-        self._channel = Channel(end.channel, ToSender)
+        self._channel = Channel(end.channel, local.ToSender)
         self._prefills: dict[bytes, OutgoingPrefill] = {}
         self._slicing = Slicing(kv.layout, kv.ranks)
         self._turns = Turns(kv.layout.num_layers)
         self._slots = SenderSlots(end.arena.num_slots)
         # In stream order, with the events.
-        self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, SliceOut]]]] = deque()
+        self._gathers: deque[tuple[Any, list[tuple[OutgoingPrefill, local.SliceOut]]]] = deque()
         self._fetched: set[bytes] = set()  # prefill ids with a FETCH that waits or is being served
         self._stopping = False
         self._generations = itertools.count(1)
@@ -109,13 +87,18 @@ class ArenaSender:
     # ------------------------------------------------------------ engine thread
 
     def expect(self, prefill_id: bytes) -> None:
+        """The prefill is accepted but not scheduled yet. Its FETCH waits without a deadline."""
         self._command(self._expect, prefill_id)
 
     def open(self, prefill_id: bytes, block_ids: Sequence[int], num_tokens: int, state_slot: int = 0) -> None:
+        """The prefill of positions [0, num_tokens) starts in these blocks, which stay until `Released`. So
+        does the slot of its states, if the layout has states."""
         table = self._pool.table(block_ids, num_tokens, state_slot)
         self._command(self._open, prefill_id, table, num_tokens)
 
     def ready(self, prefill_id: bytes, layer: int | None, start: int, stop: int) -> None:
+        """K and V of [start, stop) are written when the current stream gets here. `layer` None: of all layers
+        with KV. Of a layer with states: they cover [0, stop). They are final if this is the whole prefill."""
         if start < stop:
             self._commands.append((self._ready, (prefill_id, layer, start, stop, self._pool.record())))
             # A pump that is awake looks soon. After the last layer it is woken: no computation may follow, so
@@ -124,6 +107,7 @@ class ArenaSender:
                 os.eventfd_write(self._wake, 1)
 
     def commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
+        """All positions of all layers are ready. The prefill is held until the decode worker's ACK."""
         self._commands.append((self._commit, (prefill_id, first_token)))
         # A request waits for COMMIT, and to wake the pump takes 0.1 ms.
         if self._awake.acquire(blocking=False):
@@ -139,12 +123,17 @@ class ArenaSender:
         os.eventfd_write(self._wake, 1)
 
     def close(self, prefill_id: bytes, reason: Reason) -> None:
+        """The engine ends the prefill. Idempotent, also for ids that were never opened."""
         self._command(self._close, prefill_id, reason)
 
     def serve(self, pin_id: bytes, block_ids: Sequence[int], start: int, stop: int) -> None:
+        """Sends positions [start, stop) of these blocks, which are complete and stay until `Released`.
+
+        This answers `ContentWanted`. The positions are those of its first chunks."""
         self._command(self._serve, pin_id, self._pool.table(block_ids, stop), start, stop)
 
     def poll(self) -> list[Released | ContentWanted]:
+        """What came since the last call. Raises RuntimeError if a thread of the sender died."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._notify)
         if self._error is not None:
@@ -154,16 +143,20 @@ class ArenaSender:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def has_fetch(self, prefill_id: bytes) -> bool:
+        """A decode worker asks for the prefill. This may be true before `open`."""
         return prefill_id in self._fetched
 
     def fileno(self) -> int:
+        """Readable when poll() has something."""
         return self._notify
 
     @property
     def idle(self) -> bool:
+        """No prefill is open or expected, and no memory of the transport is in use."""
         return not self._commands and not self._prefills and self._slots.whole
 
     def shutdown(self) -> None:
+        """Stops reading blocks and closes the sender."""
         self._command(self._stop)
         self._thread.join()
         self._pool.close()
@@ -245,12 +238,14 @@ class ArenaSender:
         slices = [message for _, handed in self._gathers for _, message in handed]
         return 0 < len(slices) == self._slots.in_use and all(message.generation for message in slices)
 
-    def _next_batch(self, *, ahead: bool) -> tuple[list[tuple[OutgoingPrefill, Staged, SliceOut]], list[Any]]:
+    def _next_batch(
+        self, *, ahead: bool
+    ) -> tuple[list[tuple[OutgoingPrefill, local.Staged, local.SliceOut]], list[Any]]:
         """The slices next in turn, and their events.
 
         With `ahead`, a gather of the last layer is launched before its event, and waits on the device. A
         launch after the event would come behind a long matrix product, and nothing would hide that time."""
-        batch: list[tuple[OutgoingPrefill, Staged, SliceOut]] = []
+        batch: list[_Taken] = []
         after: list[Any] = []
         while self._slots.free and len(batch) < self._pool.gather_most:
             transfer = self._turns.next(self._pool.passed, ahead=ahead)
@@ -260,10 +255,8 @@ class ArenaSender:
             batch.append(self._take(transfer))
         return batch, after
 
-    def _take(self, transfer: OutgoingTransfer) -> tuple[OutgoingPrefill, Staged, SliceOut]:
+    def _take(self, transfer: OutgoingTransfer) -> _Taken:
         """Takes the next slice of a transfer, with a credit and a slot for it."""
-        from baton.kv_transfer.device.pool import Staged
-
         piece, _ = transfer.pending.popleft()
         slot = self._slots.take(transfer.account)
         transfer.prefill.gathers += 1
@@ -272,18 +265,16 @@ class ArenaSender:
             generation = next(self._generations)
             if not self._adopts:  # else all ranks fill the same slots
                 rank = self._slicing.rank(piece)
-        message = SliceOut(
-            transfer.id, slot, transfer.seq, piece.layer, piece.state, piece.head_start, piece.head_count,
-            piece.token_start, piece.token_count, slice_bytes(self._layout, piece), generation,
-            rank,
-        )  # fmt: skip
+        length = slice_bytes(self._layout, piece)
+        header = Header(FrameType.KV, transfer.id, piece, transfer.seq, length)
+        message = local.SliceOut(header, slot, generation, rank)
         transfer.seq += 1
-        staged = Staged(piece, slot, transfer.prefill.table, generation=generation)
+        staged = local.Staged(piece, slot, transfer.prefill.table, generation=generation)
         return transfer.prefill, staged, message
 
-    def _gathered(self, handed: list[tuple[OutgoingPrefill, SliceOut]]) -> None:
+    def _gathered(self, handed: list[tuple[OutgoingPrefill, local.SliceOut]]) -> None:
         """The slots are filled: hands them over. The transfer process drops slices of ended transfers."""
-        self._channel.send(SlicesOut([message for _, message in handed]))
+        self._channel.send(local.SlicesOut([message for _, message in handed]))
         for prefill, _ in handed:
             prefill.gathers -= 1
             if prefill.ended is not None:
@@ -302,7 +293,7 @@ class ArenaSender:
     def _expect(self, prefill_id: bytes) -> None:
         if prefill_id not in self._prefills:
             self._prefills[prefill_id] = OutgoingPrefill(prefill_id)
-            self._channel.send(Offer(prefill_id))
+            self._channel.send(local.Offer(prefill_id))
 
     def _open(self, prefill_id: bytes, table: Any, num_tokens: int) -> None:
         self._expect(prefill_id)
@@ -333,7 +324,7 @@ class ArenaSender:
         self._prefills[pin_id] = OutgoingPrefill(
             pin_id, table, stop, ready, launched=True, first_token=NO_TOKEN
         )
-        self._channel.send(Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
+        self._channel.send(local.Pinned(pin_id, (stop - start) // CHUNK_TOKENS))
 
     def _commit(self, prefill_id: bytes, first_token: FirstToken) -> None:
         prefill = self._prefills.get(prefill_id)
@@ -343,12 +334,12 @@ class ArenaSender:
         # The receiver waits for COMMIT. Both messages go in one packet, since each packet is a wakeup.
         if prefill.transfer is not None:
             self._channel.post(self._commit_of(prefill.transfer, first_token))
-        self._channel.send(Finished(prefill_id))
+        self._channel.send(local.Finished(prefill_id))
 
     def _close(self, prefill_id: bytes, reason: Reason) -> None:
         prefill = self._prefills.get(prefill_id)
         if prefill is None or prefill.ended is None:
-            self._channel.send(CloseOut(prefill_id, reason))
+            self._channel.send(local.CloseOut(prefill_id, reason))
         if prefill is not None:
             self._end(prefill, reason)
 
@@ -356,41 +347,41 @@ class ArenaSender:
 
     def _handle(self, message: Any) -> None:
         match message:
-            case SlotFree(slot, unsent):
+            case local.SlotFree(slot, unsent):
                 self._slots.give_back(slot, unsent=unsent)
-            case Granted():
+            case local.Granted():
                 self._granted(message)
-            case Reached(number, reached):
+            case local.Reached(number, reached):
                 self._slots.account(number).reached = reached
-            case RingOut(export):
+            case local.RingOut(export):
                 self._send_export(adopted(self._pool, export))
-            case StartOut():
+            case local.StartOut():
                 self._start(message)
-            case PinOut(pin_id, chunks, first_chunk):
+            case local.PinOut(pin_id, chunks, first_chunk):
                 self._report(ContentWanted(pin_id, chunks, first_chunk))
-            case StopOut():
+            case local.StopOut():
                 self._stop_transfer(message)
-            case SessionGone(number):
+            case local.SessionGone(number):
                 self._slots.close(number)
-            case FetchWaits(prefill_id, gone):
+            case local.FetchWaits(prefill_id, gone):
                 (self._fetched.discard if gone else self._fetched.add)(prefill_id)
-            case ReleasedOut(prefill_id, reason):
+            case local.ReleasedOut(prefill_id, reason):
                 if prefill_id in self._prefills:
                     self._end(self._prefills[prefill_id], reason)
 
-    def _granted(self, m: Granted) -> None:
+    def _granted(self, m: local.Granted) -> None:
         account = self._slots.account(m.session)
         if m.recall:
-            self._channel.send(Recalled(m.session, m.total, account.recall()))
+            self._channel.send(local.Recalled(m.session, m.total, account.recall()))
         else:
             account.grant(m.total)
 
-    def _send_export(self, export: Exported) -> None:
+    def _send_export(self, export: local.Exported) -> None:
         if export.export is not None:
             self._exported_slot_bytes = export.export.slot_bytes
         self._channel.send(export)
 
-    def _start(self, m: StartOut) -> None:
+    def _start(self, m: local.StartOut) -> None:
         prefill = self._prefills.get(m.prefill_id)
         if prefill is None or prefill.ended is not None:
             # Closed meanwhile, and the transfer process will read that next. The FETCH no longer waits.
@@ -409,7 +400,7 @@ class ArenaSender:
         if prefill.table is not None:
             self._plan_all(transfer)
 
-    def _stop_transfer(self, m: StopOut) -> None:
+    def _stop_transfer(self, m: local.StopOut) -> None:
         prefill = self._prefills.get(m.prefill_id)
         if prefill is not None and prefill.transfer is not None and prefill.transfer.id == m.transfer_id:
             self._drop_transfer(prefill)
@@ -417,7 +408,7 @@ class ArenaSender:
     def _plan_all(self, transfer: OutgoingTransfer) -> None:
         prefill = transfer.prefill
         if not self._slicing.can_serve(transfer):
-            self._channel.send(RefuseFetch(transfer.id))
+            self._channel.send(local.RefuseFetch(transfer.id))
             self._drop_transfer(prefill)
             return
         for entry in prefill.ready:
@@ -425,9 +416,9 @@ class ArenaSender:
         if prefill.first_token is not None:
             self._channel.send(self._commit_of(transfer, prefill.first_token))
 
-    def _commit_of(self, transfer: OutgoingTransfer, first_token: FirstToken) -> CommitOut:
+    def _commit_of(self, transfer: OutgoingTransfer, first_token: FirstToken) -> local.CommitOut:
         """Everything is planned, so the counts are known: COMMIT need not wait for the last frames."""
-        return CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes)
+        return local.CommitOut(transfer.id, first_token, transfer.frames, transfer.bytes)
 
     def _drop_transfer(self, prefill: OutgoingPrefill) -> None:
         if prefill.transfer is not None:

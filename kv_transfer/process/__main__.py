@@ -33,19 +33,18 @@ from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.heartbeat import Heartbeat
-from baton.kv_transfer.local_messages import FromReceiver, FromSender
-from baton.kv_transfer.parent import die_with_parent
 from baton.kv_transfer.process import movers
-from baton.kv_transfer.process.connector import Session
-from baton.kv_transfer.process.decode_side import DecodeSide
+from baton.kv_transfer.process.decode_side import DecodeSide, ReceivingSession
+from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.process.nixl_memory import NixlMemory, listen_on
-from baton.kv_transfer.process.prefill_side import PrefillSide
-from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.process.prefill_side import PrefillSide, SendingSession
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
-from baton.kv_transfer.process.tcp_session import ReceivingSession, SendingSession
+from baton.kv_transfer.process.tcp_session import Session
+from baton.kv_transfer.protocol.local_messages import FromReceiver, FromSender
 from baton.kv_transfer.protocol.messages import Side
+from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import spins
 
@@ -72,9 +71,9 @@ class TransferProcess:
         self._service = service
         if config.encrypt:  # now, and not in each mover when its first lane comes
             importlib.import_module("baton.kv_transfer.protocol.encryption")
-        slots = SlotPipe(config.num_slots)
+        slots = SlotPipe(receiving.arena)
         inherited = [sending.channel, receiving.channel, service]
-        self._movers = movers.fork(config, sending.arena, receiving.arena, slots, inherited)
+        self._movers = movers.fork(config, sending.arena, slots, inherited)
         self._loop = Loop(self._flush)
         nixl = None
         if config.nixl:
@@ -91,7 +90,7 @@ class TransferProcess:
         self._decode = DecodeSide(config, slots, self._to_receiver, self._counters, self._connect, nixl)
         make_sessions: dict[Side, MakeSession] = {
             "sender": partial(SendingSession, self._prefill),
-            "receiver": partial(ReceivingSession, self._decode, receiving.arena, slots),
+            "receiver": partial(ReceivingSession, self._decode),
         }
         self._connector = TcpConnector(
             config, secret, make_sessions, self._counters, self._trace, self._tick_age, self._loop,
@@ -159,7 +158,7 @@ class TransferProcess:
             if mover.channel.pending:
                 mover.flush()
                 self._watch_mover(mover)
-        look = self._decode.take_reads()
+        look = self._decode.exports.take_reads()
         if look == 0.0:  # NIXL has no descriptor that tells when a read is over
             time.sleep(_LOOK)
         now = time.monotonic()
@@ -205,7 +204,7 @@ class TransferProcess:
         if self._drain_until is not None and (quiet or now >= self._drain_until):
             self._drain_until = None
             self._tell(spawn.Drained(self._transfers_open))
-            for session in list(self._connector.sessions.values()):
+            for session in list(self._connector.sessions.by_id.values()):
                 session.end("drained", "the worker drains")
 
     def _tick_age(self, now: float) -> float:
@@ -239,7 +238,7 @@ class TransferProcess:
             transfers_open=self._transfers_open,
             prefills_held=len(self._prefill.table.held),
             fetches_waiting=len(self._prefill.table.waiting),
-            sessions=len(self._connector.sessions),
+            sessions=len(self._connector.sessions.by_id),
             lanes=self._connector.lane_count,
             slots=self._config.num_slots,
             sender_slots_free=self._prefill.slots_free(),

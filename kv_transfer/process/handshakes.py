@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.process.tcp_session import Session, refused_by_peer
+from baton.kv_transfer.protocol import messages as wire
+from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType, Header
+from baton.kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
 
 _MOST_KNOWN = 4096  # addresses; the one whose last proof is oldest is forgotten first
+
+# The session that an authenticated lane belongs to. Raises LaneRefused.
+Join = Callable[[wire.HelloOpen, wire.Identity], Session]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +34,18 @@ class Handshakes:
     peer has authenticated before share as many places of their own.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, counters: TransferCounters, join: Join) -> None:
+        self.counters = counters
+        self.join = join
         self._most = most
         self._places: dict[Lane, _Place] = {}  # oldest first
         self._known: dict[str, None] = {}  # in order of the last proof
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(list(self._places))
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     def add(self, lane: Lane, address: str | None, deadline: float) -> Lane | None:
         """`address`: of the peer that connected; None: this side did, and the lane needs no place.
@@ -67,3 +80,71 @@ class Handshakes:
 
     def late(self, now: float) -> list[Lane]:
         return [lane for lane, place in self._places.items() if now >= place.deadline]
+
+
+class Handshake:
+    """Runs the HELLO of `hello.py` on a lane, then hands the lane to its session. Implements LaneOwner."""
+
+    def __init__(self, places: Handshakes, session: Session | None, party: Initiator | Listener) -> None:
+        self.session = session  # None on the listening side, until the lane says which
+        self._places = places
+        self._party = party
+
+    def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
+        if lane.closing is not None:
+            return
+        try:
+            self._step(lane, wire.decode_hello(payload), payload)
+        except LaneRefused as e:
+            self._refuse(lane, e)
+        except wire.ProtocolError as e:
+            self._refuse(lane, LaneRefused("hello", str(e)))
+
+    def _step(self, lane: Lane, message: wire.Hello, payload: memoryview) -> None:
+        party = self._party
+        if isinstance(message, wire.HelloRefused):
+            raise LaneRefused(*refused_by_peer(message))
+        if isinstance(party, Listener) and isinstance(message, wire.HelloOpen):
+            say(lane, wire.encode(party.answer(message, bytes(payload))))
+        elif isinstance(party, Listener) and isinstance(message, wire.HelloProof):
+            opened, peer = party.check(message)
+            if party.keys is not None:
+                lane.encrypt(party.keys)
+            self.session = self._places.join(opened, peer)
+            self._up(lane, self.session, opened.lane, peer)
+        elif isinstance(party, Initiator) and isinstance(message, wire.HelloReply) and party.proof is None:
+            try:
+                peer = party.reply(message)
+            finally:
+                if party.proof is not None:
+                    say(lane, wire.encode(party.proof))
+                if party.keys is not None:
+                    lane.encrypt(party.keys)
+            assert self.session is not None
+            self._up(lane, self.session, party.lane, peer)
+        else:
+            raise LaneRefused("hello", f"unexpected {type(message).__name__}")
+
+    def _up(self, lane: Lane, session: Session, number: int, peer: wire.Identity) -> None:
+        self._places.proved(lane)
+        if lane in session.joining:
+            session.joining.remove(lane)
+        session.add(number, lane, peer)
+
+    def _refuse(self, lane: Lane, why: LaneRefused) -> None:
+        self._places.counters.refuse(why.reason, why.detail)
+        say(lane, wire.encode(wire.HelloRefused(why.reason, why.detail[:512])))
+        lane.close_soon(why.reason, why.detail)
+        if self.session is not None and isinstance(self._party, Initiator):
+            self.session.end(why.reason, why.detail)
+
+    def lane_closed(self, lane: Lane, kind: str, why: str) -> None:
+        self._places.closed(lane)
+        if kind not in ("eof", "socket") and lane.closing is None:
+            self._places.counters.refuse(kind, f"in handshake: {why}")
+        if self.session is not None:
+            self.session.end("unreachable", why)
+
+
+def say(lane: Lane, payload: bytes) -> None:
+    lane.push(FrameType.HELLO, NO_TRANSFER, payload)

@@ -16,9 +16,9 @@ import termios
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
 
-from baton.kv_transfer.process.lane_owner import LaneOwner, LaneReceiver, LaneSender, OutgoingFrame
+from baton.kv_transfer.process.frames import LaneOwner, LaneReceiver, LaneSender, OutgoingFrame
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.protocol.frame import (
     HEADER_BYTES,
@@ -30,11 +30,11 @@ from baton.kv_transfer.protocol.frame import (
     FrameType,
     FrameWriter,
     Header,
+    LaneKeys,
     pack,
     parse,
 )
 from baton.kv_transfer.protocol.hello import MAX_HELLO_BYTES
-from baton.kv_transfer.protocol.keys import LaneKeys
 from baton.kv_transfer.protocol.messages import MAX_CONTROL_BYTES
 from baton.kv_transfer.trace import TraceWriter
 
@@ -69,7 +69,7 @@ class Lane:
         self.heard = time.monotonic()
         # When bytes of a KV frame last came, or (see `look_at_sent`) were last taken by the peer.
         self.kv_moved = 0.0
-        self.ticket: Any = None  # of the KV frame being received
+        self._slot: int | None = None  # into which a KV frame is being received
         self.closing: tuple[str, str] | None = None
         self.closed = False  # or gone to another process
         self.loop = loop
@@ -115,7 +115,7 @@ class Lane:
     @property
     def receiving(self) -> bool:
         """Whether a KV frame has begun to arrive and is not complete."""
-        return self.ticket is not None
+        return self._slot is not None
 
     # ------------------------------------------------------------ for its owner
 
@@ -184,6 +184,10 @@ class Lane:
             if not self.closed:
                 self._write()
         except FrameError as e:
+            if e.kind == "version":
+                header = pack(Header(FrameType.HELLO))
+                with suppress(OSError):  # the peer finds another version in this header, too, and logs both
+                    self.sock.send(header + self._writer.message(header, b""))
             self.close(e.kind, str(e))
         except OSError as e:
             self.close("socket", str(e))
@@ -197,11 +201,11 @@ class Lane:
         self.closed = True
         self.loop.forget(self.sock.fileno())
         self.sock.close()
-        if self.ticket is not None:
+        if self._slot is not None:
             assert self._header is not None
             assert self.receiver is not None
-            ticket, self.ticket, self._payload = self.ticket, None, memoryview(b"")
-            self.receiver.kv_ends(self, self._header, ticket, None)
+            slot, self._slot, self._payload = self._slot, None, memoryview(b"")
+            self.receiver.kv_ends(self, self._header, slot, None)
         self._drop()
         self.owner.lane_closed(self, kind, why)
 
@@ -243,7 +247,7 @@ class Lane:
             if got == 0:
                 raise FrameError("eof", "closed by the peer")
             self.heard = time.monotonic()
-            if self.ticket is not None:
+            if self.receiving:
                 self.kv_moved = self.heard
             budget -= got
             room = sum(map(len, want))
@@ -313,24 +317,27 @@ class Lane:
             raise FrameError("direction", "a KV frame came to the sender")
         else:
             self._began = self.kv_moved = time.monotonic()
-            self._payload, self.ticket = self.receiver.kv_begins(self, header)
+            self._slot = self.receiver.slots.take()
+            self._payload = self.receiver.slots.arena.slot(self._slot)[: header.length]
+            self.receiver.kv_begins(self, header, self._slot)
 
     def _end(self, header: Header) -> None:
         start = MAX_TRAILER_BYTES - self._reader.trailer_bytes
         whole = self._reader.whole(self._edge[start:MAX_TRAILER_BYTES])
         if self._keys is not None and not whole:  # the header may be forged, too
             raise FrameError("tag", f"{header.type.name} is not as it was sent")
-        payload, ticket = self._payload, self.ticket
-        self._header, self._payload, self.ticket = None, memoryview(b""), None
-        if header.type is not FrameType.KV:
+        payload, slot = self._payload, self._slot
+        self._header, self._payload, self._slot = None, memoryview(b""), None
+        if slot is None:
             if not whole:
                 raise FrameError("control", f"{header.type.name}: payload checksum does not match")
             self.owner.control(self, header, payload)
         else:
             assert self.receiver is not None
-            self.receiver.kv_ends(self, header, ticket, whole)
+            self.receiver.kv_ends(self, header, slot, whole)
             if self._trace.enabled:
-                self._trace.span("recv", self._began, time.monotonic(), layer=header.layer, seq=header.seq)
+                layer = header.piece.layer
+                self._trace.span("recv", self._began, time.monotonic(), layer=layer, seq=header.seq)
 
     def _write(self) -> None:
         budget = _BURST
@@ -353,7 +360,7 @@ class Lane:
                     self.sender.frame_sent(self, frame)
                     if self._trace.enabled:
                         h, now = frame.header, time.monotonic()
-                        self._trace.span("send", frame.started, now, layer=h.layer, seq=h.seq)
+                        self._trace.span("send", frame.started, now, layer=h.piece.layer, seq=h.seq)
         waiting = self._out or self._frame is not None or self._control or self._frames
         self.loop.watch(self.sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if waiting else 0), self.serve)
 

@@ -12,17 +12,14 @@ from __future__ import annotations
 import select
 import socket
 import time
-from typing import Any
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.local_messages import Local
+from baton.kv_transfer.process.frames import OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.lane import Lane
-from baton.kv_transfer.process.lane_owner import OutgoingFrame
 from baton.kv_transfer.process.loop import Loop
-from baton.kv_transfer.process.slots import SlotPipe
-from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header
-from baton.kv_transfer.protocol.keys import LaneKeys
+from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameError, FrameType, Header, LaneKeys
+from baton.kv_transfer.protocol.local_messages import Local
 from baton.kv_transfer.trace import TraceWriter
 
 _TICK = 0.25  # seconds between `Heard` reports of a lane
@@ -121,15 +118,13 @@ class Mover:
     """Serves its lanes in the forked process. Implements LaneOwner, LaneReceiver and LaneSender."""
 
     def __init__(
-        self, channel: socket.socket, side: socket.socket, sending: Arena, receiving: Arena, slots: SlotPipe,
-        trace: TraceWriter,
-    ) -> None:  # fmt: skip
-        """`side`: brings the descriptors of lanes. `slots`: of `receiving`, for frames that come."""
+        self, channel: socket.socket, side: socket.socket, sending: Arena, slots: SlotPipe, trace: TraceWriter
+    ) -> None:
+        """`side`: brings the descriptors of lanes. `slots`: for frames that come."""
         self._channel = Channel(channel, ToMover, self._watch)
         self._side = side
         self._sending = sending
-        self._receiving = receiving
-        self._slots = slots
+        self.slots = slots
         self._trace = trace
         self._loop = Loop(self._flush)
         self._lanes: dict[int, Lane] = {}
@@ -200,12 +195,10 @@ class Mover:
 
     # ------------------------------------------------------------ LaneReceiver
 
-    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        slot = self._slots.take()
+    def kv_begins(self, lane: Lane, header: Header, slot: int) -> None:
         self._channel.post(Begins(self._ids[lane], header, slot))
-        return self._receiving.slot(slot)[: header.length], slot
 
-    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
+    def kv_ends(self, lane: Lane, header: Header, slot: int, whole: bool | None) -> None:
         self._channel.post(Ends(self._ids[lane], whole))
 
     # ------------------------------------------------------------ LaneSender

@@ -12,20 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import setproctitle
 
 from baton.kv_transfer.arena import Arena, channel_pair
 from baton.kv_transfer.channel import Channel, ChannelClosed
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.pacing import FRAMES_AHEAD
 from baton.kv_transfer.process import mover
+from baton.kv_transfer.process.frames import LaneOwner, LaneReceiver, LaneSender, OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.lane import Lane
-from baton.kv_transfer.process.lane_owner import LaneOwner, LaneSender, OutgoingFrame
-from baton.kv_transfer.process.slots import SlotPipe
 from baton.kv_transfer.protocol.frame import FrameType, Header
-from baton.kv_transfer.sender_pacing import FRAMES_AHEAD
+from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
 
@@ -34,21 +32,13 @@ log = logging.getLogger("baton.kv")
 _STOPS_WITHIN = 3.0  # seconds that a mover takes at most to close a lane, or to end
 
 
-class FarReceiver(Protocol):
-    """Takes the KV frames that come on a lane in a mover. Reports come late, but in order."""
-
-    def far_begins(self, lane: FarLane, header: Header, slot: int) -> Any:
-        """The mover receives a frame into this slot. Returns a ticket, which `kv_ends` gets."""
-        ...
-
-    def kv_ends(self, lane: FarLane, header: Header, ticket: Any, whole: bool | None) -> None: ...
-
-
 class FarLane:
-    """Stands for a lane in a mover. It has the methods of `Lane` that sessions use."""
+    """Stands for a lane in a mover. It has the methods of `Lane` that sessions use.
+
+    Reports of the mover come late, but in order."""
 
     def __init__(self, handle: MoverHandle, number: int, owner: LaneOwner[FarLane]) -> None:
-        self.receiver: FarReceiver | None = None  # the session sets what its direction has
+        self.receiver: LaneReceiver[FarLane] | None = None  # the session sets what its direction has
         self.sender: LaneSender[FarLane] | None = None
         self.heard = time.monotonic()
         self.kv_moved = 0.0  # as its mover last reported it
@@ -58,7 +48,7 @@ class FarLane:
         self._number = number
         self._owner = owner
         self._frames: dict[int, OutgoingFrame] = {}  # by slot
-        self._incoming: tuple[Header, Any] | None = None
+        self._incoming: tuple[Header, int] | None = None  # the frame under way, and its slot
 
     @property
     def has_room(self) -> bool:
@@ -88,12 +78,13 @@ class FarLane:
         match message:
             case mover.Begins(_, header, slot):
                 assert self.receiver is not None
-                self._incoming = (header, self.receiver.far_begins(self, header, slot))
+                self._incoming = header, slot
+                self.receiver.kv_begins(self, header, slot)
             case mover.Ends(_, whole):
                 assert self._incoming is not None
                 assert self.receiver is not None
-                (header, ticket), self._incoming = self._incoming, None
-                self.receiver.kv_ends(self, header, ticket, whole)
+                (header, slot), self._incoming = self._incoming, None
+                self.receiver.kv_ends(self, header, slot, whole)
             case mover.Gone(_, slot, sent):
                 assert self.sender is not None
                 frame = self._frames.pop(slot)
@@ -186,7 +177,6 @@ class MoverHandle:
 def fork(
     config: TransferConfig,
     sending: Arena,
-    receiving: Arena,
     slots: SlotPipe,
     inherited: Sequence[socket.socket],
 ) -> list[MoverHandle]:
@@ -200,9 +190,7 @@ def fork(
         pid = os.fork()
         if pid == 0:
             not_mine = [*inherited, ours, near, *(x for h in handles for x in (h.channel.sock, h._side))]
-            _child(
-                parent_pid, not_mine, partial(_mover, config, sending, receiving, slots, theirs, far, number)
-            )
+            _child(parent_pid, not_mine, partial(_mover, config, sending, slots, theirs, far, number))
         theirs.close()
         far.close()
         handles.append(MoverHandle(ours, near, pid))
@@ -228,8 +216,8 @@ def _child(parent_pid: int, not_mine: Sequence[socket.socket], run: Callable[[],
 
 
 def _mover(
-    config: TransferConfig, sending: Arena, receiving: Arena, slots: SlotPipe, channel: socket.socket,
-    side: socket.socket, number: int,
+    config: TransferConfig, sending: Arena, slots: SlotPipe, channel: socket.socket, side: socket.socket,
+    number: int,
 ) -> None:  # fmt: skip
     name = f"{config.name} transfer, lanes {number}"
     setproctitle.setproctitle(f"{config.title}: {name}")
@@ -238,6 +226,6 @@ def _mover(
         path = Path(config.trace_path).with_suffix(f".lanes{number}.trace")
     trace = TraceWriter(path, name)
     sending.populate()
-    receiving.populate()
-    mover.Mover(channel, side, sending, receiving, slots, trace).run()
+    slots.arena.populate()
+    mover.Mover(channel, side, sending, slots, trace).run()
     trace.close()

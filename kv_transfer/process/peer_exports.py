@@ -1,22 +1,33 @@
-"""Memory that peers export, by session: for `DecodeSide`. The engine reads it, or NIXL does.
+"""Memory that peers export, by session, and the slices that are read there: for `DecodeSide`.
 
-NIXL may read into slots with marks, which the engine verifies (`nixl_slots`). It opens them once, as `RING`.
+The engine reads the memory, or NIXL does. NIXL may read into slots with marks, which the engine verifies
+(`nixl_slots`). The engine opens them once, as `RING`.
 
 EXPORT ─▶ the memory is opened ─▶ REACH(true) ─▶ SLICES ─▶ the session ends ─▶ it is closed
+
+A slice uses a credit and a slot, as a frame does. It is read, and then the peer gets TAKEN. What differs is
+the moment when `Arrivals` hands the slice over to the engine:
+
+- the engine reads the memory: at once, and the slot stays empty
+- NIXL reads into arena slots, and verifies: when the slice is verified, as a frame
+- NIXL reads into slots with marks: when it is read, and the engine verifies it there
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import MAX_SLOT_BYTES, PAGE
-from baton.kv_transfer.local_messages import ExportGone, ExportIn
 from baton.kv_transfer.peer_memory import count_slots
-from baton.kv_transfer.process.connector import ProtocolError, Session
-from baton.kv_transfer.process.nixl_memory import NixlMemory
-from baton.kv_transfer.protocol.messages import Export, Reach, SliceAt
+from baton.kv_transfer.process.arrivals import Arrivals
+from baton.kv_transfer.process.nixl_memory import NixlMemory, SliceToRead
+from baton.kv_transfer.process.tcp_session import Session
+from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header
+from baton.kv_transfer.protocol.local_messages import Arrived, ExportGone, ExportIn
+from baton.kv_transfer.protocol.messages import Export, ProtocolError, Reach, SliceAt, Taken
 
 RING = 2**63 - 1
 """Stands for a session that does not end."""
@@ -27,20 +38,37 @@ class _Memory:
     session: Session
     export: Export
     slots: int  # of all ranks
+    nixl: NixlMemory | None  # None: the engine reads it
     reached: bool = False  # slices there are read
 
 
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """A slice that is read."""
+
+    session: int
+    there: int  # its slot in the memory of the peer
+    generation: int
+    header: Header
+    into_arena: bool
+    taken: bool = False  # the peer knows that it is read
+
+
 class PeerExports:
-    def __init__(self, channel: Channel, nixl: NixlMemory | None) -> None:
+    def __init__(self, arrivals: Arrivals, channel: Channel, nixl: NixlMemory | None) -> None:
         """`channel`: to the engine."""
+        self._arrivals = arrivals
         self._channel = channel
         self._nixl = nixl
         self._memories: dict[int, _Memory] = {}  # by session
+        self._pulls: dict[int, _Pull] = {}  # by the slot of ours that is set aside
         self._ring_opened: bool | None = None  # None: the engine has not answered
         self._why_no_ring = ""
         self._wait_for_ring: list[int] = []  # sessions of which NIXL has read the token
         if nixl and nixl.for_receiver:
             channel.post(ExportIn(RING, nixl.for_receiver))
+
+    # ------------------------------------------------------------ memory
 
     def open(self, session: Session, export: Export) -> None:
         """`opened` follows. Raises ProtocolError."""
@@ -49,16 +77,15 @@ class PeerExports:
             raise ProtocolError("order", "a second EXPORT")
         if export.slot_bytes % PAGE or not PAGE <= export.slot_bytes <= MAX_SLOT_BYTES:
             raise ProtocolError("length", f"EXPORT of slots of {export.slot_bytes} bytes")
-        self._memories[number] = _Memory(session, export, count_slots(export))
-        nixl = self._reader(export)
+        nixl = self._nixl if self._nixl and export.kind == self._nixl.export.kind else None
+        self._memories[number] = _Memory(session, export, count_slots(export), nixl)
         assert session.peer is not None
         if nixl is None:
             self._channel.post(ExportIn(number, export, session.peer.kv_dtype))
-            return
-        if why := nixl.open(number, session.peer.incarnation, export):
+        elif why := nixl.open(number, session.peer.incarnation, export):
             self.opened(number, False, why)
 
-    def token_read(self, number: int, why: str) -> None:
+    def _token_read(self, number: int, why: str) -> None:
         """By NIXL, or why not."""
         assert self._nixl is not None
         if why or not self._nixl.for_receiver:
@@ -76,34 +103,120 @@ class PeerExports:
                 self.opened(session, reached, why)
         if memory := self._memories.get(number):
             memory.reached = memory.reached or reached
+            if memory.reached:
+                memory.session.transport = memory.export.kind
             memory.session.send(Reach(reached, why[:512]))
-
-    def reader(self, session: Session, slices: Sequence[SliceAt]) -> NixlMemory | None:
-        """What reads the slices; None: the engine. Raises ProtocolError if one of them cannot be there."""
-        memory = self._memories.get(session.number)
-        if memory is None or not memory.reached:
-            raise ProtocolError("order", "SLICE without REACH")
-        export, nixl = memory.export, self._reader(memory.export)
-        most = export.slot_bytes
-        if nixl:
-            most = min(nixl.slot_bytes, most)
-        for m in slices:
-            if m.slot >= memory.slots or m.length > most:
-                raise ProtocolError("length", f"SLICE of {m.length} bytes in slot {m.slot}")
-        return nixl
-
-    def _reader(self, export: Export) -> NixlMemory | None:
-        return self._nixl if self._nixl and export.kind == self._nixl.export.kind else None
-
-    def transport(self, number: int) -> str:
-        """How most KV of a session comes."""
-        memory = self._memories.get(number)
-        return memory.export.kind if memory and memory.reached else "tcp"
 
     def close(self, number: int) -> None:
         """The session has ended."""
         if memory := self._memories.pop(number, None):
-            if nixl := self._reader(memory.export):
-                nixl.close(number)
+            if memory.nixl:
+                memory.nixl.close(number)
             else:
                 self._channel.post(ExportGone(number))
+
+    # ------------------------------------------------------------ slices
+
+    def slices(self, session: Session, transfer_id: bytes, slices: Sequence[SliceAt]) -> None:
+        """SLICES came, instead of frames. Raises ProtocolError."""
+        number, nixl = session.number, self._reader(session, slices)
+        session.moved(time.monotonic())
+        to_read: list[SliceToRead] = []
+        for there, generation, seq, length, piece in slices:
+            if number not in self._memories:
+                break  # a slice before this one ended the session
+            header = Header(FrameType.KV, transfer_id, piece, seq, length)
+            try:
+                slot = self._arrivals.pipe.take()
+            except FrameError as e:
+                raise ProtocolError("credit", str(e)) from None
+            self._arrivals.kv_begins(session, header, slot)
+            into_arena = nixl is not None and nixl.for_receiver is None
+            self._pulls[slot] = _Pull(number, there, generation, header, into_arena)
+            if nixl is None:
+                self._hand_over(slot, number, there)
+            elif self._arrivals.open_transfer(slot):
+                to_read.append(SliceToRead(there, slot, length, generation))
+            else:
+                self.pulled({slot: False})
+        if nixl and number in self._memories:
+            nixl.read(number, to_read)
+        else:
+            self.pulled({x.slot: False for x in to_read})
+
+    def _reader(self, session: Session, slices: Sequence[SliceAt]) -> NixlMemory | None:
+        """What reads the slices; None: the engine. Raises ProtocolError if one of them cannot be there."""
+        memory = self._memories.get(session.number)
+        if memory is None or not memory.reached:
+            raise ProtocolError("order", "SLICES without REACH")
+        most = memory.export.slot_bytes
+        if memory.nixl:
+            most = min(memory.nixl.slot_bytes, most)
+        for slot, _, _, length, _ in slices:
+            if slot >= memory.slots or length > most:
+                raise ProtocolError("length", f"a slice of {length} bytes in slot {slot}")
+        return memory.nixl
+
+    def _hand_over(self, slot: int, session: int, there: int) -> bool:
+        """The engine reads the slice in memory that it has opened. Returns False if it does not need to."""
+        pull, transfer = self._pulls[slot], self._arrivals.open_transfer(slot)
+        if transfer is not None:
+            dtype = transfer.incoming.layout.dtype
+            arrived = Arrived(pull.header, slot, dtype, session, there, pull.generation)
+            if self._arrivals.hand_over(transfer, arrived):
+                return True
+        self.pulled({slot: False})
+        return False
+
+    def take_reads(self) -> float | None:
+        """Takes reads of NIXL that are over. Returns within how many seconds to look again; None: no need."""
+        if self._nixl is None or not self._nixl.busy:
+            return None
+        for number, why in self._nixl.opened():
+            self._token_read(number, why)
+        read = self._nixl.finished()
+        if self._nixl.for_receiver is None:
+            self.pulled(read)
+        else:
+            # The peer may use the slots again before the engine has verified them.
+            self._take_there([self._pulls[slot] for slot in read])
+            for slot, came in read.items():
+                if came:
+                    self._hand_over(slot, RING, slot)
+                else:
+                    self.pulled({slot: False})
+        return self._nixl.look_within()
+
+    def drops(self, slot: int) -> bool:
+        """Whether the engine dropped a slice with this slot: its transfer has ended."""
+        if slot in self._pulls:
+            self.pulled({slot: False})
+            return True
+        return False
+
+    def pulled(self, slots: Mapping[int, bool]) -> None:
+        """These slots are read or dropped. The value says whether the slice was right."""
+        if not slots:
+            return
+        pulls = {slot: self._pulls.pop(slot) for slot in slots}
+        self._take_there([pull for pull in pulls.values() if not pull.taken])
+        for slot, pull in pulls.items():
+            right = slots[slot]
+            memory = self._memories.get(pull.session)
+            if memory and not right and self._arrivals.open_transfer(slot):  # the next transfer is over TCP
+                memory.session.send(Reach(False, "a slice could not be read, or was wrong"))
+            if pull.into_arena:
+                self._arrivals.kv_ends(pull.header, slot, right)
+            else:
+                self._arrivals.read(pull.header, slot, right=right)
+
+    def _take_there(self, pulls: Sequence[_Pull]) -> None:
+        """The peers may use these slots again."""
+        taken: dict[int, list[int]] = {}
+        for pull in pulls:
+            pull.taken = True
+            taken.setdefault(pull.session, []).append(pull.there)
+        for number, there in taken.items():
+            if memory := self._memories.get(number):
+                memory.session.moved(time.monotonic())
+                memory.session.send(Taken(tuple(there)))

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.kv_transfer.config import MAX_LANES, TransferConfig
-from baton.kv_transfer.process.connector import Connect, Session
 from baton.kv_transfer.process.stats import printable
+from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.acks import Acks
 from baton.kv_transfer.protocol.fetches import MENDABLE, PeerKey
 from baton.kv_transfer.protocol.messages import Ack
 
 log = logging.getLogger("baton.kv")
+
+# (address, incarnation, number of lanes): starts a session with that prefill worker. `session_up` or
+# `session_down` follows. OSError: the session cannot start.
+Connect = Callable[[tuple[str, int], int, int], Session]
 
 _BACKOFF = (0.05, 1.0)  # seconds before lanes reopen: first and longest
 # This side ended the session, and all that was sent will arrive. Any other end may have lost messages. So may

@@ -4,73 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from baton.kv_transfer.arena import Arena
 from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.layout import EXPORT_VERSION, SLICES_VERSION
-from baton.kv_transfer.local_messages import (
-    CloseOut,
-    CommitOut,
-    Exported,
-    FetchWaits,
-    Finished,
-    FromSender,
-    Granted,
-    Offer,
-    Pinned,
-    PinOut,
-    Reached,
-    Recalled,
-    RefuseFetch,
-    ReleasedOut,
-    RingOut,
-    SessionGone,
-    SliceOut,
-    SlicesOut,
-    SlotFree,
-    StartOut,
-    StopOut,
-)
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.pacing import window
 from baton.kv_transfer.peer_memory import TCP_ONLY
 from baton.kv_transfer.process import nixl_memory
-from baton.kv_transfer.process.connector import ProtocolError, SessionToDecode
-from baton.kv_transfer.process.lane_owner import OutgoingFrame
+from baton.kv_transfer.process.frames import OutgoingFrame
+from baton.kv_transfer.process.lane import Lane
+from baton.kv_transfer.process.movers import FarLane
 from baton.kv_transfer.process.nixl_memory import NixlMemory
 from baton.kv_transfer.process.stats import TransferCounters, printable
-from baton.kv_transfer.protocol.effects import Expired, Send
-from baton.kv_transfer.protocol.frame import HEADER_BYTES, FrameType, Header, kind_of
-from baton.kv_transfer.protocol.held import (
-    Effect,
-    Held,
-    HeldPrefills,
-    Pin,
-    Release,
-    StartTransfer,
-    StopTransfer,
-    Waiting,
-)
-from baton.kv_transfer.protocol.messages import (
-    Abort,
-    Aborted,
-    Ack,
-    AnySliceAt,
-    Commit,
-    Control,
-    Credit,
-    CreditReturned,
-    Export,
-    Fetch,
-    FetchContent,
-    Reach,
-    SliceAt,
-    Slices,
-    StateSliceAt,
-    Taken,
-)
-from baton.kv_transfer.sender_pacing import window
+from baton.kv_transfer.process.tcp_session import Session
+from baton.kv_transfer.protocol import local_messages as local
+from baton.kv_transfer.protocol import messages as wire
+from baton.kv_transfer.protocol.frame import HEADER_BYTES, Header
+from baton.kv_transfer.protocol.held import Effect, Held, HeldPrefills, StartTransfer
+from baton.kv_transfer.protocol.shared import Expired, Send
 
 log = logging.getLogger("baton.kv")
 
@@ -79,7 +34,7 @@ _NAME, _TRANSPORT = 64, 128  # bytes that statistics have of a peer's name, and 
 
 
 class PrefillSide:
-    """Implements connector.FrameSender."""
+    """Implements SessionHandler."""
 
     def __init__(
         self, config: TransferConfig, arena: Arena, channel: Channel, counters: TransferCounters,
@@ -92,18 +47,18 @@ class PrefillSide:
         self._arena = arena
         self._channel = channel
         self._counters = counters
-        self._sessions: dict[int, SessionToDecode] = {}  # by number
+        self._sessions: dict[int, SendingSession] = {}  # by number
         self._nixl = nixl
-        self._export: Export | None = None
+        self._export: wire.Export | None = None
         self._why_tcp = f"{TCP_ONLY} at the sender"  # without an export
         if nixl and nixl.for_sender:
             self._why_tcp = "the sender's engine has not opened the memory yet"
-            channel.post(RingOut(nixl.for_sender))
+            channel.post(local.RingOut(nixl.for_sender))
         elif nixl:
             self._set_export(nixl.export, "")
         self._transports: dict[int, str] = {}  # session with a FETCH → how the peer gets KV, and why over TCP
         # By number over all ranks: slots with a slice, and the session that reads it.
-        self._exported: dict[int, tuple[int, SliceOut]] = {}
+        self._exported: dict[int, tuple[int, local.SliceOut]] = {}
         self._unread: Counter[int] = Counter()  # bytes of messages since the channel is full, by session
 
     @property
@@ -126,33 +81,33 @@ class PrefillSide:
 
     # ------------------------------------------------------------ from the engine
 
-    def engine(self, message: FromSender) -> None:
+    def engine(self, message: local.FromSender) -> None:
         now = time.monotonic()
         match message:
-            case SlicesOut(slices):
+            case local.SlicesOut(slices):
                 self._send(slices, now)
-            case Exported():
+            case local.Exported():
                 self._exported_now(message)
-            case Offer(prefill_id):
+            case local.Offer(prefill_id):
                 self._apply(self.table.offer(prefill_id, now))
-            case Finished(prefill_id):
+            case local.Finished(prefill_id):
                 self._apply(self.table.finish(prefill_id, now))
-            case Pinned(pin_id, chunks):
+            case local.Pinned(pin_id, chunks):
                 self._apply(self.table.pinned(pin_id, chunks, now))
-            case CommitOut(transfer_id, first_token, frames, size):
-                self._apply(self.table.commit(transfer_id, Commit(first_token, frames, size), now))
-            case RefuseFetch(transfer_id):
+            case local.CommitOut(transfer_id, first_token, frames, size):
+                self._apply(self.table.commit(transfer_id, wire.Commit(first_token, frames, size), now))
+            case local.RefuseFetch(transfer_id):
                 self._counters.refuse(
                     "fetch_range", "a FETCH asks for what is not there, or no frame can carry"
                 )
                 self._apply(self.table.refuse(transfer_id, now))
-            case CloseOut(prefill_id, reason):
+            case local.CloseOut(prefill_id, reason):
                 self._apply(self.table.close(prefill_id, reason, now))
-            case Recalled(number, total, sent):
+            case local.Recalled(number, total, sent):
                 if number in self._sessions:
-                    self._sessions[number].send(CreditReturned(total, sent))
+                    self._sessions[number].send(wire.CreditReturned(total, sent))
 
-    def _set_export(self, export: Export | None, why: str) -> None:
+    def _set_export(self, export: wire.Export | None, why: str) -> None:
         """`why` there is none."""
         if self._nixl and export:  # the engine, if any of its devices has the slots, has opened it
             export, why = self._nixl.export, self._nixl.why_not_exported
@@ -161,158 +116,138 @@ class PrefillSide:
                 log.warning("KV goes over TCP: %s", why)
         self._export, self._why_tcp = export, why
 
-    def _exported_now(self, m: Exported) -> None:
+    def _exported_now(self, m: local.Exported) -> None:
         self._set_export(m.export, m.why)
         for number in list(self._transports):
             del self._transports[number]
             self._offer_memory(self._sessions[number])
 
-    def _send(self, slices: Sequence[SliceOut], now: float) -> None:
-        exported: dict[bytes, list[AnySliceAt]] = {}  # by transfer
-        last_layer = self._config.layout.num_layers - 1
+    def _send(self, slices: Sequence[local.SliceOut], now: float) -> None:
+        """A slice goes as a frame, unless the peer reads slots: then SLICES names it. A slice of a transfer
+        that has ended goes back."""
+        marked: dict[bytes, list[tuple[local.SliceOut, int]]] = {}  # by transfer; with their generations
         for s in slices:
             self.slots_out += 1
-            held = self.table.open.get(s.transfer_id)
+            transfer_id = s.header.transfer_id
+            held = self.table.open.get(transfer_id)
             if held is None:
                 self._give_back(s.slot, unsent=True)
                 continue
-            if s.layer == last_layer and s.token_start + s.token_count == held.stop:
-                self.table.whole(held, now)
-            generation, hashed = s.generation, self._transports.get(held.session) == nixl_memory.KIND
-            if hashed:
-                generation = nixl_memory.checksum(self._arena.slot(s.slot)[: s.length])
-            if not generation:
-                self._send_frame(s, held)
-                continue
+            self._note_last(s.header.piece, held, now)
+            payload = self._arena.slot(s.slot)[: s.header.length]
+            if self._transports.get(held.session) == nixl_memory.KIND:
+                # The peer reads it while the next checksum is computed.
+                self._announce(transfer_id, [(s, nixl_memory.checksum(payload))], now)
+            elif s.generation:
+                marked.setdefault(transfer_id, []).append((s, s.generation))
+            else:
+                self._sessions[held.session].send_frame(OutgoingFrame(s.header, payload, s.slot))
+        for transfer_id, found in marked.items():
+            self._announce(transfer_id, found, now)
+
+    def _note_last(self, piece: Slice, held: Held, now: float) -> None:
+        last_layer = self._config.layout.num_layers - 1
+        if piece.layer == last_layer and piece.token_start + piece.token_count == held.stop:
+            self.table.whole(held, now)
+
+    def _announce(self, transfer_id: bytes, slices: Sequence[tuple[local.SliceOut, int]], now: float) -> None:
+        """Names slices that the peer reads, each with its generation."""
+        session = self._sessions[self.table.open[transfer_id].session]
+        found: list[wire.SliceAt] = []
+        for s, generation in slices:
             there = s.rank * self._config.num_slots + s.slot
-            self._exported[there] = held.session, s
-            exported.setdefault(s.transfer_id, []).append(
-                AnySliceAt(
-                    there, generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
-                    s.token_count, s.length, s.state,
-                )
-            )  # fmt: skip
-            if hashed:  # the peer reads it while the next checksum is computed
-                self._announce_all(exported, now)
-        self._announce_all(exported, now)
+            self._exported[there] = session.number, s
+            found.append((there, generation, s.header.seq, s.header.length, s.header.piece))
+        self.table.begin_send(transfer_id, now, len(found))
+        session.send(wire.Slices(tuple(found)), transfer_id)
 
-    def _announce_all(self, exported: dict[bytes, list[AnySliceAt]], now: float) -> None:
-        while exported:
-            transfer_id, found = exported.popitem()
-            self.table.begin_send(transfer_id, now, len(found))
-            self._announce(self._sessions[self.table.open[transfer_id].session], transfer_id, found)
+    # ------------------------------------------------------------ from sessions
 
-    def _send_frame(self, s: SliceOut, held: Held) -> None:
-        kind, state_type = kind_of(s.state)
-        header = Header(
-            FrameType.KV, s.transfer_id, s.layer, kind, s.head_start, s.head_count, s.token_start,
-            s.token_count, s.seq, s.length, receiver_rank=held.receiver_rank, state_type=state_type,
-        )  # fmt: skip
-        frame = OutgoingFrame(header, self._arena.slot(s.slot)[: s.length], s.slot)
-        self._sessions[held.session].send_frame(frame)
-
-    def _announce(self, session: SessionToDecode, transfer_id: bytes, slices: Sequence[AnySliceAt]) -> None:
-        """Slices that the peer reads."""
-        assert session.peer is not None
-        if session.peer.versions[1] >= SLICES_VERSION:
-            session.send(Slices(tuple(slices)), transfer_id)
-            return
-        for s in slices:
-            where = (
-                s.slot, s.generation, s.seq, s.layer, s.head_start, s.head_count, s.token_start,
-                s.token_count, s.length,
-            )  # fmt: skip
-            message = SliceAt(*where) if s.state is None else StateSliceAt(*where, s.state)
-            session.send(message, transfer_id)
-
-    # ------------------------------------------------------------ connector.FrameSender
-
-    def session_up(self, session: SessionToDecode) -> None:
+    def session_up(self, session: SendingSession) -> None:
         self._sessions[session.number] = session
 
-    def _offer_memory(self, session: SessionToDecode) -> None:
+    def _offer_memory(self, session: SendingSession) -> None:
         """At the first FETCH. When lane 0 is up here, the peer may still wait for its other lanes."""
         if session.number in self._transports:
             return
-        assert session.peer is not None
         if self._export is None:
             why = self._why_tcp
-        elif session.peer.versions[1] < EXPORT_VERSION:
-            why = f"the receiver speaks wire version {session.peer.versions[1]}"
         else:
             why = "the test copy is under way"
             session.send(self._export)
         self._transports[session.number] = f"tcp: {why}"
 
-    def session_down(self, session: SessionToDecode, reason: str, detail: str) -> None:
+    def session_down(self, session: SendingSession, reason: str, detail: str) -> None:
         del self._sessions[session.number]
         self._transports.pop(session.number, None)
         self._apply(self.table.session_down(session.number, time.monotonic()))
         # The peer may still read them. It will find another generation.
         for slot in [slot for slot, (number, _) in self._exported.items() if number == session.number]:
             self._taken(slot)
-        self._channel.post(SessionGone(session.number))
+        self._channel.post(local.SessionGone(session.number))
 
-    def control(self, session: SessionToDecode, header: Header, message: Control) -> None:
+    def control(self, session: SendingSession, header: Header, message: wire.Control) -> None:
         self._bound_unread(session, header)
         now = time.monotonic()
-        if isinstance(message, Fetch | FetchContent):
+        if isinstance(message, wire.Fetch | wire.FetchContent):
             self._offer_memory(session)
         match message:
-            case FetchContent() if self._draining:
+            case wire.FetchContent() if self._draining:
                 self._counters.transfers["busy"] += 1
-                session.send(Aborted("busy", 0), header.transfer_id)
-            case FetchContent():
+                session.send(wire.Aborted("busy", 0), header.transfer_id)
+            case wire.FetchContent():
                 self._apply(self.table.fetch_content(header.transfer_id, session.number, message, now))
-            case Fetch():
+            case wire.Fetch():
                 if self._draining and message.prefill_id not in self.table.held:
                     self._counters.transfers["busy"] += 1
-                    session.send(Aborted("busy", 0), header.transfer_id)
+                    session.send(wire.Aborted("busy", 0), header.transfer_id)
                 else:
                     self._apply(self.table.fetch(header.transfer_id, session.number, message, now))
-            case Reach() | Taken():
+            case wire.Reach() | wire.Taken():
                 self._from_reader(session, message, now)
-            case Credit(total, recall):
-                self._channel.post(Granted(session.number, total, recall))
-            case Ack() | Abort():
+            case wire.Credit(total, recall):
+                self._channel.post(local.Granted(session.number, total, recall))
+            case wire.Ack() | wire.Abort():
                 held = self.table.open.get(header.transfer_id)
                 if held is not None and held.session != session.number:
-                    raise ProtocolError("foreign", f"{type(message).__name__} for another session's transfer")
-                if isinstance(message, Ack):
+                    raise wire.ProtocolError(
+                        "foreign", f"{type(message).__name__} for another session's transfer"
+                    )
+                if isinstance(message, wire.Ack):
                     self._apply(self.table.ack(header.transfer_id, now))
                 else:
                     self._apply(self.table.abort(header.transfer_id, message.reason, now))
 
-    def _from_reader(self, session: SessionToDecode, message: Reach | Taken, now: float) -> None:
+    def _from_reader(self, session: SendingSession, message: wire.Reach | wire.Taken, now: float) -> None:
         match message:
-            case Reach(reached, why):
-                assert session.peer is not None
-                is_old = session.peer.versions[1] < EXPORT_VERSION
-                if self._export is None or is_old or session.number not in self._transports:
-                    raise ProtocolError("order", "REACH without EXPORT")
+            case wire.Reach(reached, why):
+                if self._export is None or session.number not in self._transports:
+                    raise wire.ProtocolError("order", "REACH without EXPORT")
                 self._transports[session.number] = self._export.kind if reached else f"tcp: {why}"
                 if self._export.kind != nixl_memory.KIND:  # the engine fills slots as for TCP
-                    self._channel.post(Reached(session.number, reached))
-            case Taken(slots):
+                    self._channel.post(local.Reached(session.number, reached))
+            case wire.Taken(slots):
                 for slot in slots:
                     if self._exported.get(slot, (None,))[0] != session.number:
-                        raise ProtocolError("foreign", f"slot {slot} was not to be read")
+                        raise wire.ProtocolError("foreign", f"slot {slot} was not to be read")
                     sent = self._taken(slot)
                     session.moved(now)
                     self._counters.frames_sent += 1
-                    self._counters.bytes_sent += sent.length
-                    self.table.sent(sent.transfer_id, now)
+                    self._counters.bytes_sent += sent.header.length
+                    self.table.sent(sent.header.transfer_id, now)
 
-    def _bound_unread(self, session: SessionToDecode, header: Header) -> None:
+    def _bound_unread(self, session: SendingSession, header: Header) -> None:
         """Ends the session if too many of its messages wait here because the engine reads none."""
         if not self._channel.full:
             self._unread.clear()
             return
         self._unread[session.number] += HEADER_BYTES + header.length
         if self._unread[session.number] > _MOST_UNREAD:
-            raise ProtocolError("flood", f"{_MOST_UNREAD >> 20} MiB of messages while the engine reads none")
+            raise wire.ProtocolError(
+                "flood", f"{_MOST_UNREAD >> 20} MiB of messages while the engine reads none"
+            )
 
-    def session_over(self, session: SessionToDecode) -> None:
+    def session_over(self, session: SendingSession) -> None:
         pass  # `frame_dropped` gave back each slot that the lanes held
 
     def frame_begins(self, frame: OutgoingFrame) -> bool:
@@ -330,7 +265,7 @@ class PrefillSide:
     def frame_dropped(self, frame: OutgoingFrame) -> None:
         self._give_back(frame.slot, unsent=True)
 
-    def _taken(self, there: int) -> SliceOut:
+    def _taken(self, there: int) -> local.SliceOut:
         _, taken = self._exported.pop(there)
         self._give_back(taken.slot, unsent=False, soon=True)  # TAKEN named all slots of a copy
         return taken
@@ -339,7 +274,7 @@ class PrefillSide:
         """`soon`: do not wait for other slots."""
         self.slots_out -= 1
         tell = self._channel.post if soon else self._channel.hold
-        tell(SlotFree(slot, unsent))
+        tell(local.SlotFree(slot, unsent))
 
     # ------------------------------------------------------------ time
 
@@ -366,27 +301,68 @@ class PrefillSide:
                     transport = self._transports.get(number, "tcp")
                     slots = window(session.lane_count, self._config.num_slots, transport)
                     self._channel.post(
-                        StartOut(
+                        local.StartOut(
                             prefill_id, transfer_id, number, session.slot_bytes, slots,
                             fetch.ranges, fetch.head_start, fetch.head_count,
                         )
                     )  # fmt: skip
-                case Pin(pin_id, chunks, first_chunk):
-                    self._channel.post(PinOut(pin_id, chunks, first_chunk))
-                case StopTransfer(prefill_id, transfer_id):
-                    self._channel.post(StopOut(prefill_id, transfer_id))
-                case Release(prefill_id, reason):
+                case local.ReleasedOut(_, reason):
                     self._counters.transfers[reason] += 1
-                    self._channel.post(ReleasedOut(prefill_id, reason))
-                case Waiting(prefill_id, gone):
-                    self._channel.post(FetchWaits(prefill_id, gone))
+                    self._channel.post(effect)
+                case local.PinOut() | local.StopOut() | local.FetchWaits():
+                    self._channel.post(effect)
                 case Send(number, transfer_id, reply):
-                    if isinstance(reply, Aborted):
+                    if isinstance(reply, wire.Aborted):
                         self._counters.transfers[reply.reason] += 1
                     if number in self._sessions:
                         self._sessions[number].send(reply, transfer_id)
                 case Expired(name, detail):
                     self._counters.expire(name, detail)
+
+
+class SendingSession(Session["PrefillSide"]):
+    """KV frames go out. Implements LaneSender."""
+
+    side: ClassVar[wire.Side] = "sender"
+
+    def __init__(self, *about: Any) -> None:
+        super().__init__(*about)
+        self._far: list[FarLane] = []  # the lanes that movers have
+        self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
+
+    def _attach(self, lane: Lane | FarLane) -> None:
+        lane.sender = self
+        if isinstance(lane, FarLane):
+            self._far.append(lane)
+
+    def send_frame(self, frame: OutgoingFrame) -> None:
+        """By the lane with the fewest unsent bytes. If movers have lanes, by one of those."""
+        if self._far:
+            self._waiting.append(frame)
+            self._feed()
+        else:
+            min(self.lanes.values(), key=lambda lane: lane.unsent).push_frame(frame)
+
+    def _feed(self) -> None:
+        """Give movers no more than they have room for: it shows late which lane is slow."""
+        while self._waiting and (lane := min(self._far, key=lambda lane: lane.unsent)).has_room:
+            lane.push_frame(self._waiting.popleft())
+
+    def _over(self) -> None:
+        while self._waiting:
+            self.handler.frame_dropped(self._waiting.popleft())
+        super()._over()
+
+    def frame_begins(self, lane: Lane | FarLane, frame: OutgoingFrame) -> bool:
+        return self.handler.frame_begins(frame)
+
+    def frame_sent(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
+        self.handler.frame_sent(frame)
+        if self._waiting:
+            self._feed()
+
+    def frame_dropped(self, lane: Lane | FarLane, frame: OutgoingFrame) -> None:
+        self.handler.frame_dropped(frame)
 
 
 def _shown(text: str, most: int) -> str:

@@ -6,34 +6,30 @@ import contextlib
 import errno
 import ipaddress
 import itertools
-import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from baton.kv_transfer.config import TransferConfig
-from baton.kv_transfer.layout import NEWEST_VERSION, WIRE_VERSION, scales_of
-from baton.kv_transfer.process.handshake import Handshake, say
-from baton.kv_transfer.process.handshakes import Handshakes
+from baton.kv_transfer.layout import scales_of
+from baton.kv_transfer.process.handshakes import Handshake, Handshakes, say
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.loop import Loop
-from baton.kv_transfer.process.movers import FarLane, MoverHandle
-from baton.kv_transfer.process.stats import TransferCounters, printable
-from baton.kv_transfer.process.tcp_session import SessionOwner, TcpSession
+from baton.kv_transfer.process.movers import MoverHandle
+from baton.kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.process.tcp_session import Session, Sessions
 from baton.kv_transfer.protocol.frame import NO_TRANSFER, FrameType
 from baton.kv_transfer.protocol.hello import Initiator, LaneRefused, Listener
 from baton.kv_transfer.protocol.messages import HelloOpen, Identity, Ping, Side, encode
 from baton.kv_transfer.trace import TraceWriter
 
-log = logging.getLogger("baton.kv")
-
 _ACCEPTED_AT_ONCE = 64  # connections; the lanes have their turn before the next ones
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
-# (connector, number in this process, session id, number of lanes)
-MakeSession = Callable[[SessionOwner, int, bytes, int], TcpSession]
+# (all sessions, number in this process, session id, number of lanes)
+MakeSession = Callable[[Sessions, int, bytes, int], Session]
 
 
 class TcpConnector:
@@ -47,9 +43,8 @@ class TcpConnector:
         """`make_sessions`: by this process's side of the session."""
         self.config = config
         self.counters = counters
-        self.sessions: dict[bytes, TcpSession] = {}  # by session id, from the first word to the end
-        self.handshakes = Handshakes(config.max_handshakes)
-        self.lane_count = 0
+        self.sessions = Sessions(config, counters, movers)
+        self.handshakes = Handshakes(config.max_handshakes, counters, self._joined_session)
         self._make_sessions = make_sessions
         self._sessions_made = 0
         self._secret = secret
@@ -57,11 +52,10 @@ class TcpConnector:
         self._tick_age = tick_age
         self._next_ping = 0.0
         self._loop = loop
-        self._movers = movers
 
     # ------------------------------------------------------------ opening
 
-    def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> TcpSession:
+    def connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
         """Start a session. `session_up` or `session_down` follows. OSError: the session cannot start."""
         session = self._session("receiver", os.urandom(16), lanes)
         session.address = f"{address[0]}:{address[1]}"
@@ -74,13 +68,14 @@ class TcpConnector:
             for sock in sockets:
                 sock.close()
             raise
-        self.sessions[session.id] = session
+        self.sessions.by_id[session.id] = session
         for number, sock in enumerate(sockets):
             party = Initiator(
                 self._secret, self._identity("receiver"), session.id, number, lanes, incarnation,
                 encrypt=self.config.encrypt,
             )  # fmt: skip
-            say(self._adopt(sock, None, Handshake(self, session, party)), party.open)
+            session.joining.append(self._adopt(sock, None, Handshake(self.handshakes, session, party)))
+            say(session.joining[-1], party.open)
         return session
 
     def accept(self, listener: socket.socket) -> bool:
@@ -94,19 +89,18 @@ class TcpConnector:
                 self.counters.refuse("accept", str(e))
                 return e.errno not in _SCARCE
             party = Listener(self._secret, self._identity("sender"), encrypt=self.config.encrypt)
-            self._adopt(sock, _network_of(address[0]), Handshake(self, None, party))
+            self._adopt(sock, _network_of(address[0]), Handshake(self.handshakes, None, party))
         return True
 
-    def joined_session(self, opened: HelloOpen, peer: Identity) -> TcpSession:
+    def _joined_session(self, opened: HelloOpen, peer: Identity) -> Session:
         """The session that an authenticated lane belongs to; a new one for its first lane."""
-        session = self.sessions.get(opened.session_id)
+        by_id = self.sessions.by_id
+        session = by_id.get(opened.session_id)
         if session is None:
-            fetching = sum(other.side == "sender" for other in self.sessions.values())
+            fetching = sum(other.side == "sender" for other in by_id.values())
             if fetching >= self.config.max_sessions:
                 raise LaneRefused("busy", f"{fetching} peers fetch from here")
-            session = self.sessions[opened.session_id] = self._session(
-                "sender", opened.session_id, opened.lanes
-            )
+            session = by_id[opened.session_id] = self._session("sender", opened.session_id, opened.lanes)
         elif (
             session.side != "sender"
             or session.peer != peer
@@ -116,40 +110,9 @@ class TcpConnector:
             raise LaneRefused("hello", f"lane {opened.lane} does not fit session of {session.name}")
         return session
 
-    def session_is_up(self, session: TcpSession) -> None:
-        if session.side == "sender":
-            assert session.peer is not None
-            key = (session.peer.incarnation, session.peer.rank)
-            for other in list(self.sessions.values()):
-                if other is session or other.side == "receiver" or other.peer is None:
-                    continue
-                if (other.peer.incarnation, other.peer.rank) == key:
-                    other.end("lost", "replaced by a new session of the same peer")
-        session.handler.session_up(session)
-
-    def session_ended(self, session: TcpSession, reason: str, detail: str) -> None:
-        del self.sessions[session.id]
-        log.info("session with %s ended (%s): %s", *map(printable, (session.name, reason, detail)))
-        for lane in self.handshakes:
-            if isinstance(lane.owner, Handshake) and lane.owner.session is session:
-                lane.close_soon(reason, detail)
-        if session.up or session.side == "receiver":
-            session.handler.session_down(session, reason, detail)
-
-    def place(self, lane: Lane, session: TcpSession) -> Lane | FarLane:
-        """Where an authenticated lane goes on: in the mover with the fewest, or where it is."""
-        if not self._movers:
-            return lane
-        mover = min(self._movers, key=lambda x: len(x.lanes))
-        return mover.adopt(lane, session, sends=session.side == "sender")
-
-    def lane_proved(self, lane: Lane) -> None:
-        self.handshakes.proved(lane)
-
-    def lane_closed(self, lane: Lane) -> None:
-        """One that had not joined a session."""
-        self.handshakes.closed(lane)
-        self.lane_count -= 1
+    @property
+    def lane_count(self) -> int:
+        return len(self.handshakes) + sum(len(session.lanes) for session in self.sessions.by_id.values())
 
     # ------------------------------------------------------------ time
 
@@ -165,7 +128,7 @@ class TcpConnector:
             self._next_ping = now + limits.ping
             age = int(self._tick_age(now) * 1000)
             ping = encode(Ping(self.config.incarnation, min(age, (1 << 32) - 1)))
-        for session in list(self.sessions.values()):
+        for session in list(self.sessions.by_id.values()):
             if len(session.lanes) < session.lane_count and now >= session.opened + limits.handshake:
                 self.counters.expire("handshake", f"{session.name}: {len(session.lanes)} lanes came up")
                 session.end("unreachable" if not session.up else "lost", "not all lanes came up")
@@ -183,25 +146,24 @@ class TcpConnector:
 
     def stop(self) -> None:
         """End all sessions: their lanes say what is queued, and close."""
-        for session in list(self.sessions.values()):
+        for session in list(self.sessions.by_id.values()):
             session.end("stopped", "the transfer process ends")
 
-    def _session(self, side: Side, session_id: bytes, lanes: int) -> TcpSession:
+    def _session(self, side: Side, session_id: bytes, lanes: int) -> Session:
         self._sessions_made += 1
-        return self._make_sessions[side](self, self._sessions_made, session_id, lanes)
+        return self._make_sessions[side](self.sessions, self._sessions_made, session_id, lanes)
 
     def _identity(self, side: Side) -> Identity:
         config = self.config
         return Identity(
-            side=side, versions=(WIRE_VERSION, NEWEST_VERSION), name=config.name,
-            incarnation=config.incarnation, rank=0, ranks=1, model_fingerprint=config.model_fingerprint,
-            layout_fingerprint=config.layout.fingerprint, kv_dtype=config.layout.dtype,
-            kv_scales=scales_of(config.layout.dtype), slot_bytes=config.slot_bytes,
+            side=side, name=config.name, incarnation=config.incarnation,
+            model_fingerprint=config.model_fingerprint, layout_fingerprint=config.layout.fingerprint,
+            kv_dtype=config.layout.dtype, kv_scales=scales_of(config.layout.dtype),
+            slot_bytes=config.slot_bytes,
         )  # fmt: skip
 
     def _adopt(self, sock: socket.socket, network: str | None, owner: Handshake) -> Lane:
         """`network`: where the peer connected from; None: this side connected."""
-        self.lane_count += 1
         lane = Lane(sock, self._loop, owner, self._trace)
         deadline = time.monotonic() + self.config.deadlines.handshake
         crowded_out = self.handshakes.add(lane, network, deadline)

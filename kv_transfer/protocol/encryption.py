@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.ciphers.modes import GCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from baton.kv_transfer.protocol.keys import DirectionKey, LaneKeys
+from baton.kv_transfer.protocol.frame import DirectionKey, LaneKeys
 
 TAG_BYTES = 16
 _NONCE_BYTES = 12

@@ -10,19 +10,19 @@ of transfers that ended leave a tombstone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.config import TransferDeadlines
-from baton.kv_transfer.layout import KVLayout, Range
-from baton.kv_transfer.protocol.effects import Expired, Send
+from baton.kv_transfer.layout import KVLayout
 from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.protocol.incoming import Fault, Incoming
+from baton.kv_transfer.protocol.local_messages import FailedIn, FetchIn
 from baton.kv_transfer.protocol.messages import Abort, Aborted, Commit, Fetch, FetchContent, Have, Reason
-from baton.kv_transfer.protocol.tombstones import Tombstones
+from baton.kv_transfer.protocol.shared import Expired, Send, Tombstones
 
 PeerKey = int  # the incarnation of a prefill worker, which may have several addresses
 
@@ -44,32 +44,24 @@ class _Source:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    id: bytes
-    prefill_id: bytes
-    attempt: int
+    request: FetchIn
     source: _Source
     incoming: Incoming
     opened: float
     moved: float
-    chunks: Sequence[bytes] = ()  # of a FETCH_CONTENT
     narrowed: bool = False  # its HAVE came
     first_frame_at: float = 0.0
     last_frame_at: float = 0.0
     commit_at: float = 0.0
 
     @property
+    def id(self) -> bytes:
+        return self.request.transfer_id
+
+    @property
     def asked_at(self) -> float:
         """When its FETCH left: at once, or when a session was up."""
         return max(self.opened, self.source.up_at)
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """To the engine: the transfer has failed. `retry`: a new FETCH of the same prefill may succeed."""
-
-    transfer_id: bytes
-    reason: str
-    retry: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +99,7 @@ class Late:
     """To the metrics: a frame or message came for a transfer that is COMPLETE or has ended."""
 
 
-Effect = Send | Fail | Completed | Acknowledge | EndSession | Refuse | Late | Expired
+Effect = Send | FailedIn | Completed | Acknowledge | EndSession | Refuse | Late | Expired
 
 
 class FrameRefused(Exception):
@@ -151,15 +143,14 @@ class Fetches:
 
     # ------------------------------------------------------------ from the engine
 
-    def fetch(
-        self, transfer_id: bytes, peer: PeerKey, prefill_id: bytes, attempt: int, ranges: Sequence[Range],
-        heads: Range, now: float, states_of: int | None = None, chunks: Sequence[bytes] = (),
-    ) -> list[Effect]:  # fmt: skip
-        """`states_of` as in `Incoming`. With `chunks`, those of the one range: a FETCH_CONTENT."""
-        source = self._source(peer)
-        incoming = Incoming(source.layout, ranges, heads, slot_bytes=self._slot_bytes, states_of=states_of)
-        transfer = Transfer(transfer_id, prefill_id, attempt, source, incoming, now, now, chunks)
-        self.open[transfer_id] = source.transfers[transfer_id] = transfer
+    def fetch(self, request: FetchIn, now: float) -> list[Effect]:
+        source = self._source(request.incarnation)
+        heads = request.head_start, request.head_start + request.head_count
+        incoming = Incoming(
+            source.layout, request.ranges, heads, slot_bytes=self._slot_bytes, states_of=request.states_of
+        )
+        transfer = Transfer(request, source, incoming, now, now)
+        self.open[transfer.id] = source.transfers[transfer.id] = transfer
         return self._ask(source, transfer)
 
     def injected(self, transfer_id: bytes, now: float) -> list[Effect]:
@@ -203,17 +194,15 @@ class Fetches:
         self._drop_unused(source)
         return effects
 
-    def commit(
-        self, session: int, transfer_id: bytes, sender_rank: int, commit: Commit, now: float
-    ) -> list[Effect]:
+    def commit(self, session: int, transfer_id: bytes, commit: Commit, now: float) -> list[Effect]:
         transfer = self._live(session, transfer_id)
         if transfer is None:
             return [self._stale(session, transfer_id, "COMMIT")]
-        if transfer.chunks and not transfer.narrowed:
+        if transfer.request.chunks and not transfer.narrowed:
             return self._broken(transfer, "have", "COMMIT before HAVE", now)
         transfer.commit_at = transfer.moved = now
         try:
-            complete = transfer.incoming.commit(sender_rank, commit)
+            complete = transfer.incoming.commit(commit)
         except Fault as e:
             return self._broken(transfer, e.kind, str(e), now)
         return [Completed(transfer)] if complete else []
@@ -222,8 +211,9 @@ class Fetches:
         transfer = self._live(session, transfer_id)
         if transfer is None:
             return [self._stale(session, transfer_id, "HAVE")]
-        if transfer.narrowed or not 1 <= message.chunks <= len(transfer.chunks):
-            text = f"HAVE {message.chunks} of {len(transfer.chunks)} chunks"
+        asked = len(transfer.request.chunks)
+        if transfer.narrowed or not 1 <= message.chunks <= asked:
+            text = f"HAVE {message.chunks} of {asked} chunks"
             return self._broken(transfer, "have", text, now)
         transfer.narrowed, transfer.moved = True, now
         try:
@@ -337,13 +327,11 @@ class Fetches:
     def _ask(self, source: _Source, transfer: Transfer) -> list[Effect]:
         if source.session is None:
             return []
-        incoming = transfer.incoming
-        first, last = incoming.heads
-        if transfer.chunks:
-            chunk = incoming.ranges[0][0] // CHUNK_TOKENS
-            fetch = FetchContent(tuple(transfer.chunks), chunk, 1, 0, first, last - first)
+        m = transfer.request
+        if m.chunks:
+            fetch = FetchContent(m.chunks, m.ranges[0][0] // CHUNK_TOKENS, m.head_start, m.head_count)
         else:
-            fetch = Fetch(transfer.prefill_id, transfer.attempt, 1, incoming.ranges, 0, first, last - first)
+            fetch = Fetch(m.prefill_id, m.attempt, m.ranges, m.head_start, m.head_count)
         return [Send(source.session, transfer.id, fetch)]
 
     def _abort(self, transfer: Transfer, reason: Reason) -> list[Effect]:
@@ -356,7 +344,7 @@ class Fetches:
 
     def _fail(self, transfer: Transfer, reason: str, now: float, *, retry: bool) -> list[Effect]:
         self._close(transfer, reason, now)
-        return [Fail(transfer.id, reason, retry)]
+        return [FailedIn(transfer.id, reason, retry)]
 
     def _close(self, transfer: Transfer, reason: str, now: float) -> None:
         """Frames that still come for the transfer are read away."""

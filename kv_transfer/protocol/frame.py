@@ -9,23 +9,24 @@ payload is followed by a tag instead.
 from __future__ import annotations
 
 import enum
+import hashlib
+import hmac
 import struct
 from typing import NamedTuple, Protocol
 
+import msgspec
 import xxhash
 
-from baton.kv_transfer.layout import WIRE_VERSION
+from baton.kv_transfer.layout import WIRE_VERSION, Slice
 
 MAGIC = b"BtKV"
 HEADER_BYTES = 64
 MAX_TRAILER_BYTES = 16
 NO_TRANSFER = bytes(16)
-KIND_KV = 0
-KIND_STATE = 1  # of layers with states
 
-_BODY = struct.Struct("<4sBBH16sHHHHIIIIBBB9s")  # the 60 bytes that the last field covers
+_BODY = struct.Struct("<4sBBH16sHHHHIIII12s")  # the 60 bytes that the last field covers
 _CHECK = struct.Struct("<I")
-_ZEROS = bytes(9)
+_ZEROS = bytes(12)
 assert _BODY.size + _CHECK.size == HEADER_BYTES
 _TRAILER = struct.Struct("<Q")
 
@@ -44,59 +45,48 @@ class FrameType(enum.IntEnum):
     HAVE = 11
     EXPORT = 12
     REACH = 13
-    SLICE = 14
+    SLICES = 14
     TAKEN = 15
-    STATE_SLICE = 16
-    SLICES = 17
 
 
 _TYPES = {int(t): t for t in FrameType}
 _OF_TRANSFER = {
     FrameType.FETCH, FrameType.FETCH_CONTENT, FrameType.HAVE, FrameType.COMMIT, FrameType.ACK,
-    FrameType.ABORT, FrameType.ABORTED, FrameType.SLICE, FrameType.STATE_SLICE,
-    FrameType.SLICES,
+    FrameType.ABORT, FrameType.ABORTED, FrameType.SLICES,
 }  # fmt: skip
 
 
-class FrameError(Exception):
-    """The lane can no longer be read. `kind` names the counter."""
+class Refusal(Exception):
+    """What a peer sent is refused. `kind` names the counter."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
 
+class FrameError(Refusal):
+    """The lane can no longer be read."""
+
+
+_NO_SLICE = Slice(0, 0, 0, 0, 0)
+
+
 class Header(NamedTuple):
+    """Of a frame, or of a slice that travels as if it were one."""
+
     type: FrameType
     transfer_id: bytes = NO_TRANSFER
-    layer: int = 0
-    kind: int = KIND_KV
-    head_start: int = 0
-    head_count: int = 0
-    token_start: int = 0
-    token_count: int = 0
+    piece: Slice = _NO_SLICE  # of KV frames
     seq: int = 0
     length: int = 0
-    sender_rank: int = 0
-    receiver_rank: int = 0
-    state_type: int = 0  # of kind state: index into `KVLayout.states`
-
-    @property
-    def state(self) -> int | None:
-        """As in `layout.Slice`."""
-        return self.state_type if self.kind == KIND_STATE else None
-
-
-def kind_of(state: int | None) -> tuple[int, int]:
-    """Kind and state type of a frame with this `Header.state`."""
-    return (KIND_KV, 0) if state is None else (KIND_STATE, state)
 
 
 def pack(h: Header) -> bytes:
+    piece = h.piece
+    kind = 0 if piece.state is None else piece.state + 1
     body = _BODY.pack(
-        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, h.layer, h.kind, h.head_start, h.head_count,
-        h.token_start, h.token_count, h.seq, h.length, h.sender_rank, h.receiver_rank,
-        h.state_type, _ZEROS,
+        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, piece.layer, kind, piece.head_start, piece.head_count,
+        piece.token_start, piece.token_count, h.seq, h.length, _ZEROS,
     )  # fmt: skip
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body) & 0xFFFF_FFFF)
 
@@ -106,23 +96,47 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header:
     view = memoryview(buffer)
     if xxhash.xxh3_64_intdigest(view[: _BODY.size]) & 0xFFFF_FFFF != _CHECK.unpack_from(view, _BODY.size)[0]:
         raise FrameError("header", "header checksum does not match")
-    magic, version, kind, flags, *fields, zeros = _BODY.unpack_from(view)
+    magic, version, number, flags, transfer_id, *of_kv, length, zeros = _BODY.unpack_from(view)
     if magic != MAGIC:
         raise FrameError("magic", f"magic is {magic!r}, not {MAGIC!r}")
     if version != WIRE_VERSION:
-        raise FrameError("version", f"wire version {version}, here {WIRE_VERSION}")
-    if kind not in _TYPES or flags or zeros != _ZEROS:
-        raise FrameError("type", f"unknown frame type {kind}, flags {flags:#x} or reserved {zeros.hex()}")
-    header = Header(_TYPES[kind], *fields)
-    if kind != FrameType.KV:
-        transfer_id, *of_kv, _, sender_rank, receiver_rank, state_type = fields
-        is_plain = of_kv == _NO_SLICE and (transfer_id == NO_TRANSFER or header.type in _OF_TRANSFER)
-        if not is_plain or receiver_rank or state_type or (sender_rank and kind != FrameType.COMMIT):
-            raise FrameError("type", f"{header.type.name} with a field that this type does not use: {header}")
-    return header
+        raise FrameError("version", f"the peer speaks wire version {version}, this side {WIRE_VERSION}")
+    if number not in _TYPES or flags or zeros != _ZEROS:
+        raise FrameError("type", f"unknown frame type {number}, flags {flags:#x} or reserved {zeros.hex()}")
+    if number == FrameType.KV:
+        layer, kind, head_start, head_count, token_start, token_count, seq = of_kv
+        state = kind - 1 if kind else None
+        piece = Slice(layer, head_start, head_count, token_start, token_count, state)
+        return Header(FrameType.KV, transfer_id, piece, seq, length)
+    if any(of_kv) or (transfer_id != NO_TRANSFER and _TYPES[number] not in _OF_TRANSFER):
+        name = _TYPES[number].name
+        raise FrameError("type", f"{name} with a field that this type does not use: {transfer_id}, {of_kv}")
+    return Header(_TYPES[number], transfer_id, length=length)
 
 
-_NO_SLICE = list(Header(FrameType.PING)[2:9])  # from layer to sequence number
+FRAMES_OF_A_KEY = 1 << 20
+
+
+class DirectionKey(msgspec.Struct, array_like=True):
+    """The key of one direction of an encrypted lane, and how many frames have used it."""
+
+    key: bytes
+    frames: int = 0
+
+    def next(self) -> tuple[bytes, bytes]:
+        """The key and the nonce of the next frame."""
+        if self.frames == FRAMES_OF_A_KEY:  # so that no key encrypts too many bytes
+            self.key, self.frames = hmac.digest(self.key, b"baton kv next key", hashlib.sha256), 0
+        nonce = self.frames.to_bytes(12, "little")
+        self.frames += 1
+        return self.key, nonce
+
+
+class LaneKeys(msgspec.Struct, array_like=True):
+    """Of one lane, as one of its ends sees it. They move with the lane to another process."""
+
+    outgoing: DirectionKey
+    incoming: DirectionKey
 
 
 class FrameWriter(Protocol):

@@ -23,9 +23,9 @@ import msgspec
 
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.config import TransferDeadlines
-from baton.kv_transfer.protocol.effects import Expired, Send
+from baton.kv_transfer.protocol.local_messages import FetchWaits, PinOut, ReleasedOut, StopOut
 from baton.kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, Have, Reason
-from baton.kv_transfer.protocol.tombstones import Tombstones
+from baton.kv_transfer.protocol.shared import Expired, Send, Tombstones
 
 MOST_PINS = 2
 """Transfers by content at the same time. More would delay the prefills of this worker."""
@@ -50,40 +50,7 @@ class StartTransfer:
     fetch: Fetch
 
 
-@dataclass(frozen=True, slots=True)
-class StopTransfer:
-    """To the engine: the transfer is over; the prefill is still held."""
-
-    prefill_id: bytes
-    transfer_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """To the engine: no FETCH of the prefill will be served any more."""
-
-    prefill_id: bytes
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """To the engine: a FETCH waits for a prefill that is not offered yet. `gone`: it waits no more."""
-
-    prefill_id: bytes
-    gone: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """To the engine: pin those of the chunks that it has. It answers with `pinned` or `close`."""
-
-    pin_id: bytes
-    chunks: tuple[bytes, ...]
-    first_chunk: int
-
-
-Effect = StartTransfer | StopTransfer | Release | Waiting | Pin | Send | Expired
+Effect = StartTransfer | PinOut | StopOut | ReleasedOut | FetchWaits | Send | Expired
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +61,6 @@ class Held:
     session: int = 0
     attempt: int = 0  # the newest one that has fetched
     stop: int = 0  # the position after the last one that its FETCH asks for
-    receiver_rank: int = 0  # as its FETCH says
     sent: int = 0  # frames of the open transfer that have begun to leave
     moved: float = 0.0  # when the open transfer last made progress
     finished: bool = False  # the prefill is computed: the hold deadline runs
@@ -131,7 +97,7 @@ class HeldPrefills:
             return []
         if self._tombstones.get(prefill_id) is not None:
             # A FETCH may still mean the earlier prefill of this id, so this one cannot be served.
-            return [Release(prefill_id, "reused")]
+            return [ReleasedOut(prefill_id, "reused")]
         held = self.held[prefill_id] = Held(prefill_id, since=now)
         waiting = self.waiting.pop(prefill_id, None)
         if waiting is None:
@@ -159,12 +125,12 @@ class HeldPrefills:
         return [] if held is None else self._end_transfer(held, "integrity", now)
 
     def close(self, prefill_id: bytes, reason: Reason, now: float) -> list[Effect]:
-        """The engine ends the prefill. It does not read the blocks any more, and expects no Release."""
+        """The engine ends the prefill. It does not read the blocks any more, and expects no ReleasedOut."""
         effects: list[Effect] = []
         waiting = self.waiting.pop(prefill_id, None)
         if waiting is not None:
             effects.append(Send(waiting.session, waiting.transfer_id, Aborted(reason, 0)))
-            effects.append(Waiting(prefill_id, gone=True))
+            effects.append(FetchWaits(prefill_id, gone=True))
         held = self.held.get(prefill_id)
         if held is not None:
             effects += [e for e in self._release(held, reason, now) if isinstance(e, Send)]
@@ -177,7 +143,7 @@ class HeldPrefills:
         self._asked.remove(pin_id)
         waiting = self.waiting.pop(pin_id, None)
         if waiting is None:
-            return [Release(pin_id, "gone")]  # its peer left meanwhile
+            return [ReleasedOut(pin_id, "gone")]  # its peer left meanwhile
         assert waiting.first_chunk is not None
         until = now + self._deadlines.pin
         held = self.held[pin_id] = Held(pin_id, finished=True, since=now, pinned_until=until)
@@ -197,7 +163,7 @@ class HeldPrefills:
             if held.state is not HoldState.READY:
                 effects = self._end_transfer(held, "superseded", now)
             return effects + self._start(held, transfer_id, session, fetch, now)
-        effects = [Waiting(fetch.prefill_id)]
+        effects = [FetchWaits(fetch.prefill_id)]
         old = self.waiting.get(fetch.prefill_id)
         if old is not None:
             effects = [Send(old.session, old.transfer_id, Aborted("superseded", 0))]
@@ -211,16 +177,14 @@ class HeldPrefills:
         pin_id = _PIN + transfer_id
         if self._is_used(transfer_id) or pin_id in self._asked or self._tombstones.get(pin_id):
             reason = "integrity"
-        elif message.receivers != 1:
-            reason = "unsupported"
         elif self._pins >= MOST_PINS:
             reason = "busy"
         else:
-            fetch = Fetch(pin_id, 0, 1, (), message.receiver_rank, message.head_start, message.head_count)
+            fetch = Fetch(pin_id, 0, (), message.head_start, message.head_count)
             deadline = now + self._deadlines.fetch_wait
             self.waiting[pin_id] = _Waiting(transfer_id, session, fetch, deadline, message.first_chunk)
             self._asked.add(pin_id)
-            return [Pin(pin_id, message.chunks, message.first_chunk)]
+            return [PinOut(pin_id, message.chunks, message.first_chunk)]
         return [Send(session, transfer_id, Aborted(reason, 0))]
 
     @property
@@ -236,8 +200,6 @@ class HeldPrefills:
         """Why a FETCH cannot start or wait. None: it can."""
         if self._is_used(transfer_id):
             return "integrity"
-        if fetch.receivers != 1:
-            return "unsupported"
         held, waiting = self.held.get(fetch.prefill_id), self.waiting.get(fetch.prefill_id)
         newest = held.attempt if held is not None else waiting.fetch.attempt if waiting is not None else 0
         if fetch.attempt < newest:
@@ -267,7 +229,7 @@ class HeldPrefills:
                 del self.waiting[prefill_id]
                 return [
                     Send(waiting.session, transfer_id, Aborted(reason, 0)),
-                    Waiting(prefill_id, gone=True),
+                    FetchWaits(prefill_id, gone=True),
                 ]
         return []  # crossed our own ABORTED
 
@@ -275,7 +237,7 @@ class HeldPrefills:
         effects: list[Effect] = []
         for prefill_id in [p for p, w in self.waiting.items() if w.session == session]:
             del self.waiting[prefill_id]
-            effects.append(Waiting(prefill_id, gone=True))
+            effects.append(FetchWaits(prefill_id, gone=True))
         for held in [h for h in self.open.values() if h.session == session]:
             effects += [e for e in self._end_transfer(held, "gone", now) if not isinstance(e, Send)]
         return effects
@@ -285,7 +247,7 @@ class HeldPrefills:
         effects: list[Effect] = []
         for prefill_id, waiting in self.waiting.items():
             effects.append(Send(waiting.session, waiting.transfer_id, Aborted(reason, 0)))
-            effects.append(Waiting(prefill_id, gone=True))
+            effects.append(FetchWaits(prefill_id, gone=True))
         self.waiting.clear()
         return effects
 
@@ -327,7 +289,7 @@ class HeldPrefills:
             del self.waiting[prefill_id]
             effects.append(Expired("fetch_wait", f"prefill {prefill_id.hex()} was not offered"))
             effects.append(Send(w.session, w.transfer_id, Aborted("deadline", 0)))
-            effects.append(Waiting(prefill_id, gone=True))
+            effects.append(FetchWaits(prefill_id, gone=True))
         for held in list(self.held.values()):
             if not held.finished:
                 continue  # the router bounds how long a prefill computes
@@ -351,7 +313,7 @@ class HeldPrefills:
         assert held.state is HoldState.READY
         held.state, held.transfer_id, held.session = HoldState.STREAMING, transfer_id, session
         held.sent, held.moved, held.since = 0, now, now
-        held.receiver_rank, held.attempt = fetch.receiver_rank, fetch.attempt
+        held.attempt = fetch.attempt
         held.stop = fetch.ranges[-1][1] if fetch.ranges else 0
         self.open[transfer_id] = held
         return [StartTransfer(held.prefill_id, transfer_id, session, fetch)]
@@ -368,7 +330,7 @@ class HeldPrefills:
             held.transfer_id = None
         held.state, held.since = HoldState.READY, now
         answer = Send(held.session, transfer_id, Aborted(reason, held.sent))
-        return [answer, StopTransfer(held.prefill_id, transfer_id)]
+        return [answer, StopOut(held.prefill_id, transfer_id)]
 
     def _release(self, held: Held, reason: Reason | Literal["acked"], now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -380,4 +342,4 @@ class HeldPrefills:
         held.state = HoldState.RELEASED
         del self.held[held.prefill_id]
         self._tombstones.bury(held.prefill_id, "gone" if reason in ("acked", "deadline") else reason, now)
-        return [Release(held.prefill_id, reason), *effects]
+        return [ReleasedOut(held.prefill_id, reason), *effects]

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 
 from baton.kv_transfer.config import MAX_LANES, MAX_SLOT_BYTES, PAGE
 from baton.kv_transfer.layout import ITEM_BYTES, convertible, scales_of
-from baton.kv_transfer.protocol.keys import LaneKeys
+from baton.kv_transfer.protocol.frame import LaneKeys
 from baton.kv_transfer.protocol.messages import (
     HelloOpen,
     HelloOpenEncrypted,
     HelloProof,
     HelloReply,
     Identity,
-    MessageError,
+    ProtocolError,
     decode_identity,
     encode,
 )
@@ -131,7 +131,7 @@ class Listener:
 
 def _mac(secret: bytes, label: bytes, opened: bytes, reply: HelloReply) -> bytes:
     """Over all that both said but the MAC; each part's length first, so that there is one reading."""
-    parts = (b"baton kv lane v3", label, opened, reply.nonce, reply.identity)
+    parts = (b"baton kv lane", label, opened, reply.nonce, reply.identity)
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return hmac.digest(secret, message, hashlib.sha256)
 
@@ -156,7 +156,7 @@ def _keys(exchange: KeyExchange, peer: bytes, bound_to: bytes, *, initiates: boo
 def _identity(payload: bytes) -> Identity:
     try:
         return decode_identity(payload)
-    except MessageError as e:
+    except ProtocolError as e:
         raise LaneRefused("hello", str(e)) from None
 
 
@@ -165,14 +165,8 @@ def _check(mine: Identity, theirs: Identity) -> None:
         raise LaneRefused("side", f"{theirs.name} and {mine.name} both say that they are the {mine.side}")
     if theirs.incarnation == mine.incarnation:
         raise LaneRefused("self", f"{mine.name} cannot fetch from itself over a lane")
-    (low, high), (lowest, newest) = theirs.versions, mine.versions
-    if max(low, lowest) > min(high, newest):
-        raise LaneRefused(
-            "version",
-            f"{theirs.name} speaks wire versions {low} to {high}, {mine.name} {lowest} to {newest}",
-        )
     fields = {"model": "model_fingerprint", "layout": "layout_fingerprint", "dtype": "kv_dtype"}
-    for reason, field in {**fields, "ranks": "ranks"}.items():
+    for reason, field in fields.items():
         a, b = getattr(mine, field), getattr(theirs, field)
         if not (a == b or (field == "kv_dtype" and b in ITEM_BYTES and convertible(a, b))):
             raise LaneRefused(reason, f"{field}: {mine.name} has {a!r}, {theirs.name} has {b!r}")
@@ -181,7 +175,5 @@ def _check(mine: Identity, theirs: Identity) -> None:
             "scales",
             f"kv_scales: {theirs.name} has {theirs.kv_scales!r}, {theirs.kv_dtype} must have {known!r}",
         )
-    if theirs.rank >= theirs.ranks:
-        raise LaneRefused("ranks", f"{theirs.name} has rank {theirs.rank} of {theirs.ranks}")
     if not PAGE <= theirs.slot_bytes <= MAX_SLOT_BYTES:
         raise LaneRefused("limits", f"{theirs.name} takes slices of {theirs.slot_bytes} bytes")

@@ -1,8 +1,8 @@
 """One transfer as its receiver sees it: RESERVED → RECEIVING → COMPLETE → INJECTED, or ENDED from any. Pure.
 
-Frames and COMMIT come in any order, over several lanes. The transfer is COMPLETE when three things hold: the
-COMMIT of every sender rank came; every frame that a COMMIT counts came exactly once; and all frames together
-have exactly the KV that FETCH asked for.
+Frames and COMMIT come in any order, over several lanes. The transfer is COMPLETE when three things hold:
+COMMIT came; every frame that it counts came exactly once; and all frames together have exactly the KV that
+FETCH asked for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from baton.kv_transfer.layout import KVLayout, Range
-from baton.kv_transfer.protocol.frame import KIND_KV, Header
+from baton.kv_transfer.protocol.frame import Header, Refusal
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
 
 Part = tuple[int | None, int]
@@ -28,40 +27,27 @@ class TransferState(enum.Enum):
     ENDED = enum.auto()  # aborted by either side
 
 
-class Fault(Exception):
-    """The frame or COMMIT contradicts the transfer: it is aborted (integrity). `kind` names the counter."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-@dataclass(slots=True)
-class _Rank:
-    """What came from one sender rank."""
-
-    seen: set[int] = field(default_factory=set)  # sequence numbers
-    verified: int = 0
-    commit: Commit | None = None
+class Fault(Refusal):
+    """The frame or COMMIT contradicts the transfer: it is aborted (integrity)."""
 
 
 class Incoming:
     def __init__(
         self, layout: KVLayout, ranges: Sequence[Range], heads: Range, *, slot_bytes: int,
-        states_of: int | None = None, rank: int = 0, sender_ranks: int = 1,
+        states_of: int | None = None,
     ) -> None:  # fmt: skip
-        """Positions `ranges` (ascending, disjoint) of KV heads `heads`, for receiver rank `rank`. `layout` is
-        that of the sender, as far as it is known: see `sent_as`. `states_of`: the positions that the states
-        cover, if the layout has states. None: no states were asked for."""
+        """Positions `ranges` (ascending, disjoint) of KV heads `heads`. `layout` is that of the sender, as
+        far as it is known: see `sent_as`. `states_of`: the positions that the states cover, if the layout has
+        states. None: no states were asked for."""
         self.state = TransferState.RESERVED
         self.ranges = tuple(ranges)
         self.heads = heads
         self.frames = 0  # verified
         self.bytes = 0
-        self._rank = rank
+        self._commit: Commit | None = None
+        self._seen: set[int] = set()  # sequence numbers
         self._states_of = states_of
         self._slot_bytes = slot_bytes
-        self._ranks = {i: _Rank() for i in range(sender_ranks)}
         self.sent_as(layout)
         # Of each part: heads of a frame → disjoint positions that so came, ascending, neighbours joined. A
         # state counts as one position.
@@ -97,68 +83,63 @@ class Incoming:
 
     @property
     def committed(self) -> bool:
-        return all(r.commit is not None for r in self._ranks.values())
+        return self._commit is not None
 
     @property
     def first_token(self) -> FirstToken:
-        commit = self._ranks[0].commit
-        assert commit is not None, "first token asked for before COMMIT"
-        return commit.first_token
+        assert self._commit is not None, "first token asked for before COMMIT"
+        return self._commit.first_token
 
     def begin(self, h: Header) -> None:
         """A KV frame's header came; Fault unless exactly this frame is still missing."""
         assert self.live
-        rank, state = self._ranks.get(h.sender_rank), h.state
-        part = state, h.layer
-        if state is not None and part not in self._missing:
-            raise Fault("state", f"no such state was asked for: {h}")
-        kind_is_known = state is not None or (h.kind == KIND_KV and h.state_type == 0)
-        if rank is None or h.receiver_rank != self._rank or not kind_is_known or part not in self._missing:
-            raise Fault("frame_fields", f"no such rank, kind or layer: {h}")
-        start, stop = h.token_start, h.token_start + h.token_count
-        first, last = h.head_start, h.head_start + h.head_count
+        piece, state = h.piece, h.piece.state
+        part = state, piece.layer
+        if part not in self._missing:
+            kind = "frame_fields" if state is None else "state"
+            raise Fault(kind, f"no such layer or state was asked for: {piece}")
+        start, stop = piece.token_start, piece.token_start + piece.token_count
+        first, last = piece.head_start, piece.head_start + piece.head_count
         kept = self.layout.parts[state]
         if kept.per_token:
-            size, heads = h.token_count * kept.head_bytes, self.heads
+            size, heads = piece.token_count * kept.head_bytes, self.heads
             was_asked = any(a <= start and stop <= b for a, b in self.ranges)
         else:
             size, heads = kept.head_bytes, (0, kept.heads)
             was_asked = start == stop == self._states_of
-        if h.length != h.head_count * size or h.length == 0:
-            raise Fault("frame_length", f"length {h.length} for {h.token_count} × {h.head_count}")
+        if h.length != piece.head_count * size or h.length == 0:
+            raise Fault("frame_length", f"length {h.length} for {piece.token_count} × {piece.head_count}")
         if not heads[0] <= first < last <= heads[1]:
             raise Fault("frame_range", f"heads {first}–{last} were not asked for")
         if not was_asked:
             raise Fault("frame_range", f"positions {start}–{stop} were not asked for")
-        if rank.commit is not None and h.seq >= rank.commit.frames:
-            raise Fault("sequence", f"frame {h.seq} of {rank.commit.frames}")
-        self._mark(rank.seen, h.seq)
+        if self._commit is not None and h.seq >= self._commit.frames:
+            raise Fault("sequence", f"frame {h.seq} of {self._commit.frames}")
+        self._mark(h.seq)
         self._cover(part, (first, last), start, max(stop, start + 1))
         self.state = TransferState.RECEIVING
 
     def verified(self, h: Header) -> bool:
         """The frame's payload is whole and undamaged. True: that completed the transfer."""
         assert self.state is TransferState.RECEIVING
-        self._ranks[h.sender_rank].verified += 1
         self.frames += 1
         self.bytes += h.length
-        part, size = (h.state, h.layer), self._slot_bytes
+        part, size = (h.piece.state, h.piece.layer), self._slot_bytes
         before = self._missing[part]
         self._missing[part] = before - h.length
         self._missing_frames -= -(-before // size) - -(-(before - h.length) // size)
         return self._check_complete()
 
-    def commit(self, sender_rank: int, commit: Commit) -> bool:
+    def commit(self, commit: Commit) -> bool:
         """True: that completed the transfer."""
         assert self.live
-        rank = self._ranks.get(sender_rank)
-        if rank is None or rank.commit is not None:
-            raise Fault("commit", f"second COMMIT, or none expected, from rank {sender_rank}")
-        if max(rank.seen, default=-1) >= commit.frames:
+        if self._commit is not None:
+            raise Fault("commit", "a second COMMIT")
+        if max(self._seen, default=-1) >= commit.frames:
             raise Fault("sequence", f"COMMIT of {commit.frames} frames after a later one came")
         if not commit.first_token.logprobs_valid:
             raise Fault("commit", f"a logprob of the first token is no logprob: {commit.first_token}")
-        rank.commit = commit
+        self._commit = commit
         self.state = TransferState.RECEIVING
         return self._check_complete()
 
@@ -184,25 +165,24 @@ class Incoming:
         self.state = TransferState.ENDED
 
     def _check_complete(self) -> bool:
-        for rank in self._ranks.values():
-            if rank.commit is None or rank.verified < rank.commit.frames:
-                return False
-        committed = sum(r.commit.bytes for r in self._ranks.values() if r.commit)
-        if not committed == self.bytes == self._expected_bytes:
-            raise Fault("commit", f"COMMIT counts {committed} bytes, {self.bytes} came")
+        commit = self._commit
+        if commit is None or self.frames < commit.frames:
+            return False
+        if not commit.bytes == self.bytes == self._expected_bytes:
+            raise Fault("commit", f"COMMIT counts {commit.bytes} bytes, {self.bytes} came")
         self.state = TransferState.COMPLETE
         return True
 
     def _count_missing_frames(self) -> None:
         self._missing_frames = sum(-(-missing // self._slot_bytes) for missing in self._missing.values())
 
-    def _mark(self, seen: set[int], seq: int) -> None:
+    def _mark(self, seq: int) -> None:
         # Every frame has at least one head of one position, or of one state.
         if seq >= self._most_frames:
             raise Fault("sequence", f"sequence number {seq} is beyond any possible frame")
-        if seq in seen:
+        if seq in self._seen:
             raise Fault("sequence", f"sequence number {seq} came twice")
-        seen.add(seq)
+        self._seen.add(seq)
 
     def _cover(self, part: Part, heads: Range, start: int, stop: int) -> None:
         for (first, last), covered in self._covered[part].items():

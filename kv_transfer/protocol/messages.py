@@ -7,12 +7,14 @@ before it is read, and its fields are validated while it is decoded. Nothing els
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from baton.kv_transfer.protocol.frame import FrameType
+from baton.kv_transfer.layout import U16, U32, Slice
+from baton.kv_transfer.protocol.frame import FrameType, Refusal
 
 MAX_CONTROL_BYTES = 64 << 10
 MAX_RANGES = 1024
@@ -21,10 +23,8 @@ MAX_CHUNKS = 2048
 MAX_SLICES = 1024
 MAX_HANDLE_BYTES = 4096
 
-Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U8 = Annotated[int, Meta(ge=0, lt=1 << 8)]
-U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
-U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 U63 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 U64 = Annotated[int, Meta(ge=0)]  # msgpack has nothing larger
 Text = Annotated[str, Meta(max_length=512)]
@@ -63,11 +63,8 @@ class Identity(Message):
     """The process that speaks, the model that it serves and the frames that it can take."""
 
     side: Side
-    versions: tuple[U8, U8]  # lowest and highest wire version that it speaks
     name: Text
     incarnation: U64
-    rank: U8  # of its tensor parallel group
-    ranks: U8  # of that group
     model_fingerprint: Text
     layout_fingerprint: Text
     kv_dtype: Text
@@ -114,10 +111,8 @@ class Fetch(Message):
 
     prefill_id: Id
     attempt: U64  # of decode: a FETCH of a newer attempt ends the transfers of older ones
-    receivers: U8  # ranks that fetch; the prefill is released when each has acknowledged
     ranges: Annotated[tuple[tuple[U32, U32], ...], Meta(max_length=MAX_RANGES)]  # [start, stop), ascending
-    receiver_rank: U8
-    head_start: U16  # the KV heads that this receiver rank holds
+    head_start: U16  # the KV heads that are asked for
     head_count: U16
 
 
@@ -129,8 +124,6 @@ class FetchContent(Message):
 
     chunks: Annotated[tuple[Id, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
     first_chunk: U32  # its position in the prompt, in chunks
-    receivers: U8
-    receiver_rank: U8
     head_start: U16
     head_count: U16
 
@@ -156,7 +149,7 @@ class CreditReturned(Message):
 
 
 class Commit(Message):
-    """sender → receiver: the first token, and how many frames and bytes this sender rank sends in all."""
+    """sender → receiver: the first token, and how many frames and bytes the sender sends in all."""
 
     first_token: FirstToken
     frames: U32
@@ -201,49 +194,14 @@ class Reach(Message):
     why: Text
 
 
-class SliceAt(Message):
-    """sender → receiver: instead of a KV frame, a slice of the transfer in the header is in this slot."""
-
-    slot: U32
-    generation: U63
-    seq: U32
-    layer: U16
-    head_start: U16
-    head_count: U16
-    token_start: U32
-    token_count: U32
-    length: U32
-
-    @property
-    def state(self) -> int | None:
-        """As in `layout.Slice`."""
-        return None
-
-
-class StateSliceAt(SliceAt):
-    """The same, for a slice of a state."""
-
-    state_type: U8
-
-    @property
-    def state(self) -> int | None:
-        return self.state_type
-
-
-class AnySliceAt(SliceAt):
-    """A slice of KV or of a state, in `Slices`."""
-
-    state_type: U8 | None = None
-
-    @property
-    def state(self) -> int | None:
-        return self.state_type
+SliceAt = tuple[U32, U63, U32, U32, Slice]
+"""Slot, generation, sequence number, length, and the slice."""
 
 
 class Slices(Message):
-    """sender → receiver: several slices of the transfer in the header, from version 5 on."""
+    """sender → receiver: instead of KV frames, slices of the transfer in the header are in these slots."""
 
-    slices: Annotated[tuple[AnySliceAt, ...], Meta(min_length=1, max_length=MAX_SLICES)]
+    slices: Annotated[tuple[SliceAt, ...], Meta(min_length=1, max_length=MAX_SLICES)]
 
 
 class Taken(Message):
@@ -259,7 +217,7 @@ class Ping(Message):
 
 Control = (
     Fetch | FetchContent | Have | Credit | CreditReturned | Commit | Ack | Abort | Aborted | Ping
-    | Export | Reach | SliceAt | StateSliceAt | Slices | Taken
+    | Export | Reach | Slices | Taken
 )  # fmt: skip
 
 _TYPES: dict[type[Message], FrameType] = {
@@ -275,33 +233,24 @@ _TYPES: dict[type[Message], FrameType] = {
     Have: FrameType.HAVE,
     Export: FrameType.EXPORT,
     Reach: FrameType.REACH,
-    SliceAt: FrameType.SLICE,
-    StateSliceAt: FrameType.STATE_SLICE,
     Slices: FrameType.SLICES,
     Taken: FrameType.TAKEN,
 }
 # What each side may be sent. A type that is not here is a protocol error.
 _TO_SENDER = (Fetch, FetchContent, Credit, Ack, Abort, Ping, Reach, Taken)
-_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping, Export, SliceAt, StateSliceAt, Slices)
-_encode = msgspec.msgpack.Encoder().encode
+_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping, Export, Slices)
+encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[Side, dict[FrameType, Any]] = {
     "sender": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_SENDER},
     "receiver": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_RECEIVER},
 }
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 _decode_identity = msgspec.msgpack.Decoder(Identity).decode
+M = TypeVar("M")
 
 
-# What msgspec raises for bytes that are no such message; for a str that is not UTF-8 it is its own error.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-class MessageError(Exception):
-    """The peer sent a control message that breaks the protocol: its session ends."""
-
-
-def encode(message: Message) -> bytes:
-    return _encode(message)
+class ProtocolError(Refusal):
+    """The peer broke the protocol with a control message: its session ends."""
 
 
 def frame_type(message: Control) -> FrameType:
@@ -309,44 +258,43 @@ def frame_type(message: Control) -> FrameType:
 
 
 def decode(side: Side, kind: FrameType, payload: memoryview) -> Control:
-    """Decodes what came to this side of a session. Raises MessageError if it is no valid `kind`."""
+    """Decodes what came to this side of a session. Raises ProtocolError if it is no valid `kind`."""
     decoder = _decoders[side].get(kind)
     if decoder is None:
-        raise MessageError(f"{kind.name} is never sent to the {side}")
-    try:
-        message = decoder(payload)
-    except _UNREADABLE as e:
-        raise MessageError(f"{kind.name}: {e}") from None
+        raise ProtocolError("message", f"{kind.name} is never sent to the {side}")
+    message = _read(decoder, payload, kind.name)
     if isinstance(message, Fetch | FetchContent):
         _check_fetch(message)
     elif isinstance(message, Commit):
         first = message.first_token
         if len(first.top_ids) != len(first.top_logprobs):
-            raise MessageError(f"COMMIT: {len(first.top_ids)} top ids, {len(first.top_logprobs)} logprobs")
+            text = f"COMMIT: {len(first.top_ids)} top ids, {len(first.top_logprobs)} logprobs"
+            raise ProtocolError("message", text)
     return message
 
 
 def decode_hello(payload: memoryview) -> Hello:
-    try:
-        return _decode_hello(payload)
-    except _UNREADABLE as e:
-        raise MessageError(f"HELLO: {e}") from None
+    return _read(_decode_hello, payload, "HELLO")
 
 
 def decode_identity(payload: bytes) -> Identity:
+    return _read(_decode_identity, payload, "HELLO identity")
+
+
+def _read(decoder: Callable[[bytes | memoryview], M], payload: bytes | memoryview, what: str) -> M:
+    # For bytes that are no such message; for a str that is not UTF-8 msgspec raises Python's own error.
     try:
-        return _decode_identity(payload)
-    except _UNREADABLE as e:
-        raise MessageError(f"HELLO identity: {e}") from None
+        return decoder(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError("message", f"{what}: {e}") from None
 
 
 def _check_fetch(message: Fetch | FetchContent) -> None:
     previous = 0
     for start, stop in message.ranges if isinstance(message, Fetch) else ():
         if not previous <= start < stop:
-            raise MessageError(f"FETCH: ranges must be ascending, disjoint and not empty: {start}, {stop}")
+            text = f"FETCH: ranges must be ascending, disjoint and not empty: {start}, {stop}"
+            raise ProtocolError("message", text)
         previous = stop
     if message.head_count == 0:
-        raise MessageError("FETCH: no heads asked for")
-    if not message.receiver_rank < message.receivers:
-        raise MessageError(f"FETCH: receiver rank {message.receiver_rank} of {message.receivers}")
+        raise ProtocolError("message", "FETCH: no heads asked for")

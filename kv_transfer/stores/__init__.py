@@ -1,5 +1,61 @@
 """Copies of whole blocks of a KV cache, for the tiers below the device: memory of the host, and its disk.
 
-A tier of the engine decides what is copied, loaded and dropped. A store here copies: `block_store` to memory
+A tier of the engine decides what is copied, loaded and dropped. A store here copies: `host_store` to memory
 of the host (`cuda_store` from a GPU), `ranked_store` on all ranks of an engine, `disk_store` to a file.
+
+A *place* has all layers of one block, as this rank holds them. A block gets a checksum when it is saved. When
+it is loaded, the checksum must match. If it does not, the block's bytes are undefined.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Pair = tuple[int, int]
+"""A block and a place."""
+
+
+class BlockStore:
+    """The base of stores. The caller has one thread. It owns blocks and places from the start of their copy
+    to its end."""
+
+    batch: int
+    """Blocks that are worth copying together."""
+
+    @property
+    def room(self) -> int:
+        """How many blocks may be copied now."""
+        raise NotImplementedError
+
+    def save(self, pairs: Sequence[Pair]) -> None:
+        """Starts to copy blocks to places. No step writes the blocks, or the caller does not use the
+        places."""
+        self.copy(pairs, is_load=False)
+
+    def load(self, pairs: Sequence[Pair]) -> None:
+        """Starts to copy places into blocks. No step uses the blocks."""
+        self.copy(pairs, is_load=True)
+
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+        """As `load`, or as `save`."""
+        raise NotImplementedError
+
+    def ended(self) -> list[bool]:
+        """Of each block with a copy that is over, in the order of the copies: whether it is whole. A block
+        that is saved is, unless a disk fails."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Waits for the copies, and frees the places."""
+        raise NotImplementedError
+
+
+class HostStore(BlockStore):
+    """The base of stores in the memory of the host."""
+
+    sums: list[int | None]
+    """The checksum of each place. None: a block that is loaded from there is not whole."""
+
+    def memory(self, place: int) -> memoryview:
+        """The bytes of a place. No copy uses them while the caller does."""
+        raise NotImplementedError

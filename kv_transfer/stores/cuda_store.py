@@ -14,6 +14,7 @@ from baton.kv_transfer.device import copy_kernels
 from baton.kv_transfer.device.copy_kernels import Pages
 from baton.kv_transfer.device.pool import Window, planes
 from baton.kv_transfer.device.tables import Table, pin, unpin
+from baton.kv_transfer.stores import HostStore, Pair
 from baton.kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 64 << 20
@@ -86,7 +87,7 @@ class _Batch:
     is_load: bool = False
 
 
-class CudaStore:
+class CudaStore(HostStore):
     """Copies on a side stream: a kernel between the pool and dense memory on the device, and one copy a block
     between that and its place. The kernel adds up the checksums."""
 
@@ -127,18 +128,12 @@ class CudaStore:
     def room(self) -> int:
         return len(self._spare) * self.batch
 
-    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._start(pairs, is_load=False)
-
-    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._start(pairs, is_load=True)
-
-    def _start(self, pairs: Sequence[tuple[int, int]], *, is_load: bool) -> None:
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
         with torch.cuda.stream(self._stream):
             for first in range(0, len(pairs), self.batch):
                 self._start_batch(pairs[first : first + self.batch], is_load=is_load)
 
-    def _start_batch(self, pairs: Sequence[tuple[int, int]], *, is_load: bool) -> None:
+    def _start_batch(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
         count, size = len(pairs), self._lines.block_bytes
         batch = self._spare.pop()
         batch.places, batch.is_load = [place for _, place in pairs], is_load

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from baton.kv_transfer.stores.block_store import Pair, block_bytes, open_host_store
+from baton.kv_transfer.stores import BlockStore, Pair
+from baton.kv_transfer.stores.host_store import block_bytes, open_host_store
 from baton.kv_transfer.transport import PagedKV
 
 STAGING_BYTES = 256 << 20
@@ -40,7 +41,7 @@ class _Copy:
     """Whether the copy came to its end with the right bytes. None: it is not over."""
 
 
-class DiskStore:
+class DiskStore(BlockStore):
     """Owns the file and the staging store."""
 
     def __init__(self, kv: PagedKV, num_places: int, directory: str, tick: Callable[[], None]) -> None:
@@ -65,12 +66,13 @@ class DiskStore:
     def room(self) -> int:
         return min(len(self._free), self._staging.room) // self.batch * self.batch
 
-    def save(self, pairs: Sequence[Pair]) -> None:
-        copies = self._begin(pairs, is_load=False)
-        self._stage(copies)
-
-    def load(self, pairs: Sequence[Pair]) -> None:
-        for copy in self._begin(pairs, is_load=True):
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+        copies = [_Copy(block, place, self._free.pop(), is_load) for block, place in pairs]
+        self._under_way += copies
+        if not is_load:
+            self._stage(copies)
+            return
+        for copy in copies:
             copy.io = self._threads.submit(self._move, copy)
             self._reading.append(copy)
 
@@ -101,25 +103,17 @@ class DiskStore:
         self._staging.close()
         self._file.close()
 
-    def _begin(self, pairs: Sequence[Pair], *, is_load: bool) -> list[_Copy]:
-        copies = [_Copy(block, place, self._free.pop(), is_load) for block, place in pairs]
-        self._under_way += copies
-        return copies
-
     def _stage(self, copies: Sequence[_Copy]) -> None:
         """Starts copies between blocks and their slots, all in one direction."""
         if not copies:
             return
         self._staged += copies
-        pairs = [(copy.block, copy.slot) for copy in copies]
-        if not copies[0].is_load:
-            self._staging.save(pairs)
-            return
-        for copy in copies:
+        is_load = copies[0].is_load
+        for copy in copies if is_load else ():
             self._reading.remove(copy)
             is_read = copy.io is not None and copy.io.result()
             self._staging.sums[copy.slot] = self._sums[copy.place] if is_read else None
-        self._staging.load(pairs)
+        self._staging.copy([(copy.block, copy.slot) for copy in copies], is_load=is_load)
 
     def _move(self, copy: _Copy) -> bool:
         """Reads or writes the file, in a thread."""

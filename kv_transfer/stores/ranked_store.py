@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.local_messages import BlocksCopied, CopyBlocks
-from baton.kv_transfer.receiver_pacing import EVENT_POLL
-from baton.kv_transfer.stores.block_store import BlockStore, Pair
+from baton.kv_transfer.pacing import EVENT_POLL
+from baton.kv_transfer.protocol.local_messages import BlocksCopied, CopyBlocks
+from baton.kv_transfer.stores import BlockStore, Pair
 from baton.kv_transfer.wait import wait
 
 
-class RankedStore:
-    """Implements `BlockStore` on rank 0. Owns the channels to the other ranks."""
+class RankedStore(BlockStore):
+    """The store of rank 0. Owns the channels to the other ranks."""
 
     def __init__(self, own: BlockStore, ranks: Sequence[socket.socket], silence: float) -> None:
         """`silence`: seconds without a copy, while some are due, after which another rank counts as hung."""
@@ -40,15 +40,8 @@ class RankedStore:
     def room(self) -> int:
         return max(0, self._most - len(self._batches)) * self.batch
 
-    def save(self, pairs: Sequence[Pair]) -> None:
-        self._own.save(pairs)
-        self._order(pairs, is_load=False)
-
-    def load(self, pairs: Sequence[Pair]) -> None:
-        self._own.load(pairs)
-        self._order(pairs, is_load=True)
-
-    def _order(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+    def copy(self, pairs: Sequence[Pair], *, is_load: bool) -> None:
+        self._own.copy(pairs, is_load=is_load)
         if not self._batches:
             self._heard = [time.monotonic()] * len(self._channels)
         for first in range(0, len(pairs), self.batch):
@@ -102,7 +95,7 @@ class StoreServer:
                 while True:
                     wait([channel.fileno()], EVENT_POLL if under_way else None)
                     for order in channel.receive():
-                        (store.load if order.is_load else store.save)(order.pairs)
+                        store.copy(order.pairs, is_load=order.is_load)
                         under_way += len(order.pairs)
                     if whole := store.ended():
                         under_way -= len(whole)

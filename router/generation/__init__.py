@@ -28,7 +28,7 @@ What waits for what, between the two workers:
     running decode         ──▶ nothing
 
 This forms no circle. If a reserved decode waits for a queued prefill, the worker of that prefill drops held
-prefills without a decode until it can start (`engine.core.making_room`). So decodes always end, and a held
+prefills without a decode until it can start (`engine.core.request_lives`). So decodes always end, and a held
 prefill gets their capacity. If that takes longer than the hold deadline, the prefill is dropped, and computed
 again under a reservation.
 

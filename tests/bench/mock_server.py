@@ -42,7 +42,6 @@ class Behavior:
     gate: Callable[[int, int], Awaitable[object]] | None = None
     faults: Sequence[Fault] = ("none",)
     tokenize: bool = True
-    metrics: bool = True
     token_ids: bool = True
     usage: bool = True
     running_usage: bool = True
@@ -76,7 +75,6 @@ class MockServer:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -113,20 +111,6 @@ class MockServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
-
-    async def _metrics(self, request: web.Request) -> web.Response:
-        if not self.behavior.metrics:
-            raise web.HTTPNotFound
-        done = [s for s in self.served if s.writes]
-        queue, prefill = 0.25 * self.behavior.ttft, 0.75 * self.behavior.ttft
-        response = web.Response(
-            text=_histogram("vllm:request_queue_time_seconds", [queue] * len(done))
-            + _histogram("vllm:request_prefill_time_seconds", [prefill] * len(done))
-            + _histogram("vllm:request_decode_time_seconds", [s.writes[-1] - s.writes[0] for s in done])
-        )
-        if "gzip" in request.headers.get("accept-encoding", ""):
-            response.enable_compression()
-        return response
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         if not self.behavior.tokenize:
@@ -287,18 +271,6 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
     return web.json_response({"error": {"message": message, "code": status}}, status=status, headers=headers)
-
-
-def _histogram(name: str, values: Sequence[float]) -> str:
-    bounds = [0.001 * 2**i for i in range(14)]
-    lines = [f"# TYPE {name} histogram"]
-    lines += [f'{name}_bucket{{le="{b}"}} {sum(v <= b for v in values)}' for b in bounds]
-    lines += [
-        f'{name}_bucket{{le="+Inf"}} {len(values)}',
-        f"{name}_sum {sum(values)}",
-        f"{name}_count {len(values)}",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 async def main() -> None:

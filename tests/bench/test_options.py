@@ -46,7 +46,6 @@ def test_objectives_are_parsed() -> None:
     ("make", "message"),
     [
         (lambda: Options(url="localhost:8000"), r"--url 'localhost:8000'.*http://"),
-        (lambda: Options(metrics_url=["9090"]), r"--metrics-url '9090'"),
         (lambda: Options(extra_body="{"), r"--extra-body '\{' is not JSON"),
         (lambda: Options(extra_body="[1]"), r"--extra-body '\[1\]' must be an object"),
         (lambda: Options(preset="3/4"), r"--preset '3/4'.*2000/150"),

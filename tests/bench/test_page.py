@@ -44,9 +44,7 @@ def report(*, rate: float = 4.0, failed: int = 0, **more: Any) -> Report:
     target = Target(("http://127.0.0.1:8000",), "completions", HOSTILE, Dialect())
     plan = Plan(options, client_of(options, target, Listed((one_turn(),)), EXACT), ())
     harvest = replace(Harvest(ended=6.0, records=records(failed)), **more)
-    queue = {"name": "prefill_queue", "metric": "vllm:request_queue_time_seconds", "count": 60, "mean": 0.01}
-    queue |= {"p50": 64.0, "p99": None, "beyond": ["p50"]}
-    return report_of(plan, harvest, {"statement": "by it", "stages": [queue]}, "2026-01-01")
+    return report_of(plan, harvest, "2026-01-01")
 
 
 def _report(**more: Any) -> dict[str, Any]:
@@ -104,8 +102,8 @@ async def test_a_browser_draws_the_charts(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(page([_report()], ["one"]))
     async with browser(file.as_uri(), tmp_path / "profile") as shown:
-        # four distributions, four time lines, the stages of the server
-        await shown.until("document.querySelectorAll('.subplot').length === 9")
+        # four distributions, four time lines
+        await shown.until("document.querySelectorAll('.subplot').length === 8")
 
 
 def test_a_page_shows_why_its_numbers_are_invalid() -> None:
@@ -157,10 +155,6 @@ def test_rows_have_the_names_and_units_of_the_contract() -> None:
     assert rows["ttit.p99"]["meets_goal"] is True
     assert rows["errors.http_500"]["value"] == 2
     assert rows["goodput.share"]["value"] == pytest.approx(60 / 62)
-    assert rows["server.prefill_queue.mean"]["value"] == pytest.approx(10)
-    assert rows["server.prefill_queue.p50"]["low"] == 64_000, "in the last bucket: at least so much"
-    assert "server.prefill_queue.p99" not in rows
-    assert "&gt; 64,000" in page([_report()], ["x"])
 
 
 def test_requests_are_written_in_order_with_their_failures(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import typer.main
 import typer.testing
 
-from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
 from baton.cluster.supervision.runner import RoleRunner
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from baton.cluster.supervision import lifeline
+from baton.cluster.supervision import processes
 
 parser = argparse.ArgumentParser()
 parser.add_argument("role")
@@ -28,7 +28,7 @@ def say(message: object) -> None:
 
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-lifeline.tie_to_parent(args.ready_fd)
+processes.tie_to_parent(args.ready_fd)
 wrong = os.environ.get("MISBEHAVIOUR", "")
 once = os.environ.get("GOOD_AFTER")
 if once and Path(once).exists():

@@ -17,8 +17,8 @@ import baton.cluster.autoscaling.scaling
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.autoscaling.autoscaler import Autoscaler
 from baton.cluster.autoscaling.balancer import Sample, decode_load, prefill_load
-from baton.cluster.options import PoolOptions, PoolSize
-from baton.cluster.supervision.held import tokens_held
+from baton.cluster.options.pools import PoolOptions, PoolSize
+from baton.cluster.supervision.calls import tokens_held
 from baton.cluster.supervision.plan import Pool, RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.supervisor import Supervisor

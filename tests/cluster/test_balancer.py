@@ -10,7 +10,7 @@ import pytest
 from baton.bench.routing_sim.baselines import Flips
 from baton.cluster.autoscaling.balancer import FLIP_EVERY, Balancer
 from baton.cluster.autoscaling.scaling import GROW_AFTER
-from baton.cluster.options import PoolOptions, PoolSize
+from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
 from baton.simulator.placement import SEATS, simulate
 from baton.simulator.step_worker import PlacementOutcome

@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 from baton.bench.chaos.cluster import free_port
 from baton.cluster import check_model, serve
 from baton.cluster.cli import app
-from baton.cluster.options import DoctorOptions, EngineOptions, FrontOptions
-from baton.cluster.supervision.ports import check_ports
+from baton.cluster.options.clients import DoctorOptions
+from baton.cluster.options.engine import EngineOptions
+from baton.cluster.options.roles import FrontOptions
+from baton.cluster.supervision.plan import check_ports
 from baton.cluster.tools.doctor.node import the_model
 from baton.machine.system import make_directory
 
@@ -73,8 +75,8 @@ def test_an_unusable_model_is_refused_before_the_start(
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path)])
     assert result.exit_code == 2
     assert "architecture NewForCausalLM is not supported" in result.output
-    checked = check_model._faults(str(tmp_path), "auto", "auto", 1, False, None)
-    monkeypatch.setattr(check_model, "faults", lambda found, **_: checked)
+    checked = check_model._faults(str(tmp_path), dict(check_model.RANKS), None)
+    monkeypatch.setattr(check_model, "faults", lambda found, engine: checked)
     found = list(the_model(DoctorOptions(model=str(tmp_path))))
     assert [(f.check, f.level) for f in found] == [("model", "bad"), ("tokenizer", "bad")]
     assert "NewForCausalLM is not supported" in found[0].found

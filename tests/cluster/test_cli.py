@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import click
 import pytest
@@ -23,13 +23,15 @@ import baton.cluster.cli
 import baton.cluster.roles
 import baton.cluster.script
 import baton.cluster.serve
-from baton.cluster import options
 from baton.cluster.cli import app
 from baton.cluster.gpus import visible_gpus
-from baton.cluster.options import RouterRole
+from baton.cluster.options import clients, engine, pools, roles
 from baton.cluster.options.parameters import option_of
 from baton.cluster.supervision.plan import Plan
-from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.processes import PACKAGES
+from baton.engine import EngineConfig
+from baton.router.config import RouterConfig
+from baton.worker.config import WorkerConfig
 
 
 def run_baton(*args: str, **environment: str) -> Result:
@@ -87,12 +89,41 @@ def test_help_shows_the_default_of_every_option(commands: typer.Typer) -> None:
 
 def test_help_shows_the_values_of_every_choice() -> None:
     """A metavar would hide them."""
-    names = set(options.__all__) - {"RouterRole", "WorkerRole", "PickerRole"}  # groups of groups
-    groups = [group for name in names if is_dataclass(group := getattr(options, name))]
-    every = [(field.name, *option_of(group, field)) for group in groups for field in fields(group)]
+    named = [each for module in (clients, engine, pools, roles) for each in vars(module).values()]
+    groups = [group for group in named if isinstance(group, type) and is_dataclass(group)]
+    options = [(group, each) for group in groups for each in fields(group) if each.metadata]
+    every = [(each.name, *option_of(group, each)) for group, each in options]
     choices = {name: info for name, kind, info in every if "Literal" in str(kind)}
     assert len(choices) > 15
     assert [name for name, info in choices.items() if info.metavar] == []
+
+
+@pytest.mark.parametrize(
+    ("role", "configurations", "under_other_names"),
+    [
+        (
+            roles.WorkerRole,
+            (WorkerConfig, EngineConfig),
+            "download_dir optimize cluster_secret_file cluster_certfile cluster_keyfile cluster_ca_certs "
+            "hold_timeout transfer_timeout tombstone_timeout peer_timeout engine_timeout drain_timeout",
+        ),
+        (
+            roles.RouterRole,
+            (RouterConfig,),
+            "download_dir cluster_secret_file cluster_certfile cluster_keyfile cluster_ca_certs worker "
+            "kubernetes_service ssl_certfile ssl_keyfile ssl_ca_certs router_processes api_key api_key_file "
+            "timeout_keep_alive no_overflow no_prefix_fetches",
+        ),
+    ],
+)
+def test_no_option_of_a_role_is_lost(
+    role: type, configurations: tuple[type, ...], under_other_names: str
+) -> None:
+    """`baton.cluster.roles` passes options by their names, and those that are named here one by one."""
+    given = [each.name for group in get_type_hints(role).values() for each in fields(group)]
+    taken = {each.name for configuration in configurations for each in fields(configuration)}
+    assert len(given) == len(set(given)), "a name in two groups"
+    assert set(given) - taken == set(under_other_names.split())
 
 
 def test_the_version_and_the_completion_of_a_shell() -> None:
@@ -436,7 +467,7 @@ def test_pools_may_have_different_kv_dtypes(served: list[Plan]) -> None:
 
 
 def test_only_the_prefill_pool_may_be_left_out(served: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
-    routers: list[RouterRole] = []
+    routers: list[roles.RouterRole] = []
     monkeypatch.setattr(baton.cluster.roles, "run_router", lambda given: routers.append(given) or 0)
     for prefill, names in (("0", ["decode 0"]), ("1", ["prefill 0", "decode 0"])):
         run_baton("serve", "--prefill", prefill, "--device", "cpu")

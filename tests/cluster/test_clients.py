@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from baton.cluster.cli import app
-from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.tools.status import device_of
 from baton.router.status import _plain
 from baton.rpc import worker_pb2 as pb
@@ -254,7 +254,7 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
     roles = [
         common | {"role": "decode", "index": 0, "phase": "ready", "restarts": 2, "last_exit": "was killed"},
         common | {"role": "decode", "index": 1, "phase": "starting", "restarts": 0, "last_exit": ""},
-        common | {"role": "prefill", "index": 1, "phase": "waiting", "restarts": 7, "last_exit": "no memory"}
+        common | {"role": "prefill", "index": 1, "phase": "waiting", "restarts": 7, "last_exit": "[no] room"}
         | {"crash_loop": True},
         common | {"role": "router", "index": 0, "phase": "ready", "restarts": 0, "last_exit": ""},
     ]  # fmt: skip
@@ -265,7 +265,7 @@ def test_status_shows_what_only_the_supervisor_knows(monkeypatch: pytest.MonkeyP
         ["prefill", "0"], ["prefill", "1"], ["decode", "0"], ["decode", "1"],
     ]  # fmt: skip
     assert "waiting CRASH LOOP" in lines[2]
-    assert lines[2].split()[-4:] == ["7", "no", "memory", "host-a"]
+    assert lines[2].split()[-4:] == ["7", "[no]", "room", "host-a"]
     assert lines[3].split()[3] == "ready"
     assert lines[3].split()[-4:] == ["2", "was", "killed", "host-a"]
     assert "starting" in lines[4]

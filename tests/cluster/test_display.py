@@ -9,15 +9,16 @@ from typing import Any, get_type_hints
 
 from rich.console import Console
 
-from baton.cluster import options
+from baton.cluster.options.engine import ModelOptions
+from baton.cluster.options.roles import FrontOptions
 from baton.cluster.supervision.display import Display
 from baton.cluster.supervision.plan import Plan
 
 
 def plan(**front: Any) -> Plan:
     given = {f.name: get_type_hints(Plan)[f.name]() for f in fields(Plan)}
-    given["model"] = options.ModelOptions(served_model_name=['it\'s "one"'])
-    given["front"] = options.FrontOptions(**front)
+    given["model"] = ModelOptions(served_model_name=['it\'s "one"'])
+    given["front"] = FrontOptions(**front)
     return Plan(**given)
 
 

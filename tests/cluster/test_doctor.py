@@ -18,7 +18,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from baton.cluster.cli import app
-from baton.cluster.options import DoctorOptions, EndpointOptions
+from baton.cluster.options.clients import DoctorOptions, EndpointOptions
 from baton.cluster.tools.doctor import network, nixl, node
 from baton.cluster.tools.doctor.finding import Finding, bad, exit_code, good, warning
 from baton.cluster.tools.doctor.running import running, workers

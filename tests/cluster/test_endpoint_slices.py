@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.cluster.discovery.endpoint_slices import EndpointSlice, EndpointSlices
+from baton.cluster.discovery.kubernetes_discovery import EndpointSlice, EndpointSlices
 
 
 def slice_of(name: str, *endpoints: dict[str, Any], family: str = "IPv4", **more: Any) -> EndpointSlice:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.cluster.supervision.backoff import RestartPolicy
-from baton.cluster.supervision.health import until_silent
-from baton.cluster.supervision.role_process import RoleProcess
+from baton.cluster.supervision.calls import until_silent
+from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 from baton.rpc.channel import cluster_pems, create_server
 from baton.rpc.tls import TlsFiles, add_port
 from tests.conftest import Certificates

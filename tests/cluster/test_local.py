@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.supervision.local import Gpus, LocalRole
 from baton.cluster.supervision.plan import RoleSpec
-from baton.cluster.supervision.runner import RoleRunner
+from baton.cluster.supervision.runner import Gpus, LocalRole, RoleRunner
 
 from .conftest import FAKE, until, until_ready
 

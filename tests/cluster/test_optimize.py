@@ -10,7 +10,7 @@ import baton.cluster.serve
 import baton.worker.service_process.service
 from baton.cluster.cli import app
 from baton.cluster.gpus import gpu_gib
-from baton.cluster.options import EngineOptions, Optimize
+from baton.cluster.options.engine import EngineOptions, Optimize
 from baton.cluster.options.optimize import choose
 from baton.cluster.supervision.plan import Plan
 from baton.engine import EngineConfig

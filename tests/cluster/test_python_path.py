@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.supervision.python_path import PACKAGES, python_path
+from baton.cluster.supervision.processes import PACKAGES, python_path
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.cluster.supervision.backoff import RestartPolicy
 from baton.cluster.supervision.plan import RoleSpec
 from baton.cluster.supervision.role_log import keep_bounded, open_log
-from baton.cluster.supervision.role_process import RoleProcess
+from baton.cluster.supervision.role_process import RestartPolicy, RoleProcess
 from baton.cluster.supervision.runner import RoleRunner, write_atomically
 
 from .conftest import FAKE, eventually, until_ready

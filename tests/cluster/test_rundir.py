@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from baton.cluster.supervision import rundir
-from baton.cluster.supervision.janitor import Janitor
-from baton.cluster.supervision.python_path import PACKAGES
-from baton.cluster.supervision.rundir import RunDir
+from baton.cluster.supervision.processes import PACKAGES
+from baton.cluster.supervision.rundir import Janitor, RunDir
 
 OWNER = """
 import sys

@@ -14,16 +14,23 @@ from typer.testing import CliRunner
 
 from baton.bench.shapes import BAMBA, write_shape
 from baton.cluster.cli import app
-from baton.cluster.tools.sizing.answer import Answer, PlannedLoad, answer
+from baton.cluster.options.clients import SizingOptions
+from baton.cluster.tools.sizing.answer import Answer, Targets, answer
 from baton.cluster.tools.sizing.models import MODELS
 from baton.cluster.tools.sizing.simulated import decode, prefill
 from baton.cluster.tools.sizing.speeds import GPUS, REFERENCE, Speeds, measured, shape
 
 H200 = GPUS["h200"]
 SPEEDS = Speeds(H200, REFERENCE)
-LOAD = PlannedLoad(
-    rate=20, input=2000, output=150, ttft=0.5, ttit=0.0065, max_num_seqs=256, gpu_memory_utilization=0.9
-)
+LOAD = SizingOptions(rate=20, input=2000, output=150)
+TARGETS = Targets(ttft=0.5, ttit=0.0065)
+
+
+def answered(of_prefill: Speeds = SPEEDS, of_decode: Speeds = SPEEDS, **changes: Any) -> Answer:
+    """For the load and the targets above, with changes to either."""
+    targets = {name: value for name, value in changes.items() if name in ("ttft", "ttit")}
+    load = replace(LOAD, **{name: value for name, value in changes.items() if name not in targets})
+    return answer(of_prefill, of_decode, load, TARGETS._replace(**targets))
 
 
 @pytest.fixture(autouse=True)
@@ -90,25 +97,26 @@ def test_kv_in_fp8_is_read_in_half_the_time() -> None:
 
 
 def test_the_pools_are_the_smallest_that_meet_the_targets() -> None:
-    found = answer(SPEEDS, SPEEDS, LOAD)
+    found = answered()
     again = prefill(SPEEDS, workers=found.prefill, rate=LOAD.rate, tokens=LOAD.input)
     assert again == found.ttft
-    assert found.ttft.p99 <= LOAD.ttft
-    assert found.ttit.p99 <= LOAD.ttit
-    hurried = answer(SPEEDS, SPEEDS, replace(LOAD, ttft=0.1))
+    assert found.ttft.p99 <= TARGETS.ttft
+    assert found.decoded.gap.p99 <= TARGETS.ttit
+    hurried = answered(ttft=0.1)
     assert hurried.ttft.p99 <= 0.1 < found.ttft.p99
     assert "TTFT decides" in hurried.why[0]
     assert LOAD.rate * SPEEDS.prefill(LOAD.input) < found.prefill, "no queue that only grows"
     fewer = decode(
         SPEEDS, rate=LOAD.rate / (found.decode - 1), prompt=LOAD.input, output=LOAD.output, slots=256
     )
-    assert fewer.gap.p99 > LOAD.ttit
+    assert fewer.gap.p99 > TARGETS.ttit
     assert "TTIT decides" in found.why[1]
     assert 0 < found.kv_bytes < found.kv_room
 
 
 def pools(**changes: Any) -> tuple[int, int]:
-    found = answer(SPEEDS, SPEEDS, replace(LOAD, **{"output": 40} | changes))
+    short: dict[str, Any] = {"output": 40}
+    found = answered(**short | changes)
     return found.prefill, found.decode
 
 
@@ -135,19 +143,19 @@ def test_more_load_or_stricter_targets_never_need_fewer_workers() -> None:
 )
 def test_impossible_targets_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        answer(SPEEDS, SPEEDS, replace(LOAD, **changes))
+        answered(**changes)
 
 
 def test_kv_memory_or_max_num_seqs_can_limit_the_pool() -> None:
-    def why(load: PlannedLoad, memory: int) -> Answer:
+    def why(memory: int, **changes: Any) -> Answer:
         speeds = Speeds(replace(H200, memory=memory), REFERENCE)
-        return answer(speeds, speeds, load)
+        return answered(speeds, speeds, **changes)
 
-    slow = replace(LOAD, ttft=5.0, ttit=1.0, output=30)
-    assert "KV memory decides" in why(slow, 23 << 30).why[1]
-    assert "--max-num-seqs 4 decides" in why(replace(slow, max_num_seqs=4), 139 << 30).why[1]
+    slow = {"ttft": 5.0, "ttit": 1.0, "output": 30}
+    assert "KV memory decides" in why(23 << 30, **slow).why[1]
+    assert "--max-num-seqs 4 decides" in why(139 << 30, max_num_seqs=4, **slow).why[1]
     with pytest.raises(ValueError, match="leave no room"):
-        why(LOAD, 16 << 30)
+        why(16 << 30)
 
 
 def test_workers_of_several_gpus() -> None:
@@ -165,19 +173,19 @@ def test_workers_of_several_gpus() -> None:
 
 
 def test_each_pool_has_workers_of_its_own_size() -> None:
-    two, hurried = Speeds(H200, REFERENCE, ranks=2), replace(LOAD, ttft=0.045)
+    two = Speeds(H200, REFERENCE, ranks=2)
     with pytest.raises(ValueError, match="a larger --prefill-tensor-parallel-size may"):
-        answer(SPEEDS, SPEEDS, hurried)
-    mixed, alike = answer(two, SPEEDS, hurried), answer(SPEEDS, SPEEDS, LOAD)
-    assert mixed.ttft.p99 <= hurried.ttft
+        answered(ttft=0.045)
+    mixed, alike = answered(two, ttft=0.045), answered()
+    assert mixed.ttft.p99 <= 0.045
     assert (mixed.decode, mixed.kv_room) == (alike.decode, alike.kv_room)
     large = Speeds(H200, replace(REFERENCE, num_layers=320), ranks=2)
     with pytest.raises(ValueError, match="and a worker has one GPU; choose larger --prefill-tensor-par"):
-        answer(Speeds(H200, replace(REFERENCE, num_layers=320)), large, replace(LOAD, ttft=9.0, ttit=1.0))
+        answered(Speeds(H200, replace(REFERENCE, num_layers=320)), large, ttft=9.0, ttit=1.0)
 
 
 def test_an_answer_of_one_token_needs_no_decode_worker() -> None:
-    assert answer(SPEEDS, SPEEDS, replace(LOAD, output=1)).decode == 0
+    assert answered(output=1).decode == 0
 
 
 def test_measured_speeds(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import pytest
 
 import baton.cluster.supervision.runner
 import baton.cluster.supervision.supervisor
-from baton.cluster.supervision.backoff import RestartPolicy
 from baton.cluster.supervision.plan import RoleName, RoleSpec
-from baton.cluster.supervision.role_process import RoleState
+from baton.cluster.supervision.role_process import RestartPolicy, RoleState
 from baton.cluster.supervision.runner import RoleRunner
 from baton.cluster.supervision.supervisor import Supervisor
 

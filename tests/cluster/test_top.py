@@ -12,7 +12,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
@@ -21,10 +24,11 @@ from typer.testing import CliRunner
 
 from baton.bench.fakes.worker import FakeWorker
 from baton.cluster.cli import app
-from baton.cluster.options import EndpointOptions
-from baton.cluster.supervision.python_path import PACKAGES
-from baton.cluster.tools.top.frame import frame
-from baton.cluster.tools.top.scrape import Page, Scrape, parse, scrape
+from baton.cluster.options.clients import EndpointOptions
+from baton.cluster.supervision.processes import PACKAGES
+from baton.cluster.tools.histograms import page_text
+from baton.cluster.tools.status import merged
+from baton.cluster.tools.top import Page, Scrape, headline, parse, row, scrape
 from baton.kv_transfer import TransferStats
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import worker_pb2 as pb
@@ -73,34 +77,45 @@ def at(seconds: float, router: Page, worker: Page | None, incarnation: str = "a"
     return Scrape(seconds, status, router, {"a:1": worker} if worker is not None else {})
 
 
+def rows(before: Scrape | None, after: Scrape) -> list[dict[str, str]]:
+    return [row(worker, before, after) for worker in merged(after.status)]
+
+
 def test_rates_cover_the_time_between_two_scrapes() -> None:
-    found = frame(
+    scrapes = (
         at(10, page(tokens=100, ttft=(1000, 0, 0)), page(kv_bytes=5e9, tokens=10)),
         at(14, page(tokens=900, ttft=(1090, 9, 1)), page(kv_bytes=25e9, tokens=50)),
     )
-    assert found.output_tokens_per_s == 200
-    p50, p99 = found.latencies["TTFT"] or pytest.fail("nothing measured")
-    assert 0.05 < p50 < 0.06, "the thousand before do not count"
-    assert 0.19 < p99 <= 0.2
-    [row] = found.workers
-    assert (row.name, row.pool, row.device, row.running) == ("decode 3", "decode", "2 GPUs", 7)
-    assert (row.kv_used, row.kv_bytes_per_s) == (0.75, 5e9)
-    assert (row.cached, row.fetched_per_s, row.loaded_per_s) == (0.4, 30, (20, None))
-    assert found.latencies["TTIT"] is None, "of which there is no histogram"
+    first, rates, latencies = headline(*scrapes)
+    assert "over 4.0 s" in first
+    assert "output tokens/s 200.0" in rates
+    assert "TTFT 55.6 / 200.0 ms" in latencies, "the thousand before do not count"
+    assert "TTIT –" in latencies, "of which there is no histogram"
+    [found] = rows(*scrapes)
+    expected = {
+        "worker": "decode 3", "pool": "decode", "device": "2 GPUs", "running": "7", "KV used": "75%",
+        "KV GB/s": "5.00", "tokens/s": "10.0", "cached": "40%", "fetched/s": "30.0", "host/s": "20.0",
+        "disk/s": "–",
+    }  # fmt: skip
+    assert expected.items() <= found.items()
 
 
 def test_a_worker_has_the_rate_of_its_present_pool() -> None:
     prompts = "# TYPE vllm:prompt_tokens counter\nvllm:prompt_tokens_total "
     before, after = at(10, page(), parse(prompts + "10\n")), at(12, page(), parse(prompts + "50\n"))
     after.status["workers"][0]["status"]["pool"] = "pool_prefill"
-    [row] = frame(before, after).workers
-    assert (row.name, row.pool, row.tokens_per_s) == ("decode 3", "prefill", 20)
+    [found] = rows(before, after)
+    assert [found[name] for name in ("worker", "pool", "tokens/s")] == ["decode 3", "prefill", "20.0"]
 
 
 def test_the_first_frame_has_no_rates() -> None:
-    found = frame(None, at(10, page(tokens=100, ttft=(5, 0, 0)), page(kv_bytes=5)))
-    assert (found.seconds, found.output_tokens_per_s, found.latencies["TTFT"]) == (0, None, None)
-    assert found.workers[0].kv_used == 0.75
+    scrape = at(10, page(tokens=100, ttft=(5, 0, 0)), page(kv_bytes=5))
+    first, rates, latencies = headline(None, scrape)
+    assert "no rates yet" in first
+    assert "output tokens/s –" in rates
+    assert "TTFT –" in latencies
+    [found] = rows(None, scrape)
+    assert (found["KV used"], found["KV GB/s"]) == ("75%", "–")
 
 
 @pytest.mark.parametrize(
@@ -113,22 +128,48 @@ def test_the_first_frame_has_no_rates() -> None:
     ],
 )
 def test_no_rate_across_a_restart(before: Page | None, after: Page | None, incarnation: str) -> None:
-    found = frame(at(10, page(), before), at(12, page(), after, incarnation))
-    assert found.workers[0].kv_bytes_per_s is None
+    [found] = rows(at(10, page(), before), at(12, page(), after, incarnation))
+    assert found["KV GB/s"] == "–"
 
 
 def test_a_restarted_router_has_no_latencies() -> None:
-    found = frame(at(1, page(ttft=(9, 0, 0)), None), at(2, page(ttft=(1, 0, 0)), None))
-    assert found.latencies["TTFT"] is None
+    found = headline(at(1, page(ttft=(9, 0, 0)), None), at(2, page(ttft=(1, 0, 0)), None))
+    assert "TTFT –" in found[2]
+
+
+def test_a_quantile_beyond_the_last_bucket_is_its_bound() -> None:
+    found = headline(at(1, page(), None), at(2, page(ttft=(0, 0, 5)), None))
+    assert "TTFT 200.0 / 200.0 ms" in found[2]
+
+
+async def test_a_page_in_several_pieces_is_read_to_its_end() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first,")
+        await asked.wait()
+        await response.write(b" second")
+        return response
+
+    asked = asyncio.Event()
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    async with (
+        TestServer(app) as server,
+        aiohttp.ClientSession() as http,
+        http.get(server.make_url("/metrics")) as response,
+    ):
+        asyncio.get_running_loop().call_later(0.05, asked.set)
+        assert await page_text(response) == "first, second"
 
 
 def test_a_worker_known_only_to_the_supervisor_has_a_row() -> None:
     role = {"role": "prefill", "index": 0, "address": None, "phase": "waiting", "restarts": 4}
     cluster = {"roles": [role | {"crash_loop": True, "stage": "", "leaving": False}]}
-    found = frame(None, at(1, page(), None, cluster=cluster))
-    assert [(w.name, w.state, w.restarts) for w in found.workers] == [
-        ("prefill 0", "waiting CRASH LOOP", 4),
-        ("decode 3", "ready", None),
+    found = rows(None, at(1, page(), None, cluster=cluster))
+    assert [(w["worker"], w["state"], w["restarts"]) for w in found] == [
+        ("prefill 0", "waiting CRASH LOOP", "4"),
+        ("decode 3", "ready", "–"),
     ]
 
 
@@ -180,19 +221,21 @@ async def test_a_real_router_and_its_workers(
         endpoint = EndpointOptions(url=cluster.url)
         before = await scrape(endpoint)
         await cluster.complete(max_tokens=5)
-        metrics.transfer_stats = sent(5_000)
-        found = frame(before, await scrape(endpoint))
+        metrics.transfer_stats = sent(10**12 + 1_000)
+        after = await scrape(endpoint)
         await cluster.idle()
         printed = await asyncio.to_thread(
             CliRunner().invoke, app, ["top", "--once", "--interval", "0.1", "--url", cluster.url]
         )
-    assert found.output_tokens_per_s == pytest.approx(5 / found.seconds)
-    assert found.latencies["TTFT"] is not None
-    assert found.latencies["handover"] is not None
-    prefill, decode = found.workers
-    assert (prefill.name, prefill.state, prefill.kv_bytes_per_s) == ("prefill 0", "ready", None)
-    assert (decode.name, decode.kv_used) == ("decode 3", 0)
-    assert decode.kv_bytes_per_s == pytest.approx(4_000 / found.seconds)
+    seconds = after.at - before.at
+    _, rates, latencies = headline(before, after)
+    assert f"output tokens/s {5 / seconds:,.1f} " in rates
+    assert "TTFT –" not in latencies
+    assert "handover –" not in latencies
+    prefill, decode = rows(before, after)
+    assert [prefill[name] for name in ("worker", "state", "KV GB/s")] == ["prefill 0", "ready", "–"]
+    assert [decode[name] for name in ("worker", "KV used")] == ["decode 3", "0%"]
+    assert decode["KV GB/s"] == f"{1000 / seconds:,.2f}"
     assert printed.exit_code == 0, printed.output
     assert printed.output.count("decode 3") == 1
     assert "TTFT – · TTIT – · handover –" in printed.output, "nothing happened meanwhile"

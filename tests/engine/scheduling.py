@@ -12,6 +12,7 @@ from baton.engine.core.scheduler import Scheduler
 from baton.engine.core.step_builder import Schedule
 
 BLOCK = 4
+ROOT = b"root"
 
 
 def make(
@@ -22,16 +23,18 @@ def make(
     mixed_rows: tuple[int, ...] = (),
     full_step: int = FULL_STEP,
     states: int = 0,
+    block_size: int = BLOCK,
+    **cache: Any,
 ) -> Scheduler:
-    pool = BlockPool(num_blocks)
+    """`cache`: options of the prefix cache."""
+    pool = BlockPool(num_blocks, block_size)
     return Scheduler(
         pool,
-        block_size=BLOCK,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         mixed_rows=mixed_rows,
         full_step=full_step,
-        cache=PrefixCache(pool, BLOCK, b"root") if prefix_cache else None,
+        cache=PrefixCache(pool, ROOT, **cache) if prefix_cache else None,
         states=StatePool(states) if states else None,
     )
 
@@ -52,7 +55,7 @@ def step(scheduler: Scheduler, chunk_limit: int | None = None) -> Schedule:
     scheduler.landed(plan.chunks)
     for live, positions in plan.chunks.items():
         if live.num_left == 0:
-            scheduler.verified(live, positions.stop)
+            scheduler.memory.publish(live, positions.stop)
             live.alone = False
             live.token_ids.append(7)
             if live.handover:

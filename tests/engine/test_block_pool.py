@@ -15,7 +15,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, 16)
         self.holders: dict[int, list[int]] = {}  # request → blocks
         self.content: dict[int, bytes] = {}  # block → name of its latest content
         self.remnants: dict[bytes, int] = {}  # by name, the blocks that nothing got since
@@ -98,7 +98,7 @@ TestPool.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 def test_evicts_the_least_recently_used_and_the_end_of_a_prefix_before_its_beginning() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(4, 16)
     old, new = [b"old0", b"old1"], [b"new0", b"new1"]
     for chain in (old, new):
         blocks = pool.allocate(2)
@@ -114,7 +114,7 @@ def test_evicts_the_least_recently_used_and_the_end_of_a_prefix_before_its_begin
 
 
 def test_remnants_are_given_out_before_cached_blocks_the_oldest_first() -> None:
-    pool = BlockPool(3)
+    pool = BlockPool(3, 16)
     [cached, old, new] = pool.allocate(3)
     pool.publish(cached, b"cached")
     pool.release([cached])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from baton.engine import Engine, EngineConfig, build_engine
-from baton.engine.execution import expert_meter
-from baton.engine.execution.expert_meter import ExpertLoad, ExpertMeter
+from baton.engine.execution import expert_load
+from baton.engine.execution.expert_load import ExpertLoad
 from baton.engine.model_config import ExpertsConfig, Scoring
 from tests.device import DEVICE
 
@@ -25,7 +25,7 @@ def engine(tmp_path: Path, save_tiny: Any) -> Engine:
 def test_each_computed_token_counts_for_each_of_its_experts(
     engine: Engine, run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_meter, "PERIOD", 0.0)
+    monkeypatch.setattr(expert_load, "PERIOD", 0.0)
     stats = engine.stats().experts
     assert stats is not None
     assert (stats.tokens, stats.imbalance, stats.used) == ([0] * 8, 0.0, 0.0)
@@ -55,10 +55,10 @@ class LateEvent:
 
 
 def test_statistics_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_meter, "PERIOD", 0.0)
+    monkeypatch.setattr(expert_load, "PERIOD", 0.0)
     load = ExpertLoad(ExpertsConfig(4, 1, 8, Scoring.SOFTMAX, (0, 1)), torch.device("cpu"))
-    late: Any = LateEvent()
-    meter = ExpertMeter(load, lambda: late)
+    late = LateEvent()
+    monkeypatch.setattr(expert_load, "record", lambda _: late)
     first, second = load.counts
     for counts in ([4, 0, 0, 0], [2, 2, 0, 0]):
         load.begin_step()
@@ -66,11 +66,11 @@ def test_statistics_do_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) 
         second += torch.tensor([1, 1, 1, 1])
     load.begin_step()
     for _ in range(3):
-        assert meter.read().tokens == [0] * 4, "the copy is not over"
+        assert load.read().tokens == [0] * 4, "the copy is not over"
     late.passed = True
-    stats = meter.read()
+    stats = load.read()
     assert stats.tokens == [8, 4, 2, 2]
     assert stats.imbalance == (3.0 + 1.0) / 2
     assert stats.used == (1 + 2 + 4 + 4) / 4
-    meter.read()
-    assert meter.read() is stats, "no step since"
+    load.read()
+    assert load.read() is stats, "no step since"

@@ -4,7 +4,6 @@ import pytest
 
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import LiveRequest
-from baton.engine.core.making_room import to_drop
 from baton.engine.core.scheduler import Scheduler
 
 from .scheduling import BLOCK, add, make, step
@@ -22,8 +21,7 @@ def dropped(
 ) -> list[int]:
     """The numbers of the held requests that are dropped; the oldest are offered first."""
     order = sorted({*scheduler.held} - {*closing}, key=lambda live: live.arrival)
-    going = to_drop(
-        scheduler,
+    going = scheduler.to_drop(
         {live.id for live in wanted}.__contains__,
         [live.id for live in closing],
         [live.id for live in order if live.id not in fetched],
@@ -125,7 +123,7 @@ def test_a_reservation_is_dropped_last_and_only_if_no_request_is_running() -> No
     wanted = add(scheduler, 9, 4 * BLOCK, handover=True)
 
     def dropped_now() -> list[bytes]:
-        return to_drop(scheduler, {wanted.id}.__contains__, [], spare)
+        return scheduler.to_drop({wanted.id}.__contains__, [], spare)
 
     assert dropped_now() == [b"\1", b"\6"]
     scheduler.join(scheduler.requests[b"\5"])
@@ -144,12 +142,12 @@ def test_a_reservation_is_dropped_if_reservations_have_all_seats() -> None:
     wanted = add(scheduler, 9, BLOCK, handover=True)
 
     def dropped_with(closing: list[bytes]) -> list[bytes]:
-        return to_drop(scheduler, {wanted.id}.__contains__, closing, [b"\1", b"\6", b"\5"])
+        return scheduler.to_drop({wanted.id}.__contains__, closing, [b"\1", b"\6", b"\5"])
 
     assert dropped_with([]) == [b"\6"], "a held request has no seat"
     assert dropped_with([b"\5"]) == []
     scheduler.join(scheduler.requests[b"\5"])
-    going = to_drop(scheduler, {wanted.id}.__contains__, [], [b"\1", b"\6"])
+    going = scheduler.to_drop({wanted.id}.__contains__, [], [b"\1", b"\6"])
     assert going == [], "the running request leaves its seat"
 
 

@@ -9,7 +9,6 @@ import pytest
 from baton.content import CHUNK_TOKENS
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.live_request import LiveRequest, Phase
-from baton.engine.core.making_room import to_drop
 from baton.engine.core.prefix_exchange import PrefixExchange
 from baton.engine.core.scheduler import Scheduler
 from tests.engine.scheduling import BLOCK, make, step
@@ -157,7 +156,7 @@ class TwoWorkers:
             and (answer.prefill is None or answer.prefill.phase is Phase.WAITING)
         ]
         spare = [live.id for live in (*held, *not_begun)]
-        for request_id in to_drop(worker, fetched.__contains__, (), spare):
+        for request_id in worker.to_drop(fetched.__contains__, (), spare):
             live = worker.requests[request_id]
             self.seen[f"{live.phase.name} dropped"] += 1
             worker.drop(live)

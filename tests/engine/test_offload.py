@@ -19,8 +19,7 @@ from baton.engine.core.block_pool import BlockPool
 from baton.engine.core.live_request import LiveRequest, Phase
 from baton.engine.core.offload_tier import BlockCopy, OffloadTier
 from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.core.scheduler import Scheduler
-from tests.engine.scheduling import hooks_to
+from tests.engine.scheduling import hooks_to, make
 
 BLOCK = 16
 TENANTS = [b"one", b"two", b"three"]
@@ -53,16 +52,10 @@ class Worker:
 
     def __init__(self, num_blocks: int, num_places: int, seqs: int = 4, tier: Tier = Tier.HOST) -> None:
         self.observed = Observed()
-        pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(
-            pool,
-            block_size=BLOCK,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=64,
-            cache=PrefixCache(
-                pool, BLOCK, b"root", hooks=hooks_to(self.observed), offload_places={tier: num_places}
-            ),
-        )
+        self.scheduler = make(
+            num_blocks, seqs, 64, prefix_cache=True, block_size=BLOCK, hooks=hooks_to(self.observed),
+            offload_places={tier: num_places},
+        )  # fmt: skip
         [self.tier] = self.scheduler.offload
         self.rows: dict[int, object] = {}
         self.places: dict[int, list[object]] = {}
@@ -91,7 +84,7 @@ class Worker:
                     self.rows[row] = tokens[: position + 1]
                 assert self.rows[row] == tokens[: position + 1], "the KV of another prompt"
             if live.num_left == 0:
-                self.scheduler.verified(live, chunk.stop)
+                self.scheduler.memory.publish(live, chunk.stop)
                 live.token_ids.append(7)
                 if live.handover:
                     self.scheduler.hold(live)
@@ -285,8 +278,8 @@ def test_the_tenant_with_most_blocks_gives_up_its_own() -> None:
 
 def test_a_prompt_is_computed_if_that_takes_less_time_than_recent_loads() -> None:
     speed = 0.0
-    pool = BlockPool(4)
-    tier = OffloadTier(Tier.HOST, 8, pool, BLOCK, lambda name: b"", lambda name: None, lambda: speed)
+    pool = BlockPool(4, BLOCK)
+    tier = OffloadTier(Tier.HOST, 8, pool, lambda name: b"", lambda name: None, lambda: speed)
     assert tier.pays()
     tier._speed.add(1000.0, 1.0)
     speed = 900.0
@@ -419,14 +412,14 @@ def test_no_copy_is_made_for_a_while_after_one_failed(monkeypatch: pytest.Monkey
 
 
 def test_a_block_is_loaded_from_the_fastest_tier_and_reported_there() -> None:
-    pool, seen = BlockPool(8), dict[bytes, Tier | None]()
+    pool, seen = BlockPool(8, BLOCK), dict[bytes, Tier | None]()
     hooks = Hooks(
         cached=lambda blocks: seen.update((block.name, Tier.DEVICE) for block in blocks),
         moved=seen.__setitem__,
         evicted=lambda name: seen.__setitem__(name, None),
     )
     places = {Tier.DISK: 4, Tier.HOST: 2}
-    cache = PrefixCache(pool, BLOCK, b"root", hooks=hooks, offload_places=places)
+    cache = PrefixCache(pool, b"root", hooks=hooks, offload_places=places)
     host, disk = cache.offload
     names = cache.names(EngineRequest(b"r", text(4 * BLOCK, 1)))
     names.extend(text(4 * BLOCK, 1), 4 * BLOCK)

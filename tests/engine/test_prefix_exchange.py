@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 
 from baton.content import CHUNK_TOKENS, Tier
 from baton.engine.api.request import EngineRequest
-from baton.engine.core.block_pool import BlockPool
-from baton.engine.core.prefix_cache import PrefixCache, PrefixNames
+from baton.engine.core.prefix_cache import PrefixNames
 from baton.engine.core.prefix_exchange import MissingPrefix
-from baton.engine.core.scheduler import Scheduler
-
-ROOT = b"root"
+from tests.engine.scheduling import ROOT, make
 
 
 class Import(NamedTuple):
@@ -28,14 +25,10 @@ class Worker:
 
     def __init__(self, block_size: int, num_blocks: int = 256) -> None:
         self.block_size = block_size
-        pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(
-            pool,
-            block_size=block_size,
-            max_num_seqs=4,
-            max_num_batched_tokens=4096,
-            cache=PrefixCache(pool, block_size, ROOT, offload_places={Tier.HOST: num_blocks}),
-        )
+        self.scheduler = make(
+            num_blocks, budget=4096, prefix_cache=True, block_size=block_size,
+            offload_places={Tier.HOST: num_blocks},
+        )  # fmt: skip
         self.kv: dict[int, object] = {}
         assert self.scheduler.prefix_exchange is not None
         self.exchange = self.scheduler.prefix_exchange
@@ -55,7 +48,7 @@ class Worker:
             if position < live.num_cached:
                 assert self.kv[row] == expected
             self.kv[row] = expected
-        self.scheduler.verified(live, len(prompt))
+        self.scheduler.memory.publish(live, len(prompt))
         self.scheduler.drop(live)
         return live.num_cached
 

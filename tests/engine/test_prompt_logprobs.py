@@ -33,7 +33,7 @@ def reference(tiny_path: Path) -> Callable[[list[int]], torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.engine.execution.prompt_logprobs.PIECE", 5)
+    monkeypatch.setattr("baton.engine.execution.sampler.PIECE", 5)
     monkeypatch.setattr("baton.engine.step_loop.PROMPT_PIECE", 6)
 
 

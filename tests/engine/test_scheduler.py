@@ -8,7 +8,6 @@ import pytest
 from baton.engine.api.request import EngineRequest
 from baton.engine.core.chunk_limit import MIXED_STEPS
 from baton.engine.core.live_request import Phase
-from baton.engine.core.making_room import to_drop
 from tests.engine.scheduling import BLOCK, add, make, step, tokens
 
 
@@ -136,7 +135,7 @@ def test_without_a_free_slot_no_request_starts() -> None:
     assert tokens(step(scheduler)) == [(1, 3, 4)], "the held request keeps its slot"
     assert not scheduler.can_admit
     assert scheduler.start(EngineRequest(b"4", [1])) is None
-    assert to_drop(scheduler, lambda request_id: request_id == third.id, [], [held.id]) == [held.id]
+    assert scheduler.to_drop(lambda request_id: request_id == third.id, [], [held.id]) == [held.id]
     scheduler.drop(held)
     assert (2, 0, 3) in tokens(step(scheduler))
 

@@ -154,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if live.phase is Phase.GONE or chunk.stop < live.num_known:
                 continue
             live.learn(7)
-            scheduler.verified(live, chunk.stop)
+            scheduler.memory.publish(live, chunk.stop)
             live.alone = False
             if live.handover:
                 scheduler.hold(live)

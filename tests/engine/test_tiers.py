@@ -11,8 +11,9 @@ from baton.engine import Engine
 from baton.engine.api.request import EngineRequest
 from baton.engine.api.sampling_params import SamplingParams
 from baton.engine.core.offload_tier import OffloadTier
-from baton.kv_transfer.stores.block_store import BlockStore, CpuStore
+from baton.kv_transfer.stores import BlockStore
 from baton.kv_transfer.stores.disk_store import DiskStore
+from baton.kv_transfer.stores.host_store import CpuStore
 from baton.worker.engine_process.offload import offload_pumps
 from tests.engine.test_offload import text
 

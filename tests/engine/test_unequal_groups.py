@@ -138,7 +138,7 @@ class Side:
         self.engine = build_engine(settings, files=self._files, hooks=hooks_to(self.sink))
         started.wait(20)
         assert kv_layout(self.engine) == layout
-        transport = kv.ArenaTransport(ends[0][0], ends[1][0], NO_TRACE, exports)
+        transport = kv.Transport(ends[0][0], ends[1][0], NO_TRACE, exports)
         self.sender = self.sink.sender = transport.sender(
             paged_kv(self.engine, lambda: self.sink.layers_ready)
         )

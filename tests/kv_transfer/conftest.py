@@ -75,9 +75,7 @@ class Worker(TransferProcess):
 
     @property
     def transport(self) -> kv.Transport:
-        return kv.ArenaTransport(
-            self.ranks.sending, self.ranks.receiving, NO_TRACE, self.exports, self.adopts
-        )
+        return kv.Transport(self.ranks.sending, self.ranks.receiving, NO_TRACE, self.exports, self.adopts)
 
     @property
     def pool(self) -> list[torch.Tensor]:

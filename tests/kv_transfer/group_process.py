@@ -23,7 +23,7 @@ import baton.kv_transfer as kv
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.endpoint import ranked_pool
 from baton.kv_transfer.endpoint.rank_copier import RankCopier
-from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.transport import PagedKV
 from baton.kv_transfer.wait import wait
 
@@ -134,7 +134,7 @@ def _run(
         while True:
             name, args = commands.recv()
             getattr(copier, name)(*args)
-    transport = kv.ArenaTransport(sending, receiving, kv.TraceWriter(None, ""))
+    transport = kv.Transport(sending, receiving, kv.TraceWriter(None, ""))
     leader: Any = (_Prefill if side == "prefill" else _Decode)(transport, paged, ready)
     try:
         while True:

@@ -15,9 +15,9 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.kv_transfer import channel as ch
-from baton.kv_transfer import local_messages as lm
 from baton.kv_transfer.device.host_pool import HostPool
 from baton.kv_transfer.endpoint import ranked_pool
+from baton.kv_transfer.protocol import local_messages as lm
 
 LAYOUT = kv.KVLayout(2, 1, 8, "float32")  # 64 B a position and layer
 NO_TRACE = kv.TraceWriter(None, "")

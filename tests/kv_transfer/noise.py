@@ -23,9 +23,7 @@ from .second_wire import (
     HELLO,
     PING,
     REACH,
-    SLICE,
     SLICES,
-    STATE_SLICE,
     TAKEN,
     frame,
     pack,
@@ -33,7 +31,7 @@ from .second_wire import (
 
 OF_SESSION = (HELLO, CREDIT, PING, EXPORT, REACH, TAKEN)  # their headers have no transfer id
 CONTROL = (
-    *OF_SESSION, FETCH, COMMIT, ACK, ABORT, ABORTED, FETCH_CONTENT, HAVE, SLICE, STATE_SLICE, SLICES,
+    *OF_SESSION, FETCH, COMMIT, ACK, ABORT, ABORTED, FETCH_CONTENT, HAVE, SLICES,
 )  # fmt: skip
 
 
@@ -77,16 +75,14 @@ class Noise:
             if rng.random() < 0.5
             else [[0, rng.randrange(1, 50)]]
         )
-        where = [n() for _ in range(9)]
+        where = [n() for _ in range(5)]
         return {
-            FETCH: lambda: [self.some_id(), n(), rng.randrange(3), ranges, 0, rng.randrange(3), n()],
-            FETCH_CONTENT: lambda: [[self.some_id()], n(), 1, 0, 0, n()],
+            FETCH: lambda: [self.some_id(), n(), ranges, rng.randrange(3), n()],
+            FETCH_CONTENT: lambda: [[self.some_id()], n(), 0, n()],
             HAVE: lambda: [n()],
             EXPORT: lambda: ["shared_memory", "a host", rng.randbytes(8), n(), n(), rng.randbytes(16)],
             REACH: lambda: [rng.random() < 0.5, "why"],
-            SLICE: lambda: where,
-            STATE_SLICE: lambda: [*where, n()],
-            SLICES: lambda: [[where, [*where, n()]]],
+            SLICES: lambda: [[[n(), n(), n(), n(), where], [n(), n(), n(), n(), [*where, n()]]]],
             TAKEN: lambda: [[n(), rng.randrange(16)]],
             CREDIT: lambda: [rng.choice([n(), rng.randrange(20)]), rng.choice([True, False, n()])],
             COMMIT: lambda: [[n(), rng.choice([None, -0.5]), [1], [-0.5]], rng.randrange(5), n()],
@@ -118,8 +114,8 @@ def hostile_frames(noise: Noise) -> Iterator[bytes]:
         if kind < 0.80:  # understood, and about things that are or are not there
             which = rng.choice([FETCH, FETCH, FETCH_CONTENT, CREDIT, ABORT, ACK, REACH])
             body = {
-                FETCH: lambda: [noise.some_id(), 0, 1, [[0, rng.randrange(1, 60)]], 0, rng.randrange(2), 1],
-                FETCH_CONTENT: lambda: [[noise.some_id()], 0, 1, 0, 0, 2],
+                FETCH: lambda: [noise.some_id(), 0, [[0, rng.randrange(1, 60)]], rng.randrange(2), 1],
+                FETCH_CONTENT: lambda: [[noise.some_id()], 0, 0, 2],
                 REACH: lambda: [rng.random() < 0.8, ""],
                 CREDIT: lambda: [rng.randrange(64), False],
                 ABORT: lambda: ["cancelled"],

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 SECRET = b"a cluster secret for tests"
-LAYOUT = "kv3 layers=3 kv_heads=2 head_dim=16"
-HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_NEW = range(1, 18)
-EXPORT, REACH, SLICE, TAKEN, STATE_SLICE, SLICES = _NEW
+LAYOUT = "kv6 layers=3 kv_heads=2 head_dim=16"
+HELLO, FETCH, CREDIT, KV, COMMIT, ACK, ABORT, ABORTED, PING, FETCH_CONTENT, HAVE, *_REST = range(1, 16)
+EXPORT, REACH, SLICES, TAKEN = _REST
 pack, unpack = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
@@ -93,7 +93,7 @@ class Lane:
             (check,) = struct.unpack("<I", raw[60:])
             assert check == xxhash.xxh3_64_intdigest(raw[:60]) & 0xFFFFFFFF
             magic, version, kind, flags = struct.unpack("<4sBBH", raw[:8])
-            assert (magic, version, flags) == (b"BtKV", 3, 0)
+            assert (magic, version, flags) == (b"BtKV", 6, 0)
             names = (
                 "layer",
                 "kind",
@@ -105,8 +105,7 @@ class Lane:
                 "length",
             )
             head = dict(zip(names, struct.unpack("<4H4I", raw[24:48]), strict=True))
-            head["sender_rank"], head["receiver_rank"], head["state_type"] = raw[48:51]
-            assert raw[51:60] == bytes(9)
+            assert raw[48:60] == bytes(12)
             rest = self._exactly(head["length"] + (16 if self.incoming else 8))
             if rest is None:
                 return 0, b"", {}, b""
@@ -145,18 +144,17 @@ class Lane:
 
 
 def frame(frame_type: int, body: bytes, transfer: bytes = bytes(16), **h: Any) -> bytes:
-    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 3), frame_type, h.get("flags", 0))
+    head = struct.pack("<4sBBH", h.get("magic", b"BtKV"), h.get("version", 6), frame_type, h.get("flags", 0))
     head += transfer
     head += struct.pack("<4H", *(h.get(x, 0) for x in ("layer", "kind", "head_start", "head_count")))
     head += struct.pack("<3I", *(h.get(x, 0) for x in ("token_start", "token_count", "seq")))
-    head += struct.pack("<I", h.get("length", len(body))) + bytes(2)
-    head += struct.pack("<B", h.get("state_type", 0)) + bytes(9)
+    head += struct.pack("<I", h.get("length", len(body))) + bytes(12)
     head += struct.pack("<I", h.get("check", xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF))
     return head + body + struct.pack("<Q", h.get("checksum", xxhash.xxh3_64_intdigest(body)))
 
 
 def mac(secret: bytes, label: bytes, opened: bytes, nonce: bytes, identity: bytes) -> bytes:
-    parts = (b"baton kv lane v3", label, opened, nonce, identity)
+    parts = (b"baton kv lane", label, opened, nonce, identity)
     return hmac.digest(secret, b"".join(struct.pack("<I", len(p)) + p for p in parts), hashlib.sha256)
 
 
@@ -166,10 +164,8 @@ def identity(
     dtype: str = "float32",
     scales: str = "none",
     layout: str = LAYOUT,
-    newest: int = 3,
 ) -> bytes:
-    about = ["model of the tests", layout, dtype, scales, 4096]
-    return pack([side, [3, newest], f"fake {side}", incarnation, 0, 1, *about])
+    return pack([side, f"fake {side}", incarnation, "model of the tests", layout, dtype, scales, 4096])
 
 
 def connect(

@@ -14,8 +14,8 @@ import pytest
 
 import baton.kv_transfer as kv
 from baton.kv_transfer import channel as ch
-from baton.kv_transfer import local_messages as lm
-from baton.kv_transfer.protocol import tombstones
+from baton.kv_transfer.protocol import local_messages as lm
+from baton.kv_transfer.protocol import shared
 
 
 def test_a_child_process_shares_the_arena_and_the_heartbeat() -> None:
@@ -144,8 +144,8 @@ def test_a_trace_is_readable_even_when_cut_off(tmp_path: Path) -> None:
 
 
 def test_tombstones_are_bounded_in_time_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 3)
-    graves: tombstones.Tombstones[str] = tombstones.Tombstones(10)
+    monkeypatch.setattr(shared, "MAX_TOMBSTONES", 3)
+    graves: shared.Tombstones[str] = shared.Tombstones(10)
     for i in range(4):
         graves.bury(bytes([i]), f"reason {i}", now=i)
     assert (graves.get(b"\0"), graves.get(b"\1"), len(graves)) == (None, "reason 1", 3)

@@ -12,19 +12,19 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from baton.kv_transfer.arena import channel_pair
 from baton.kv_transfer.layout import FP8, KVLayout
-from baton.kv_transfer.stores import disk_store, ranked_store
-from baton.kv_transfer.stores.block_store import BlockStore, CpuStore, block_bytes, open_host_store
-from baton.kv_transfer.stores.cuda_store import CudaStore
+from baton.kv_transfer.stores import BlockStore, disk_store, ranked_store
+from baton.kv_transfer.stores.cuda_store import BlockLines, CudaStore
 from baton.kv_transfer.stores.disk_store import DiskStore
+from baton.kv_transfer.stores.host_store import CpuStore, block_bytes, open_host_store
 from baton.kv_transfer.stores.ranked_store import RankedStore, StoreServer
 from baton.kv_transfer.transport import PagedKV
 
+from . import cuda_on_cpu
 from .ranks import ORDERS, in_memory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -78,7 +78,11 @@ def test_blocks_come_back_bit_for_bit_and_into_any_block(
     open_store: Callable[[PagedKV, int], BlockStore], device: str, dtype: str, order: str
 ) -> None:
     kv = paged(dtype, device, order)
-    store = open_store(kv, 5)
+    check_copies(kv, open_store(kv, 5))
+
+
+def check_copies(kv: PagedKV, store: BlockStore) -> None:
+    """Blocks go to a store and come back. The store has five places."""
     before = [content(kv, block) for block in range(BLOCKS)]
     saves = [(3, 4), (7, 0), (1, 2)]
     store.save(saves)
@@ -97,7 +101,11 @@ def test_blocks_come_back_bit_for_bit_and_into_any_block(
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_place_with_other_bytes_is_not_whole(device: str) -> None:
     kv = paged("bfloat16", device)
-    store = open_host_store(kv, 4, lambda: None)
+    check_damage(kv, open_host_store(kv, 4, lambda: None))
+
+
+def check_damage(kv: PagedKV, store: BlockStore) -> None:
+    """A byte of a block in the store is changed."""
     store.save([(1, 0), (2, 1), (3, 2)])
     assert ended(store, 3) == [True] * 3
     damage(store, kv, place=1)
@@ -190,34 +198,16 @@ def test_more_blocks_than_slots_go_through(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("dtype", "order"), [*zip(("float32", "bfloat16", FP8), ORDERS, strict=False)])
-def test_the_kernels_move_whole_blocks_with_their_checksums(
-    kernel_device: str, dtype: str, order: str
+def test_the_store_of_a_gpu_without_one(
+    kernel_device: str, dtype: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from baton.kv_transfer.stores.cuda_store import BlockLines
-
-    kv = paged(dtype, kernel_device, order)
-    lines = BlockLines(kv)
-    assert lines.block_bytes == kv.layout.bytes_per_token * BLOCK
-    stride = lines.block_bytes + 64
-    dense = torch.zeros(3 * stride, dtype=torch.uint8, device=kernel_device)
-
-    def copy(blocks: list[int], *, into_pool: bool) -> list[int]:
-        words = np.empty(lines.words(len(blocks)), dtype=np.int64)
-        table = torch.empty(len(words), dtype=torch.int64, device=kernel_device)
-        lines.fill(words, table.data_ptr(), blocks, dense.data_ptr(), stride)
-        table.copy_(torch.from_numpy(words))
-        lines.launch(table, len(blocks), into_pool=into_pool)
-        return table[len(blocks) : 2 * len(blocks)].tolist()
-
-    before = [content(kv, block) for block in (4, 0, 11)]
-    saved = copy([4, 0, 11], into_pool=False)
-    assert len({*saved}) == 3
-    assert copy([5, 6, 7], into_pool=True) == saved
-    for block, right in zip((5, 6, 7), before, strict=True):
-        assert all(map(torch.equal, content(kv, block), right))
-    dense[stride + 17] ^= 1
-    again = copy([5, 6, 7], into_pool=True)
-    assert [found == sum_ for found, sum_ in zip(again, saved, strict=True)] == [True, False, True]
+    if kernel_device != "cpu":
+        pytest.skip("the same is tested on the GPU")
+    cuda_on_cpu.use(monkeypatch)
+    kv = paged(dtype, "cpu", order)
+    assert BlockLines(kv).block_bytes == kv.layout.bytes_per_token * BLOCK
+    check_copies(kv, CudaStore(kv, 5, lambda: None))
+    check_damage(kv, CudaStore(kv, 4, lambda: None))
 
 
 def test_a_block_is_whole_if_it_is_whole_on_all_ranks(

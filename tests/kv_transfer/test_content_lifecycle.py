@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from baton.kv_transfer.protocol.effects import Send
+from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol.fetches import FrameRefused
 from baton.kv_transfer.protocol.frame import FrameType, Header
-from baton.kv_transfer.protocol.held import MOST_PINS, Pin, Release, StartTransfer
+from baton.kv_transfer.protocol.held import MOST_PINS, StartTransfer
 from baton.kv_transfer.protocol.incoming import TransferState
+from baton.kv_transfer.protocol.local_messages import FetchIn, PinOut, ReleasedOut
 from baton.kv_transfer.protocol.messages import Ack, Commit, FetchContent, FirstToken, Have
+from baton.kv_transfer.protocol.shared import Send
 
 from .test_lifecycle import DEADLINES, LAYOUT, PEER, World, reachable
 
@@ -49,7 +51,7 @@ class ContentWorld(World):
     def apply(self, effects: list[Any]) -> None:
         for e in effects:
             match e:
-                case Pin(pin_id, chunks, first_chunk):
+                case PinOut(pin_id, chunks, first_chunk):
                     assert (chunks, first_chunk) == (CHUNKS, 3)
                     self.wanted.append(pin_id)
                 case StartTransfer(_, transfer_id, _, fetch):
@@ -57,7 +59,7 @@ class ContentWorld(World):
                     self.queued += [(transfer_id, 0), (transfer_id, 1)]
                     commit = Commit(FirstToken(0), 2, 2 * FRAME_BYTES)
                     super().apply(self.held.commit(transfer_id, commit, self.now))
-                case Release(pin_id):
+                case ReleasedOut(pin_id):
                     self.pins.remove(pin_id)
                     self.unpinned.append(pin_id)
                 case Send():
@@ -79,15 +81,12 @@ class ContentWorld(World):
     def do_fetch(self) -> None:
         self.used += 1
         transfer_id, ranges = bytes([self.used]) * 16, ((192, 320),)
-        effects = self.fetches.fetch(transfer_id, PEER, b"", 0, ranges, (0, 1), self.now, chunks=CHUNKS)
-        self.apply_decode(effects)
+        request = FetchIn(transfer_id, b"", "", PEER, 0, ranges, 0, 1, chunks=CHUNKS)
+        self.apply_decode(self.fetches.fetch(request, self.now))
 
     def do_frame(self, i: int) -> None:
         session, transfer_id, layer = self.flying.pop(i)
-        h = Header(
-            FrameType.KV, transfer_id, layer=layer, head_count=1, token_start=192, token_count=64, seq=layer,
-            length=FRAME_BYTES,
-        )  # fmt: skip
+        h = Header(FrameType.KV, transfer_id, Slice(layer, 0, 1, 192, 64), layer, FRAME_BYTES)
         try:
             transfer = self.fetches.begin(session, h, self.now)
             if self.fetches.verified(transfer, h, self.now):

@@ -12,23 +12,23 @@ import pytest
 
 import baton.kv_transfer as kv
 from baton.kv_transfer import channel as ch
-from baton.kv_transfer import local_messages as lm
-from baton.kv_transfer.process import decode_side
-from baton.kv_transfer.process.connector import ProtocolError, Session
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.process import arrivals, decode_side, peer_exports
 from baton.kv_transfer.process.decode_side import DecodeSide
-from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.process.stats import TransferCounters
+from baton.kv_transfer.process.tcp_session import Session
+from baton.kv_transfer.protocol import local_messages as lm
 from baton.kv_transfer.protocol.frame import FrameError, FrameType, Header
 from baton.kv_transfer.protocol.messages import (
     Abort,
     Aborted,
     Ack,
-    AnySliceAt,
     Commit,
     Credit,
     Export,
     Fetch,
-    SliceAt,
+    ProtocolError,
     Slices,
 )
 
@@ -36,7 +36,7 @@ from baton.kv_transfer.protocol.messages import (
 class Peer:
     """The session that `Network` makes."""
 
-    slot_bytes, lane_count = 4096, 4
+    slot_bytes, lane_count, transport = 4096, 4, "tcp"
     peer = SimpleNamespace(kv_dtype="float32", incarnation=9)
 
     def __init__(self, number: int) -> None:
@@ -71,6 +71,10 @@ class Network:
         return cast("Session", self.session)
 
 
+def kv_header(transfer_id: bytes, start: int = 0, count: int = 4, seq: int = 0) -> Header:
+    return Header(FrameType.KV, transfer_id, Slice(0, 0, 1, start, count), seq, 64 * count)
+
+
 class Side:
     """A decode side, its engine's end, and a clock."""
 
@@ -79,7 +83,8 @@ class Side:
     ) -> None:
         self.now = 0.0
         self.is_up = False
-        monkeypatch.setattr(decode_side, "time", SimpleNamespace(monotonic=lambda: self.now))
+        for module in (arrivals, decode_side, peer_exports):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         config = kv.TransferConfig(
             name="decode 0", incarnation=1, model_fingerprint="m", num_slots=4,
             slot_bytes=4096, layout=kv.KVLayout(1, 1, 8, "float32"), max_lanes=12, movers=0,
@@ -88,7 +93,7 @@ class Side:
         ours, theirs = kv.channel_pair()
         self.engine = ch.Channel(ours, lm.ToReceiver)
         self.channel = ch.Channel(theirs, lm.FromReceiver)
-        self.slots = SlotPipe(4)
+        self.slots = SlotPipe(kv.Arena.create(4, 4096))
         self.network = network
         self.side = DecodeSide(config, self.slots, self.channel, TransferCounters(), network.connect, nixl)
 
@@ -117,10 +122,14 @@ class Side:
         """All of it comes, and the engine gives the slot back."""
         session = cast("Session", self.network.session)
         slot = self.slots.take()
-        head = Header(FrameType.KV, transfer_id, head_count=1, token_count=4, length=256)
-        self.side.kv_ends(head, self.side.kv_begins(session, head, slot), True)
+        self.come(session, kv_header(transfer_id), slot)
         self.side.control(session, Header(FrameType.COMMIT, transfer_id), Commit(kv.FirstToken(7), 1, 256))
         self.side.engine(lm.SlotsFree([slot]))
+
+    def come(self, session: Session, header: Header, slot: int) -> None:
+        """A frame, whole."""
+        self.side.arrivals.kv_begins(session, header, slot)
+        self.side.arrivals.kv_ends(header, slot, True)
 
     def inject(self, transfer_id: bytes) -> None:
         """From FETCH to ACK."""
@@ -251,11 +260,11 @@ def test_credit_of_a_session_goes_to_no_other_before_its_lanes_are_closed(
 
     assert [credit(s) for s in sessions] == [[Credit(2), Credit(2, recall=True)], [Credit(2)], []]
     world.side.session_down(lost, "lost", "")
-    header = Header(FrameType.KV, bytes([0]) * 16, head_count=1, token_count=4, length=256)
+    header = kv_header(bytes([0]) * 16)
     slot = world.slots.take()
     assert credit(third) == []
-    ticket = world.side.kv_begins(lost, header, slot)
-    world.side.kv_ends(header, ticket, None)
+    world.side.arrivals.kv_begins(lost, header, slot)
+    world.side.arrivals.kv_ends(header, slot, None)
     world.side.session_over(lost)
     assert credit(third) == [Credit(2)]
     assert world.side.slots_free() == 4
@@ -322,8 +331,7 @@ def test_a_session_whose_bytes_come_is_not_dry(
     side, peer = world.side, cast("Session", session)
     if other:
         world.now = 1.0
-        head = Header(FrameType.KV, b"u" * 16, head_count=1, token_count=4, length=256)
-        side.kv_ends(head, side.kv_begins(peer, head, world.slots.take()), True)
+        world.come(peer, kv_header(b"u" * 16), world.slots.take())
         world.told()
     session.kv_moved, world.now = moved, 10.0
     side.control(peer, Header(FrameType.ABORTED, b"t" * 16), Aborted("deadline", 1))
@@ -422,10 +430,10 @@ def test_a_slice_is_at_most_as_large_as_its_slot(
     export = Export(kind, "a host", b"a handle", 4, 8192, bytes(16))
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
-    head = Header(FrameType.SLICE, b"t" * 16)
+    head, piece = Header(FrameType.SLICES, b"t" * 16), Slice(0, 0, 1, 0, 4)
     with pytest.raises(ProtocolError, match=f"{most + 64} bytes"):
-        world.side.control(session, head, SliceAt(0, 1, 0, 0, 0, 1, 0, 4, length=most + 64))
-    world.side.control(session, head, SliceAt(0, 1, 0, 0, 0, 1, 0, 4, length=most))
+        world.side.control(session, head, Slices(((0, 1, 0, most + 64, piece),)))
+    world.side.control(session, head, Slices(((0, 1, 0, most, piece),)))
 
 
 def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +449,7 @@ def test_a_slice_beyond_its_credit_ends_its_session(monkeypatch: pytest.MonkeyPa
     world.side.control(session, Header(FrameType.EXPORT), export)
     world.side.engine(lm.Opened(session.number, True, ""))
     # Two have credit. The third one ends the session, and what follows it is not looked at.
-    slices = Slices(tuple(AnySliceAt(seq, 1, seq, 0, 0, 1, 0, 4, length=256) for seq in range(4)))
+    slices = Slices(tuple((seq, 1, seq, 256, Slice(0, 0, 1, 0, 4)) for seq in range(4)))
     world.side.control(session, Header(FrameType.SLICES, bytes(16)), slices)
     assert lm.ExportGone(session.number) in world.told()
     world.side.session_over(session)
@@ -455,11 +463,8 @@ def test_a_commit_is_due_from_the_last_frame_on(monkeypatch: pytest.MonkeyPatch)
     def come(*frames: int) -> None:
         """Halves of a transfer."""
         for seq in frames:
-            head = Header(
-                FrameType.KV, b"t" * 16, head_count=1, token_start=2 * seq, token_count=2, seq=seq, length=128
-            )
             session = cast("Session", world.network.session)
-            side.kv_ends(head, side.kv_begins(session, head, world.slots.take()), True)
+            world.come(session, kv_header(b"t" * 16, 2 * seq, 2, seq), world.slots.take())
 
     def commit() -> None:
         session = cast("Session", world.network.session)

@@ -11,9 +11,8 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.kv_transfer.process.loop import Loop
-from baton.kv_transfer.protocol import keys
-from baton.kv_transfer.protocol.frame import FrameType, Header
-from baton.kv_transfer.protocol.keys import DirectionKey, LaneKeys
+from baton.kv_transfer.protocol import frame as frames
+from baton.kv_transfer.protocol.frame import DirectionKey, FrameType, Header, LaneKeys
 
 from .conftest import Pair
 from .second_wire import COMMIT, CREDIT, FETCH, KV, Direction, connect, frame
@@ -33,7 +32,7 @@ def test_as_a_decode_worker(make_prefill: Any, movers: int) -> None:
         connect(prefill.port, session=b"s" * 16, number=i, lanes=lanes, encrypt=True) for i in range(lanes)
     ]
     control, data = session[0], session[-1]
-    control.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], b"t" * 16)
     control.say(CREDIT, [3, False])
     found = [data.read() for _ in range(3 + (lanes == 1))]
     frames = [f for f in found if f[0] == KV]
@@ -133,7 +132,7 @@ def test_a_stream_that_is_cut() -> None:
 
 def test_a_lane_sends_what_the_second_implementation_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames larger than the buffer, messages between them, and a new key after each two frames."""
-    monkeypatch.setattr(keys, "FRAMES_OF_A_KEY", 2)
+    monkeypatch.setattr(frames, "FRAMES_OF_A_KEY", 2)
     near, far = connected()
     loop, sender = Loop(lambda: None), Sender()
     lane = sending(far, loop, sender)

@@ -19,18 +19,8 @@ import baton.kv_transfer as kv
 from baton.bench.chaos.processes import resident_bytes
 from baton.kv_transfer.wait import wait
 
+from . import second_wire as wire
 from .noise import Noise, drained, hostile_frames
-from .second_wire import (
-    ABORTED,
-    COMMIT,
-    FETCH,
-    KV,
-    FakePrefill,
-    Lane,
-    connect,
-    frame,
-    pack,
-)  # fmt: skip
 
 POSITIONS = 96  # of a prompt that a decode worker fetches
 ROUND = 250  # frames between two looks at the state of things
@@ -75,10 +65,10 @@ def test_a_sender_among_noise(make_pair: Any, count: int) -> None:
     while sent < count:
         noise.ids = [pair.prefill.hold(random.Random(sent).randrange(1, 60)) for _ in range(4)]
         noise.ids += [*cached, *(os.urandom(16) for _ in range(4))]
-        lane: Lane | None = None
+        lane: wire.Lane | None = None
         for _ in range(ROUND):
             if lane is None:
-                lane = connect(pair.prefill.port, newest=5)
+                lane = wire.connect(pair.prefill.port)
             try:
                 lane.sock.sendall(next(frames))
                 sent += 1
@@ -112,13 +102,13 @@ def truth(pair: Any) -> None:
 # ---------------------------------------------------------------- against a receiver
 
 
-class Source(FakePrefill):
+class Source(wire.FakePrefill):
     """A fake prefill worker at the end of a decode worker's lane, before and after it breaks."""
 
     def __init__(self, decode: Any) -> None:
         super().__init__()
         self._decode = decode
-        self.lane: Lane | None = None
+        self.lane: wire.Lane | None = None
         self.transfer = b""  # of the last FETCH
 
     def fetched(self) -> tuple[bytes, list[int]]:
@@ -143,7 +133,7 @@ class Source(FakePrefill):
                 kind, transfer, _, _ = self.lane.read()
                 if kind == 0:
                     self.lost()
-                elif kind == FETCH:
+                elif kind == wire.FETCH:
                     self.transfer = transfer
             elif self.listener.fileno() in readable:
                 self.lost()
@@ -184,7 +174,7 @@ def slices() -> list[Frame]:
 
 
 def commit_of(frames: list[Frame], transfer: bytes) -> bytes:
-    return frame(COMMIT, pack([[77, None, [], []], len(frames), 4096 * len(frames)]), transfer)
+    return wire.frame(wire.COMMIT, wire.pack([[77, None, [], []], len(frames), 4096 * len(frames)]), transfer)
 
 
 def hostile(noise: Noise, transfer: bytes, frames: list[Frame]) -> tuple[bytes, int, bool]:
@@ -196,21 +186,21 @@ def hostile(noise: Noise, transfer: bytes, frames: list[Frame]) -> tuple[bytes, 
     """
     rng = noise.rng
     head, body = rng.choice(frames)
-    right = frame(KV, body, transfer, **head)
+    right = wire.frame(wire.KV, body, transfer, **head)
     kind = rng.random()
     if kind < 0.40:
         return noise.damaged(right, first=64), 1, False  # the payload alone: the lane goes on
     if kind < 0.65:
         field = rng.choice(["token_start", "token_count", "head_start", "head_count", "seq", "kind"])
-        return frame(KV, body, transfer, **(head | {field: impossible(noise, field)})), 1, False
+        return wire.frame(wire.KV, body, transfer, **(head | {field: impossible(noise, field)})), 1, False
     if kind < 0.75:
-        return frame(KV, body, rng.randbytes(16), **head), 1, False
+        return wire.frame(wire.KV, body, rng.randbytes(16), **head), 1, False
     if kind < 0.94:
         return right, 1, False  # and perhaps a second time
     if kind < 0.96:
         return commit_of(frames, transfer), 0, False
     if kind < 0.985:
-        return frame(ABORTED, pack(["integrity", 1]), transfer), 0, False
+        return wire.frame(wire.ABORTED, wire.pack(["integrity", 1]), transfer), 0, False
     if kind < 0.99:
         return noise.forged(), 0, False
     if kind < 0.995:
@@ -228,7 +218,7 @@ def impossible(noise: Noise, field: str) -> int:
 def honest(transfer: bytes, frames: list[Frame]) -> list[tuple[bytes, int]]:
     return [
         (commit_of(frames, transfer), 0),
-        *((frame(KV, body, transfer, **head), 1) for head, body in frames),
+        *((wire.frame(wire.KV, body, transfer, **head), 1) for head, body in frames),
     ]
 
 

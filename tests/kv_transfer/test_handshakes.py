@@ -14,7 +14,8 @@ from baton.kv_transfer.process.stats import TransferCounters
 
 def table(most: int, *lanes: tuple[str, str | None]) -> Any:
     """Lanes are names here, and were opened in this order."""
-    handshakes: Any = Handshakes(most)
+    join: Any = None
+    handshakes: Any = Handshakes(most, TransferCounters(), join)
     for lane, address in lanes:
         assert handshakes.add(lane, address, 5.0) is None
     return handshakes

@@ -8,20 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from baton.kv_transfer.config import TransferDeadlines
-from baton.kv_transfer.protocol.effects import Expired, Send
-from baton.kv_transfer.protocol.held import (
-    HeldPrefills,
-    HoldState,
-    Pin,
-    Release,
-    StartTransfer,
-    StopTransfer,
-    Waiting,
-)
+from baton.kv_transfer.protocol.held import HeldPrefills, HoldState, StartTransfer
+from baton.kv_transfer.protocol.local_messages import FetchWaits, PinOut, ReleasedOut, StopOut
 from baton.kv_transfer.protocol.messages import Aborted, Commit, Fetch, FetchContent, FirstToken, Have, Reason
+from baton.kv_transfer.protocol.shared import Expired, Send
 
 P, Q, T1, T2 = b"p" * 16, b"q" * 16, b"1" * 16, b"2" * 16
-FETCH = Fetch(P, 0, 1, ((0, 8),), 0, 0, 4)
+FETCH = Fetch(P, 0, ((0, 8),), 0, 4)
 COMMIT = Commit(FirstToken(1), 2, 64)
 A, B = 1, 2  # sessions
 
@@ -53,7 +46,7 @@ def test_the_good_way() -> None:
     assert held.begin_send(T1, 1)
     held.finish(P, 2)
     assert held.commit(T1, COMMIT, 2) == [Send(A, T1, COMMIT)]
-    assert held.ack(T1, 3) == [Release(P, "acked")]
+    assert held.ack(T1, 3) == [ReleasedOut(P, "acked")]
     assert not held.held
     assert not held.open
     assert held.fetch(T2, A, FETCH, 4) == [aborted("gone", transfer=T2)]
@@ -61,7 +54,7 @@ def test_the_good_way() -> None:
 
 def test_a_fetch_waits_for_its_prefill() -> None:
     held = table()
-    assert held.fetch(T1, A, FETCH, 0) == [Waiting(P)]
+    assert held.fetch(T1, A, FETCH, 0) == [FetchWaits(P)]
     assert held.offer(P, 1) == [StartTransfer(P, T1, A, FETCH)]
     assert not held.waiting
 
@@ -69,7 +62,7 @@ def test_a_fetch_waits_for_its_prefill() -> None:
 def test_the_table_of_waiting_fetches_is_bounded() -> None:
     held = table(max_waiting=1)
     held.fetch(T1, A, FETCH, 0)
-    other = Fetch(Q, 0, 1, (), 0, 0, 4)
+    other = Fetch(Q, 0, (), 0, 4)
     assert held.fetch(T2, A, other, 0) == [aborted("busy", transfer=T2)]
     # A newer FETCH for the same id takes its place.
     assert held.fetch(T2, B, FETCH, 0) == [aborted("superseded")]
@@ -81,21 +74,21 @@ def test_waiting_ends_by_abort_deadline_session_or_drain() -> None:
         held = table()
         held.fetch(T1, A, FETCH, 0)
         if event == "abort":
-            assert held.abort(T1, "cancelled", 1) == [aborted("cancelled"), Waiting(P, gone=True)]
+            assert held.abort(T1, "cancelled", 1) == [aborted("cancelled"), FetchWaits(P, gone=True)]
         elif event == "session":
-            assert held.session_down(A, 1) == [Waiting(P, gone=True)]
+            assert held.session_down(A, 1) == [FetchWaits(P, gone=True)]
         elif event == "drain":
-            assert held.refuse_waiting("busy") == [aborted("busy"), Waiting(P, gone=True)]
+            assert held.refuse_waiting("busy") == [aborted("busy"), FetchWaits(P, gone=True)]
         else:
             assert expire(held, 29.9) == []
-            assert expire(held, 30) == ["fetch_wait", aborted("deadline"), Waiting(P, gone=True)]
+            assert expire(held, 30) == ["fetch_wait", aborted("deadline"), FetchWaits(P, gone=True)]
         assert not held.waiting
 
 
 def test_abort_makes_it_ready_again() -> None:
     held = streaming()
     held.begin_send(T1, 1)
-    assert held.abort(T1, "integrity", 2) == [aborted("integrity", 1), StopTransfer(P, T1)]
+    assert held.abort(T1, "integrity", 2) == [aborted("integrity", 1), StopOut(P, T1)]
     assert held.held[P].state is HoldState.READY
     assert not held.begin_send(T1, 2), "a queued frame of an ended transfer must not leave"
     assert held.abort(T1, "integrity", 2) == []
@@ -108,13 +101,13 @@ def test_superseded() -> None:
     held.begin_send(T1, 1)
     assert held.fetch(T2, B, FETCH, 2) == [
         aborted("superseded", 1),
-        StopTransfer(P, T1),
+        StopOut(P, T1),
         StartTransfer(P, T2, B, FETCH),
     ]
     assert held.abort(T1, "cancelled", 3) == []
     assert held.session_down(A, 3) == []
     held.commit(T2, COMMIT, 4)
-    assert held.ack(T2, 5) == [Release(P, "acked")]
+    assert held.ack(T2, 5) == [ReleasedOut(P, "acked")]
 
 
 def test_the_engines_own_end() -> None:
@@ -125,7 +118,7 @@ def test_the_engines_own_end() -> None:
     assert held.ack(T1, 3) == []
     assert held.fetch(T2, A, FETCH, 3) == [aborted("cancelled", transfer=T2)]
     expire(held, 63)
-    assert held.fetch(T2, A, FETCH, 63) == [Waiting(P)], "tombstones do not last"
+    assert held.fetch(T2, A, FETCH, 63) == [FetchWaits(P)], "tombstones do not last"
 
 
 def test_an_id_that_is_used_again_is_released_at_once() -> None:
@@ -133,7 +126,7 @@ def test_an_id_that_is_used_again_is_released_at_once() -> None:
     held = table()
     held.offer(P, 0)
     held.close(P, "cancelled", 1)
-    assert held.offer(P, 2) == [Release(P, "reused")]
+    assert held.offer(P, 2) == [ReleasedOut(P, "reused")]
     assert not held.held
     expire(held, 62)
     assert held.offer(P, 62) == []
@@ -144,18 +137,18 @@ def test_a_committed_transfer_survives_its_session() -> None:
     """Decode has everything; its ACK comes over the next session."""
     held = streaming()
     held.commit(T1, COMMIT, 1)
-    assert held.session_down(A, 2) == [StopTransfer(P, T1)]
-    assert held.ack(T1, 3) == [Release(P, "acked")]
+    assert held.session_down(A, 2) == [StopOut(P, T1)]
+    assert held.ack(T1, 3) == [ReleasedOut(P, "acked")]
 
 
 PIN, PIN2 = b"pin:" + T1, b"pin:" + T2
-CONTENT = FetchContent((b"a" * 16, b"b" * 16, b"c" * 16), 2, 1, 0, 0, 4)
+CONTENT = FetchContent((b"a" * 16, b"b" * 16, b"c" * 16), 2, 0, 4)
 
 
 def pinned() -> HeldPrefills:
     held = table()
-    assert held.fetch_content(T1, A, CONTENT, 0) == [Pin(PIN, CONTENT.chunks, 2)]
-    fetch = Fetch(PIN, 0, 1, ((128, 256),), 0, 0, 4)
+    assert held.fetch_content(T1, A, CONTENT, 0) == [PinOut(PIN, CONTENT.chunks, 2)]
+    fetch = Fetch(PIN, 0, ((128, 256),), 0, 4)
     assert held.pinned(PIN, 2, 1) == [Send(A, T1, Have(2)), StartTransfer(PIN, T1, A, fetch)]
     return held
 
@@ -164,7 +157,7 @@ def test_content_is_pinned_sent_and_released() -> None:
     held = pinned()
     assert held.begin_send(T1, 2)
     assert held.commit(T1, COMMIT, 2) == [Send(A, T1, COMMIT)]
-    assert held.ack(T1, 3) == [Release(PIN, "acked")]
+    assert held.ack(T1, 3) == [ReleasedOut(PIN, "acked")]
     assert not held.held
     assert not held.open
 
@@ -176,14 +169,14 @@ def test_a_pin_ends_with_its_transfer(committed: bool) -> None:
         if committed:
             held.commit(T1, COMMIT, 2)
         if end == "abort":
-            assert held.abort(T1, "cancelled", 2) == [Release(PIN, "cancelled"), aborted("cancelled")]
+            assert held.abort(T1, "cancelled", 2) == [ReleasedOut(PIN, "cancelled"), aborted("cancelled")]
         elif end == "session":
-            assert held.session_down(A, 2) == [Release(PIN, "gone")]
+            assert held.session_down(A, 2) == [ReleasedOut(PIN, "gone")]
         elif end == "progress":
-            assert expire(held, 12) == ["progress", Release(PIN, "deadline"), aborted("deadline")]
+            assert expire(held, 12) == ["progress", ReleasedOut(PIN, "deadline"), aborted("deadline")]
         else:
             assert expire(held, 30.9, {A: 30.9}) == []
-            assert expire(held, 31, {A: 31}) == ["pin", Release(PIN, "deadline"), aborted("deadline")]
+            assert expire(held, 31, {A: 31}) == ["pin", ReleasedOut(PIN, "deadline"), aborted("deadline")]
         assert not held.held
         assert held.ack(T1, 32) == []
         assert expire(held, 40) == []
@@ -192,10 +185,10 @@ def test_a_pin_ends_with_its_transfer(committed: bool) -> None:
 def test_content_that_is_not_there_or_whose_peer_left() -> None:
     held = table()
     held.fetch_content(T1, A, CONTENT, 0)
-    assert held.close(PIN, "gone", 1) == [aborted("gone"), Waiting(PIN, gone=True)]
+    assert held.close(PIN, "gone", 1) == [aborted("gone"), FetchWaits(PIN, gone=True)]
     held.fetch_content(T2, A, CONTENT, 1)
-    assert held.session_down(A, 2) == [Waiting(PIN2, gone=True)]
-    assert held.pinned(PIN2, 1, 3) == [Release(PIN2, "gone")]
+    assert held.session_down(A, 2) == [FetchWaits(PIN2, gone=True)]
+    assert held.pinned(PIN2, 1, 3) == [ReleasedOut(PIN2, "gone")]
     assert not held.held
 
 
@@ -204,35 +197,35 @@ def test_two_pins_at_a_time() -> None:
     held.fetch_content(T2, A, CONTENT, 1)
     assert held.fetch_content(Q, B, CONTENT, 1) == [aborted("busy", session=B, transfer=Q)]
     held.abort(T1, "cancelled", 2)
-    assert held.fetch_content(P, B, CONTENT, 2) == [Pin(b"pin:" + P, CONTENT.chunks, 2)]
+    assert held.fetch_content(P, B, CONTENT, 2) == [PinOut(b"pin:" + P, CONTENT.chunks, 2)]
 
 
 def test_a_peer_that_leaves_early_is_asked_for_once() -> None:
     """The engine still looks for the chunks. More of this would be work without bound."""
     held = table()
     held.fetch_content(T1, A, CONTENT, 0)
-    assert held.abort(T1, "cancelled", 1) == [aborted("cancelled"), Waiting(PIN, gone=True)]
+    assert held.abort(T1, "cancelled", 1) == [aborted("cancelled"), FetchWaits(PIN, gone=True)]
     assert held.fetch_content(T1, A, CONTENT, 1) == [aborted("integrity")]
     held.fetch_content(T2, A, CONTENT, 1)
     held.session_down(A, 2)
     assert held.fetch_content(Q, B, CONTENT, 2) == [aborted("busy", session=B, transfer=Q)]
-    assert held.pinned(PIN, 2, 3) == [Release(PIN, "gone")]
+    assert held.pinned(PIN, 2, 3) == [ReleasedOut(PIN, "gone")]
     held.close(PIN2, "gone", 3)
     for transfer in (P, Q):
-        assert held.fetch_content(transfer, B, CONTENT, 3) == [Pin(b"pin:" + transfer, CONTENT.chunks, 2)]
+        assert held.fetch_content(transfer, B, CONTENT, 3) == [PinOut(b"pin:" + transfer, CONTENT.chunks, 2)]
     assert not held.held
 
 
 def test_a_pin_is_never_a_prefill() -> None:
     held = pinned()
-    fetch = Fetch(T1, 9, 1, (), 0, 0, 4)
-    assert held.fetch(T2, B, fetch, 2) == [Waiting(T1)]
+    fetch = Fetch(T1, 9, (), 0, 4)
+    assert held.fetch(T2, B, fetch, 2) == [FetchWaits(T1)]
     assert held.fetch_content(T1, B, CONTENT, 2) == [aborted("integrity", session=B)]
     assert held.offer(T1, 3) == [StartTransfer(T1, T2, B, fetch)]
-    assert held.ack(T2, 4) == [aborted("integrity", session=B, transfer=T2), StopTransfer(T1, T2)]
+    assert held.ack(T2, 4) == [aborted("integrity", session=B, transfer=T2), StopOut(T1, T2)]
     assert held.open == {T1: held.held[PIN]}
     held.fetch_content(P, A, CONTENT, 5)
-    assert held.fetch(T2, B, FETCH, 5) == [Waiting(P)], "the FETCH of a prefill stays"
+    assert held.fetch(T2, B, FETCH, 5) == [FetchWaits(P)], "the FETCH of a prefill stays"
     assert held.offer(P, 6) == [StartTransfer(P, T2, B, FETCH)]
 
 
@@ -243,8 +236,8 @@ def test_an_ack_that_crosses_the_deadline_counts(committed: bool) -> None:
     if committed:
         held.commit(T1, COMMIT, 1)
     held.finish(P, 1)
-    assert expire(held, 11) == ["progress", aborted("deadline"), StopTransfer(P, T1)]
-    assert held.ack(T1, 12) == ([Release(P, "acked")] if committed else [])
+    assert expire(held, 11) == ["progress", aborted("deadline"), StopOut(P, T1)]
+    assert held.ack(T1, 12) == ([ReleasedOut(P, "acked")] if committed else [])
     assert held.ack(T1, 13) == []
 
 
@@ -252,19 +245,19 @@ def test_an_ack_that_crosses_the_deadline_counts(committed: bool) -> None:
 def test_an_ack_of_what_its_receiver_ended_means_nothing(reason: Reason) -> None:
     held = streaming()
     held.commit(T1, COMMIT, 1)
-    assert held.abort(T1, reason, 2) == [aborted(reason), StopTransfer(P, T1)]
+    assert held.abort(T1, reason, 2) == [aborted(reason), StopOut(P, T1)]
     assert held.ack(T1, 3) == []
 
 
 def test_an_ack_of_what_was_never_committed_is_an_error() -> None:
     held = streaming()
-    assert held.ack(T1, 1) == [aborted("integrity"), StopTransfer(P, T1)]
+    assert held.ack(T1, 1) == [aborted("integrity"), StopOut(P, T1)]
 
 
 def test_a_transfer_id_is_used_once() -> None:
     held = streaming()
     held.offer(Q, 0)
-    assert held.fetch(T1, B, Fetch(Q, 0, 1, (), 0, 0, 4), 1) == [aborted("integrity", session=B)]
+    assert held.fetch(T1, B, Fetch(Q, 0, (), 0, 4), 1) == [aborted("integrity", session=B)]
     assert held.open[T1].prefill_id == P
 
 
@@ -276,7 +269,7 @@ def test_a_peer_that_uses_a_transfer_id_again_ends_nothing(end: str) -> None:
     held.commit(T1, COMMIT, 1)
     held.session_down(A, 2)
     held.offer(Q, 2)
-    start = StartTransfer(Q, T1, B, Fetch(Q, 0, 1, (), 0, 0, 4))
+    start = StartTransfer(Q, T1, B, Fetch(Q, 0, (), 0, 4))
     assert held.fetch(T1, B, start.fetch, 2) == [start]
     if end == "close":
         held.close(P, "cancelled", 3)
@@ -302,14 +295,14 @@ def test_deadlines_run_only_once_it_is_computed() -> None:
     held.finish(P, 1000)
     held.begin_send(T1, 1005)
     assert expire(held, 1014) == []
-    assert expire(held, 1015) == ["progress", aborted("deadline", 1), StopTransfer(P, T1)]
+    assert expire(held, 1015) == ["progress", aborted("deadline", 1), StopOut(P, T1)]
     assert expire(held, 1044) == []
-    assert expire(held, 1045) == ["hold", Release(P, "deadline")]
+    assert expire(held, 1045) == ["hold", ReleasedOut(P, "deadline")]
     assert expire(held, 2000) == []
     idle = table()
     idle.offer(Q, 0)
     idle.finish(Q, 5)
-    assert expire(idle, 35) == ["hold", Release(Q, "deadline")]
+    assert expire(idle, 35) == ["hold", ReleasedOut(Q, "deadline")]
 
 
 @pytest.mark.parametrize("last", ["fetched", "finished", "begun", "sent", "committed", "flowed"])
@@ -347,9 +340,9 @@ def test_neither_deadline_hits_what_still_flows(committed: bool) -> None:
         assert expire(held, now + 9, {A: now}) == []
     flow = {A: 3600.0}
     assert expire(held, 3609.9, flow) == []
-    assert expire(held, 3610, flow) == ["progress", aborted("deadline", 1), StopTransfer(P, T1)]
+    assert expire(held, 3610, flow) == ["progress", aborted("deadline", 1), StopOut(P, T1)]
     assert expire(held, 3639.9, {A: 3639.0}) == []
-    assert expire(held, 3640, {A: 3640.0}) == ["hold", Release(P, "deadline")], "no peer FETCHed it again"
+    assert expire(held, 3640, {A: 3640.0}) == ["hold", ReleasedOut(P, "deadline")], "no peer FETCHed it again"
 
 
 def test_the_engines_end_ends_what_still_flows() -> None:
@@ -367,18 +360,10 @@ def test_the_engines_end_ends_what_still_flows() -> None:
 def test_a_fetch_of_an_older_attempt_does_not_replace_a_newer_one() -> None:
     held = HeldPrefills(TransferDeadlines(), 4)
     newer, older = replace(FETCH, attempt=3), replace(FETCH, attempt=2)
-    assert held.fetch(T1, A, newer, 0) == [Waiting(P)]
+    assert held.fetch(T1, A, newer, 0) == [FetchWaits(P)]
     assert held.fetch(T2, B, older, 0) == [aborted("superseded", transfer=T2, session=B)]
     held.offer(P, 0)
     assert held.fetch(T2, B, older, 1) == [aborted("superseded", transfer=T2, session=B)]
     assert held.open.keys() == {T1}
     held.abort(T1, "cancelled", 2)
     assert held.fetch(T2, B, older, 3) == [aborted("superseded", transfer=T2, session=B)]
-
-
-def test_a_fetch_of_several_receivers_is_refused_by_name() -> None:
-    held = HeldPrefills(TransferDeadlines(), 4)
-    held.offer(P, 0)
-    several = replace(FETCH, receivers=2)
-    assert held.fetch(T1, A, several, 0) == [aborted("unsupported")]
-    assert held.fetch(T2, A, FETCH, 0) == [StartTransfer(P, T2, A, FETCH)]

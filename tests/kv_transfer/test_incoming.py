@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.content.cache_kinds import CachePart
 from baton.kv_transfer.layout import KVLayout, Slice, cut, slice_bytes
-from baton.kv_transfer.protocol.frame import FrameType, Header, kind_of
+from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.protocol.incoming import Fault, Incoming, TransferState
 from baton.kv_transfer.protocol.messages import Commit, FirstToken
 
@@ -21,13 +21,8 @@ LAYOUT = KVLayout(2, 4, 8, "float32")
 FIRST = FirstToken(3)
 
 
-def header(piece: Slice, seq: int, *, layout: KVLayout = LAYOUT, **changed: Any) -> Header:
-    kind, state_type = kind_of(piece.state)
-    return Header(
-        FrameType.KV, layer=piece.layer, kind=kind, head_start=piece.head_start, head_count=piece.head_count,
-        token_start=piece.token_start, token_count=piece.token_count, seq=seq,
-        length=slice_bytes(layout, piece), state_type=state_type,
-    )._replace(**changed)  # fmt: skip
+def header(piece: Slice, seq: int, *, layout: KVLayout = LAYOUT, length: int | None = None) -> Header:
+    return Header(FrameType.KV, b"", piece, seq, slice_bytes(layout, piece) if length is None else length)
 
 
 def incoming(*ranges: tuple[int, int], **other: Any) -> Incoming:
@@ -52,7 +47,7 @@ def test_all_orders_of_four_frames_and_the_commit() -> None:
     commit = Commit(FIRST, 4, 4 * 1024)
     for order in itertools.permutations([*frames, None]):
         it = incoming((0, 8))
-        results = [it.commit(0, commit) if h is None else take(it, h) for h in order]
+        results = [it.commit(commit) if h is None else take(it, h) for h in order]
         assert results == [False] * 4 + [True]
         assert (it.state, it.first_token, it.missing_frames) == (TransferState.COMPLETE, FIRST, 0)
         it.injected()
@@ -79,25 +74,15 @@ def test_any_cutting_in_any_order(data: st.DataObject) -> None:
                 it.begin(item)
                 begun.append(item)
                 continue
-            complete = it.commit(0, commit)
+            complete = it.commit(commit)
         done += 1
         assert complete == (done == len(frames) + 1)
         assert complete or it.missing_frames > 0 or it.frames == len(frames)
     assert it.bytes == commit.bytes
 
 
-def test_two_sender_ranks_are_counted_apart() -> None:
-    it = incoming((0, 4), sender_ranks=2)
-    for rank in (0, 1):
-        for layer in (0, 1):
-            take(it, header(Slice(layer, 2 * rank, 2, 0, 4), layer, sender_rank=rank))
-    assert not it.commit(1, Commit(FirstToken(9), 2, 1024))
-    assert it.commit(0, Commit(FIRST, 2, 1024))
-    assert it.first_token == FIRST
-
-
 def test_nothing_asked_for_is_complete_with_the_commit() -> None:
-    assert incoming().commit(0, Commit(FIRST, 0, 0))
+    assert incoming().commit(Commit(FIRST, 0, 0))
 
 
 WHOLE = Slice(0, 0, 4, 0, 8)
@@ -106,14 +91,10 @@ WHOLE = Slice(0, 0, 4, 0, 8)
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
-        (header(WHOLE, 0, layer=2), "frame_fields"),
-        (header(WHOLE, 0, kind=1), "state"),
-        (header(WHOLE, 0, kind=2), "frame_fields"),
-        (header(WHOLE, 0, state_type=1), "frame_fields"),
-        (header(WHOLE, 0, sender_rank=1), "frame_fields"),
-        (header(WHOLE, 0, receiver_rank=1), "frame_fields"),
+        (header(Slice(2, 0, 4, 0, 8), 0), "frame_fields"),
+        (header(Slice(0, 0, 4, 0, 8, 0), 0, length=1024), "state"),
         (header(WHOLE, 0, length=100), "frame_length"),
-        (header(WHOLE, 0, token_count=0, length=0), "frame_length"),
+        (header(Slice(0, 0, 4, 0, 0), 0), "frame_length"),
         (header(Slice(0, 0, 4, 0, 9), 0), "frame_range"),
         (header(Slice(0, 0, 4, 8, 1), 0), "frame_range"),
         (header(Slice(0, 2, 3, 0, 8), 0), "frame_range"),
@@ -158,12 +139,12 @@ def test_a_commit_that_does_not_match(commit: Commit) -> None:
     frames = frames_of([(0, 8)], 2048)
     take(it, frames[0])
     with pytest.raises(Fault):
-        _ = it.commit(0, commit) or take(it, frames[1])
+        _ = it.commit(commit) or take(it, frames[1])
     late = incoming((0, 8))
     for h in frames:
         take(late, h)
     with pytest.raises(Fault):
-        late.commit(0, commit)
+        late.commit(commit)
 
 
 @pytest.mark.parametrize(
@@ -179,18 +160,18 @@ def test_logprobs_of_a_commit_are_numbers(first: FirstToken, valid: bool) -> Non
     """Else the transfer ends, and not the session with all others: a model can produce NaN."""
     it = incoming()
     if valid:
-        assert it.commit(0, Commit(first, 0, 0))
+        assert it.commit(Commit(first, 0, 0))
     else:
         with pytest.raises(Fault, match="logprob") as fault:
-            it.commit(0, Commit(first, 0, 0))
+            it.commit(Commit(first, 0, 0))
         assert fault.value.kind == "commit"
 
 
 def test_a_second_commit() -> None:
     it = incoming((0, 8))
-    it.commit(0, Commit(FIRST, 2, 4096))
+    it.commit(Commit(FIRST, 2, 4096))
     with pytest.raises(Fault):
-        it.commit(0, Commit(FIRST, 2, 4096))
+        it.commit(Commit(FIRST, 2, 4096))
     with pytest.raises(Fault):
         it.begin(frames_of([(0, 8)])[3])  # beyond its count
 
@@ -206,8 +187,8 @@ HYBRID = KVLayout(
 )
 
 
-def of_hybrid(piece: Slice, seq: int, **changed: Any) -> Header:
-    return header(piece, seq, layout=HYBRID, **changed)
+def of_hybrid(piece: Slice, seq: int, length: int | None = None) -> Header:
+    return header(piece, seq, layout=HYBRID, length=length)
 
 
 def hybrid_frames() -> list[Header]:
@@ -228,7 +209,7 @@ def test_a_transfer_is_complete_with_all_of_its_states(order: list[int]) -> None
     assert [h.length for h in frames] == [2048, *[512] * 3, *[512] * 3]
     assert it.missing_frames == 10  # KV of 2,048 bytes in slots of 512
     commit = Commit(FIRST, len(frames), sum(h.length for h in frames))
-    done = [it.commit(0, commit) if i == 7 else take(it, frames[i]) for i in order]
+    done = [it.commit(commit) if i == 7 else take(it, frames[i]) for i in order]
     assert done == [False] * 7 + [True]
     assert it.missing_frames == 0
 
@@ -240,7 +221,7 @@ def test_a_commit_that_leaves_out_a_frame_of_a_state(missing: int) -> None:
     for seq, h in enumerate(frames):
         take(it, h._replace(seq=seq))
     with pytest.raises(Fault) as fault:
-        it.commit(0, Commit(FIRST, 6, sum(h.length for h in frames)))
+        it.commit(Commit(FIRST, 6, sum(h.length for h in frames)))
     assert fault.value.kind == "commit"
 
 
@@ -250,12 +231,12 @@ STATE = Slice(1, 0, 2, 8, 0, 0)
 @pytest.mark.parametrize(
     ("bad", "kind"),
     [
-        (of_hybrid(STATE, 0)._replace(layer=0), "state"),
-        (of_hybrid(STATE, 0)._replace(layer=3), "state"),
-        (of_hybrid(STATE, 0)._replace(state_type=2), "state"),
-        (header(WHOLE, 0, layer=1), "frame_fields"),  # KV of a layer that has states
-        (of_hybrid(STATE, 0, sender_rank=1), "frame_fields"),
-        (of_hybrid(STATE, 0)._replace(head_count=1), "frame_length"),
+        (of_hybrid(Slice(0, 0, 2, 8, 0, 0), 0), "state"),
+        (of_hybrid(Slice(3, 0, 2, 8, 0, 0), 0), "state"),
+        (of_hybrid(Slice(1, 0, 2, 8, 0, 2), 0, length=512), "state"),
+        (of_hybrid(Slice(1, 0, 2, 8, 0, 300), 0, length=512), "state"),
+        (header(Slice(1, 0, 4, 0, 8), 0), "frame_fields"),  # KV of a layer that has states
+        (of_hybrid(Slice(1, 0, 1, 8, 0, 0), 0, length=512), "frame_length"),
         (of_hybrid(Slice(1, 3, 2, 8, 0, 0), 0), "frame_range"),
         (of_hybrid(Slice(1, 0, 2, 7, 0, 0), 0), "frame_range"),  # after fewer positions
         (of_hybrid(Slice(1, 0, 2, 7, 1, 0), 0), "frame_range"),
@@ -273,12 +254,12 @@ def test_a_frame_of_a_state_that_does_not_belong(bad: Header, kind: str) -> None
 
 def test_states_are_not_fetched_by_content() -> None:
     it = hybrid(states_of=None)
-    with pytest.raises(Fault, match="no such state"):
+    with pytest.raises(Fault, match="no such layer or state"):
         it.begin(of_hybrid(STATE, 0))
     it.narrow(4)
     [kv] = cut(HYBRID, 0, (0, 4), (0, 4), 4096)
     take(it, of_hybrid(kv, 0))
-    assert it.commit(0, Commit(FIRST, 1, 1024))
+    assert it.commit(Commit(FIRST, 1, 1024))
 
 
 def test_a_high_sequence_number_costs_no_memory() -> None:
@@ -288,7 +269,7 @@ def test_a_high_sequence_number_costs_no_memory() -> None:
     tracemalloc.start()
     take(it, header(first, 51_199_999))
     with pytest.raises(Fault, match="COMMIT of 1 frames after a later one came"):
-        it.commit(0, Commit(FIRST, 1, 512))
+        it.commit(Commit(FIRST, 1, 512))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20

@@ -8,15 +8,18 @@ from typing import Any, cast
 
 import pytest
 
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.process.frames import OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.lane import Lane
-from baton.kv_transfer.process.lane_owner import OutgoingFrame
 from baton.kv_transfer.process.loop import Loop
-from baton.kv_transfer.process.tcp_session import SendingSession
+from baton.kv_transfer.process.prefill_side import SendingSession
 from baton.kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
 
 BURST = 32  # frames
+ARENA = Arena.create(1, 4 << 20)
 
 
 class Owner:
@@ -26,15 +29,17 @@ class Owner:
         self.whole: list[tuple[Header, bytes]] = []
         self.seen = 0
         self.closed = ""
+        self.slots = SlotPipe(ARENA)
+        self.slots.lay_out([0])
 
-    def kv_begins(self, lane: Lane, header: Header) -> tuple[memoryview, Any]:
-        payload = memoryview(bytearray(header.length))
-        return payload, payload
+    def kv_begins(self, lane: Lane, header: Header, slot: int) -> None:
+        pass
 
-    def kv_ends(self, lane: Lane, header: Header, ticket: Any, whole: bool | None) -> None:
+    def kv_ends(self, lane: Lane, header: Header, slot: int, whole: bool | None) -> None:
         self.seen += 1
         if whole:
-            self.whole.append((header, bytes(ticket)))
+            self.whole.append((header, bytes(self.slots.arena.slot(slot)[: header.length])))
+        self.slots.lay_out([slot])
 
     def control(self, lane: Lane, header: Header, payload: memoryview) -> None:
         raise AssertionError("no control message was sent")
@@ -107,9 +112,8 @@ def test_a_mutated_frame_is_never_whole(count: int) -> None:
         expected: list[tuple[Header, bytes]] = []
         for seq in range(BURST):
             payload = rng.randbytes(rng.randrange(4, 1200))  # a burst is more than is read ahead
-            head = Header(
-                FrameType.KV, rng.randbytes(16), layer=rng.randrange(9), seq=seq, length=len(payload)
-            )
+            piece = Slice(rng.randrange(9), 0, 0, 0, 0)
+            head = Header(FrameType.KV, rng.randbytes(16), piece, seq, len(payload))
             frame = framed(head, payload)
             if seq == right:
                 expected.append((head, payload))
@@ -143,7 +147,7 @@ def test_a_lane_reads_what_there_is_when_told_to() -> None:
     data = framed(head, payload)
     lane.serve()
     near.sendall(data[:1064])
-    while lane.ticket is None:
+    while not lane.receiving:
         loop.turn(1.0)
     heard = lane.heard
     near.sendall(data[1064:2064])

@@ -74,9 +74,9 @@ def test_a_state_is_cut_by_heads() -> None:
 
 
 def test_fingerprint_tells_what_differs_and_nothing_else() -> None:
-    assert LAYOUT.fingerprint == "kv3 layers=4 kv_heads=8 head_dim=64"
+    assert LAYOUT.fingerprint == "kv6 layers=4 kv_heads=8 head_dim=64"
     states = "kv_layers=2 conv=3x2x128:bfloat16 ssm=1x128x8192:float32"
-    assert HYBRID.fingerprint == f"kv3 layers=4 kv_heads=8 head_dim=64 {states}"
+    assert HYBRID.fingerprint == f"kv6 layers=4 kv_heads=8 head_dim=64 {states}"
     assert (LAYOUT.bytes_per_token, HYBRID.bytes_per_token) == (8192, 2048)
     assert LAYOUT.bytes_per_token_layer == 2 * 8 * 64 * 2
     fp8 = KVLayout(4, 8, 64, "float8_e4m3fn")

@@ -16,23 +16,23 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.kv_transfer.config import TransferDeadlines
-from baton.kv_transfer.layout import KVLayout
+from baton.kv_transfer.layout import KVLayout, Slice
 from baton.kv_transfer.protocol.acks import Acks
-from baton.kv_transfer.protocol.effects import Send
 from baton.kv_transfer.protocol.fetches import (
     Acknowledge,
     Completed,
     EndSession,
-    Fail,
     Fetches,
     FrameRefused,
     Refuse,
     Transfer,
 )
 from baton.kv_transfer.protocol.frame import FrameType, Header
-from baton.kv_transfer.protocol.held import HeldPrefills, Release, StartTransfer
+from baton.kv_transfer.protocol.held import HeldPrefills, StartTransfer
 from baton.kv_transfer.protocol.incoming import TransferState
+from baton.kv_transfer.protocol.local_messages import FailedIn, FetchIn, ReleasedOut
 from baton.kv_transfer.protocol.messages import Aborted, Ack, Commit, Fetch, FirstToken
+from baton.kv_transfer.protocol.shared import Send
 
 DEADLINES = TransferDeadlines()
 LAYOUT = KVLayout(2, 1, 8, "float32")
@@ -116,7 +116,7 @@ class World:
                 self.queued += [(e.transfer_id, 0), (e.transfer_id, 1)]
                 if self.finished:
                     self.commit()
-            elif isinstance(e, Release):
+            elif isinstance(e, ReleasedOut):
                 self.released.append(e.reason)
             elif isinstance(e, Send):
                 if isinstance(e.message, Aborted):
@@ -171,7 +171,7 @@ class World:
                     assert self.up
                     assert session == self.session, "said in a session that has ended"
                     self.to_prefill.append((session, transfer_id, message))
-                case Fail(transfer_id, reason, retry):
+                case FailedIn(transfer_id, reason, retry):
                     assert transfer_id not in self.complete, "failed after it was complete"
                     assert retry or reason != "lost"
                     assert not retry or reason in ("lost", "deadline")
@@ -197,14 +197,12 @@ class World:
     def do_fetch(self) -> None:
         self.used += 1
         transfer_id = bytes([self.used]) * 16
-        self.apply_decode(self.fetches.fetch(transfer_id, PEER, P, 0, RANGES, (0, 1), self.now))
+        self.apply_decode(self.fetches.fetch(FetchIn(transfer_id, P, "", PEER, 0, RANGES, 0, 1), self.now))
 
     def do_frame(self, i: int) -> None:
         session, transfer_id, seq = self.flying.pop(i)
         self.kv_moved = self.now
-        h = Header(
-            FrameType.KV, transfer_id, layer=seq, head_count=1, token_count=4, seq=seq, length=FRAME_BYTES
-        )
+        h = Header(FrameType.KV, transfer_id, Slice(seq, 0, 1, 0, 4), seq, FRAME_BYTES)
         try:
             transfer = self.fetches.begin(session, h, self.now)
             if self.fetches.verified(transfer, h, self.now):
@@ -215,7 +213,7 @@ class World:
     def do_to_decode(self) -> None:
         session, transfer_id, message = self.to_decode.pop(0)
         if isinstance(message, Commit):
-            effects = self.fetches.commit(session, transfer_id, 0, message, self.now)
+            effects = self.fetches.commit(session, transfer_id, message, self.now)
         else:
             effects = self.fetches.aborted(session, transfer_id, message, self.kv_moved, self.now)
         self.apply_decode(effects)

@@ -16,9 +16,9 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.kv_transfer.process import mover
-from baton.kv_transfer.process.lane_owner import OutgoingFrame
+from baton.kv_transfer.process.frames import OutgoingFrame
 from baton.kv_transfer.process.movers import FarLane
-from baton.kv_transfer.process.tcp_session import SendingSession
+from baton.kv_transfer.process.prefill_side import SendingSession
 from baton.kv_transfer.protocol.frame import FrameType, Header
 from baton.kv_transfer.wait import wait
 
@@ -81,7 +81,7 @@ def test_kv_goes_down_their_lanes(make_prefill: Any, until: Any) -> None:
     expected = [prefill.rows(prefill.held[prefill_id], layer, 0, 10) for layer in range(3)]
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: sum(map(lanes, movers(prefill))) == 1, "lane 1 to be handed over")
-    control.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, [[0, 10]], 0, 2], b"t" * 16)
     control.say(CREDIT, [3, False])
     for seq in range(3):
         kind, transfer, head, payload = data.read()
@@ -258,8 +258,8 @@ def test_movers_lanes_take_the_frame_that_is_next_once_they_have_room() -> None:
         frame_dropped=lambda frame: dropped.append(frame.slot),
         session_over=lambda session: sent.append(-1),
     )
-    connector = SimpleNamespace(lane_count=3, session_ended=lambda *_: None)
-    session = SendingSession(cast("Any", handler), cast("Any", connector), 1, b"s" * 16, 4)
+    sessions = SimpleNamespace(ended=lambda *_: None)
+    session = SendingSession(cast("Any", handler), cast("Any", sessions), 1, b"s" * 16, 4)
     far = [FarLane(cast("Any", handle), number, session) for number in range(3)]
     session.lanes.update({n + 1: lane for n, lane in enumerate(far)})
     for lane in far:
@@ -299,7 +299,7 @@ def test_a_session_that_ends_while_frames_wait_for_a_mover(make_prefill: Any, un
     control, data = (connect(prefill.port, session=b"s" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: lanes(process) == 1, "lane 1 to be handed over")
     process.suspend()
-    control.say(FETCH, [prefill_id, 0, 1, [[0, 300]], 0, 0, 2], b"t" * 16)
+    control.say(FETCH, [prefill_id, 0, [[0, 300]], 0, 2], b"t" * 16)
     control.say(CREDIT, [40, False])
     until(lambda: prefill.stats().sender_slots_free == 64 - 12, "as many as a session of two lanes may have")
     control.sock.close()

@@ -23,8 +23,8 @@ from baton.kv_transfer.device.pool import Event, Pool, Staged
 from baton.kv_transfer.endpoint import ranked_pool
 from baton.kv_transfer.endpoint.ranked_pool import RankedPool, _PeerMemory, _Table, open_ranks
 from baton.kv_transfer.layout import KVLayout, cut
-from baton.kv_transfer.local_messages import Copied, Copy, Opened
 from baton.kv_transfer.peer_memory import Unreachable
+from baton.kv_transfer.protocol.local_messages import Copied, Copy, Opened
 from baton.kv_transfer.transport import PagedKV
 
 from .ranks import Ranks, mapped, positions

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.kv_transfer import local_messages as lm
-from baton.kv_transfer.endpoint.receiver import ArenaReceiver, _LayerPace
+from baton.kv_transfer.endpoint.receiver import Receiver, _LayerPace
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.protocol import local_messages as lm
+from baton.kv_transfer.protocol.frame import FrameType, Header
 
 from .late_pool import Bench, LatePool, late_pools
 
@@ -24,8 +26,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
 
 
 @pytest.fixture
-def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, ArenaReceiver, LatePool]]:
-    bench = Bench(ArenaReceiver, lm.FromReceiver)
+def receiving(late: list[LatePool]) -> Iterator[tuple[Bench, Receiver, LatePool]]:
+    bench = Bench(Receiver, lm.FromReceiver)
     yield bench, bench.endpoint, late[0]
     bench.endpoint.shutdown()
 
@@ -52,8 +54,13 @@ def fetch(bench: Bench, until: Any) -> bytes:
 def arrive(bench: Bench, transfer_id: bytes, slot: int, layer: int) -> bytes:
     data = os.urandom(20 * 64)
     bench.arena.slot(slot)[: len(data)] = data
-    bench.channel.send(lm.Arrived(transfer_id, slot, layer, layer, None, 0, 1, 0, 20, len(data), "float32"))
+    bench.channel.send(arrived(transfer_id, slot, layer, 0, 20))
     return data
+
+
+def arrived(transfer_id: bytes, slot: int, layer: int, start: int, count: int) -> lm.Arrived:
+    piece = Slice(layer, 0, 1, start, count)
+    return lm.Arrived(Header(FrameType.KV, transfer_id, piece, layer, count * 64), slot, "float32")
 
 
 def complete(bench: Bench, transfer_id: bytes) -> None:
@@ -91,10 +98,10 @@ def test_the_end_of_a_fetch_is_known_with_the_layers_of_its_last_tokens(
     bench, receiver, pool = receiving
     transfer_id = fetch(bench, until)
     arrive(bench, transfer_id, 4, 0)
-    bench.channel.send(lm.Arrived(transfer_id, 2, 1, 1, None, 0, 1, 0, 12, 12 * 64, "float32"))
+    bench.channel.send(arrived(transfer_id, 2, 1, 0, 12))
     receiver.poll()
     assert receiver.next_injection == math.inf, "one of two layers, and the first tokens of the other"
-    bench.channel.send(lm.Arrived(transfer_id, 3, 2, 1, None, 0, 1, 12, 8, 8 * 64, "float32"))
+    bench.channel.send(arrived(transfer_id, 3, 1, 12, 8))
     before = time.monotonic()
     receiver.poll()
     assert before <= receiver.next_injection <= time.monotonic()

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
-from baton.kv_transfer import local_messages as lm
-from baton.kv_transfer.endpoint.sender import ArenaSender
+from baton.kv_transfer.endpoint.sender import Sender
 from baton.kv_transfer.endpoint.turns import Turns
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.protocol import local_messages as lm
+from baton.kv_transfer.protocol.frame import FrameType, Header
 
 from .late_pool import Bench, LatePool, late_pools
 
@@ -25,8 +27,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LatePool]:
 
 
 @pytest.fixture
-def sending(late: list[LatePool], until: Any) -> Iterator[tuple[Bench, ArenaSender, LatePool]]:
-    bench = Bench(ArenaSender, lm.FromSender)
+def sending(late: list[LatePool], until: Any) -> Iterator[tuple[Bench, Sender, LatePool]]:
+    bench = Bench(Sender, lm.FromSender)
     yield bench, bench.endpoint, late[0]
     late[0].go(len(late[0].work))
     bench.endpoint.shutdown()
@@ -50,9 +52,9 @@ def test_a_slice_waits_for_the_forward_and_then_for_its_copy(sending: Any, until
     assert bench.silent(), "handed over before it was copied"
     pool.go()
     s = bench.next(until, lm.SliceOut)
-    assert (s.seq, s.layer, s.token_start, s.token_count, s.length) == (0, 0, 0, 40, 40 * 64)
+    assert s.header == Header(FrameType.KV, b"t" * 16, Slice(0, 0, 1, 0, 40), 0, 40 * 64)
     expected = torch.cat([bench.cache[0][:, b] for b in (5, 1, 3)], 1)[:, :40]
-    got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.length]), dtype=torch.float32)
+    got = torch.frombuffer(bytearray(bench.arena.slot(s.slot)[: s.header.length]), dtype=torch.float32)
     assert torch.equal(got.view(2, 40, 1, 8), expected)
     sender.close(b"p", "cancelled")
 
@@ -68,13 +70,13 @@ def test_what_was_cached_leaves_before_and_beside_what_is_computed(sending: Any,
     sender.ready(b"p", 0, 16, 40)
     pool.go(2)
     out = [bench.next(until, lm.SliceOut) for _ in range(2)]
-    assert [(s.layer, s.token_start, s.token_count) for s in out] == [(0, 0, 16), (1, 0, 16)]
+    assert [s.header.piece for s in out] == [Slice(layer, 0, 1, 0, 16) for layer in (0, 1)]
     assert pool.work == [], "nothing is computed yet"
     pool.recorded[1].passed = True
     until(lambda: pool.work, "the gather of what is computed")
     pool.go()
     s = bench.next(until, lm.SliceOut)
-    assert (s.seq, s.layer, s.token_start, s.token_count) == (2, 0, 16, 24)
+    assert (s.header.seq, s.header.piece) == (2, Slice(0, 0, 1, 16, 24))
     sender.close(b"p", "cancelled")
 
 
@@ -86,7 +88,7 @@ def test_kv_of_the_prefix_cache_waits_for_no_step_under_way(sending: Any, until:
     assert bench.next(until, lm.CommitOut).frames == 2
     until(lambda: len(pool.work) == 2, "the gathers of both layers")
     pool.go(2)
-    assert [bench.next(until, lm.SliceOut).layer for _ in range(2)] == [0, 1]
+    assert [bench.next(until, lm.SliceOut).header.piece.layer for _ in range(2)] == [0, 1]
     sender.close(b"p", "cancelled")
 
 
@@ -104,11 +106,11 @@ def test_the_last_layer_waits_for_the_forward_on_the_device(sending: Any, until:
     until(lambda: len(pool.work) == 2, "both gathers")
     assert bench.silent()
     pool.go()
-    assert bench.next(until, lm.SliceOut).layer == 0, "the first layer waited for the last"
+    assert bench.next(until, lm.SliceOut).header.piece.layer == 0, "the first layer waited for the last"
     assert bench.silent()
     pool.recorded[1].passed = True
     pool.go()
-    assert bench.next(until, lm.SliceOut).layer == 1
+    assert bench.next(until, lm.SliceOut).header.piece.layer == 1
     sender.close(b"p", "cancelled")
 
 
@@ -125,7 +127,7 @@ def test_what_a_peer_reads_first_is_handed_over_before_the_next_gather(sending: 
     bench.next(until, lm.Offer)
     assert len(pool.work) == 1
     pool.go()
-    assert bench.next(until, lm.SliceOut).layer == 0
+    assert bench.next(until, lm.SliceOut).header.piece.layer == 0
     until(lambda: pool.work, "the second gather")
     for prefill_id in (b"p", b"q"):
         sender.close(prefill_id, "cancelled")
@@ -194,7 +196,9 @@ def test_no_peer_gets_more_than_its_window_and_its_credit(sending: Any, until: A
     until(lambda: len(pool.work) == 4, "one more by credit")
     pool.go(4)
     out = [bench.next(until, lm.SliceOut) for _ in range(4)]
-    assert {s.transfer_id for s in out} == {bytes([i]) for i in range(4)}, "round robin over the transfers"
+    assert {s.header.transfer_id for s in out} == {bytes([i]) for i in range(4)}, (
+        "round robin over the transfers"
+    )
     bench.channel.send(lm.Granted(1, 2, True))
     answer = bench.next(until, lm.Recalled)
     assert (answer.session, answer.total, answer.sent) == (1, 2, 2)
@@ -263,7 +267,7 @@ def test_the_pump_looks_at_transfers_only_under_its_lock(
 
 
 def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: Any) -> None:
-    bench = Bench(ArenaSender, lm.FromSender)
+    bench = Bench(Sender, lm.FromSender)
     bench.channel.send(lm.SlotFree(3, False))  # a slot that it never gave
     select_error = until(lambda: bench.endpoint._error, "the pump to die", bench.endpoint)
     with pytest.raises(RuntimeError, match="pump died") as error:
@@ -274,7 +278,7 @@ def test_an_error_in_the_pump_reaches_the_engine(late: list[LatePool], until: An
 def test_descriptors_may_have_any_number(late: list[LatePool], until: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
-    bench = Bench(ArenaSender, lm.FromSender, lowest_fd=1500)
+    bench = Bench(Sender, lm.FromSender, lowest_fd=1500)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     bench.endpoint.open(b"p", [5, 1, 3], 40)
     bench.next(until, lm.Offer)

@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from baton.kv_transfer.process.slots import SlotPipe
+from baton.kv_transfer.arena import Arena
+from baton.kv_transfer.process.frames import SlotPipe
 from baton.kv_transfer.protocol.frame import FrameError
 
 
@@ -23,7 +24,7 @@ def taken(pipe: SlotPipe) -> list[int]:
 
 
 def test_only_what_is_laid_out_is_taken() -> None:
-    pipe = SlotPipe(8)
+    pipe = SlotPipe(Arena.create(8, 4096))
     with pytest.raises(FrameError):
         pipe.take()
     for _ in range(3):
@@ -35,7 +36,7 @@ def test_only_what_is_laid_out_is_taken() -> None:
 def test_processes_never_take_the_same() -> None:
     """Four of them, each as fast as it can."""
     count, reading = 15_000, []
-    pipe = SlotPipe(count)
+    pipe = SlotPipe(Arena.create(count, 4096))
     pipe.lay_out(range(count))
     for _ in range(4):
         read_fd, write_fd = os.pipe()

@@ -14,22 +14,7 @@ import xxhash
 import baton.kv_transfer as kv
 from baton.kv_transfer.wait import wait
 
-from .second_wire import (
-    ABORT,
-    ACK,
-    COMMIT,
-    CREDIT,
-    EXPORT,
-    FETCH,
-    KV,
-    REACH,
-    SLICE,
-    SLICES,
-    TAKEN,
-    Lane,
-    connect,
-    unpack,
-)
+from . import second_wire as wire
 from .wire_transfers import assert_pool, ended, refused, serve, slices
 
 
@@ -37,25 +22,26 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
-    lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
+    lane = wire.connect(prefill.port)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
     kind, which, _, payload = lane.read()  # before any credit: only COMMIT can come
-    assert (kind, which, unpack(payload)) == (COMMIT, transfer, [[42, None, [], []], 3, 3 * 2560])
-    lane.say(CREDIT, [5, False])
+    assert (kind, which, wire.unpack(payload)) == (wire.COMMIT, transfer, [[42, None, [], []], 3, 3 * 2560])
+    lane.say(wire.CREDIT, [5, False])
     for seq in range(3):
         kind, which, head, payload = lane.read()
-        assert (kind, which, head["seq"], head["token_count"]) == (KV, transfer, seq, 10)
-        assert (head["sender_rank"], head["receiver_rank"]) == (0, 0)
+        assert (kind, which, head["seq"], head["token_count"]) == (wire.KV, transfer, seq, 10)
         got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 2, 16)
         assert torch.equal(got, expected[head["layer"]].cpu())
-    lane.say(CREDIT, [5, True])
+    lane.say(wire.CREDIT, [5, True])
     kind, _, _, payload = lane.read()
-    assert (kind, unpack(payload)) == (CREDIT, [5, 3])
-    lane.say(ACK, [], transfer)
+    assert (kind, wire.unpack(payload)) == (wire.CREDIT, [5, 3])
+    lane.say(wire.ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)
-    lane.say(ACK, [], transfer)  # as after a session that might have lost the first
-    lane.say(CREDIT, [6, True])
-    assert next(unpack(m[3]) for m in iter(lane.read, None) if m[0] == CREDIT) == [6, 3], "it goes on"
+    lane.say(wire.ACK, [], transfer)  # as after a session that might have lost the first
+    lane.say(wire.CREDIT, [6, True])
+    assert next(wire.unpack(m[3]) for m in iter(lane.read, None) if m[0] == wire.CREDIT) == [6, 3], (
+        "it goes on"
+    )
     stats = prefill.stats()
     assert (stats.refused, stats.transfers) == ({}, {"acked": 1})
     assert prefill.sender.idle
@@ -69,34 +55,31 @@ def test_as_a_prefill_worker(fetching: Any, until: Any) -> None:
     assert event.first_token == kv.FirstToken(77, -0.5, (77,), (-0.5,))
     assert_pool(decode, blocks, frames)
     # Nothing is missing: what is not used of the credit is recalled, before or after the ACK.
-    said = {kind: (which, unpack(payload)) for kind, which, _, payload in (lane.read(), lane.read())}
-    assert said == {ACK: (transfer, []), CREDIT: (bytes(16), [4, True])}
-    lane.say(CREDIT, [4, 3])
+    said = {kind: (which, wire.unpack(payload)) for kind, which, _, payload in (lane.read(), lane.read())}
+    assert said == {wire.ACK: (transfer, []), wire.CREDIT: (bytes(16), [4, True])}
+    lane.say(wire.CREDIT, [4, 3])
     until(lambda: decode.stats().receiver_slots_free == 16, "the slots to come home")
 
 
-def export(lane: Lane, arena: kv.Arena) -> None:
+def export(lane: wire.Lane, arena: kv.Arena) -> None:
     """Exports an arena of this process."""
     token = os.urandom(16)
     arena.marks[arena.num_slots * 16 :][:16] = token
     handle = struct.pack("<II", os.getpid(), arena.fd)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    lane.say(EXPORT, ["shared_memory", boot, handle, arena.num_slots, arena.slot_bytes, token])
+    lane.say(wire.EXPORT, ["shared_memory", boot, handle, arena.num_slots, arena.slot_bytes, token])
 
 
-@pytest.mark.parametrize(("stale", "together"), [(False, False), (False, True), (True, True)])
-def test_as_a_prefill_worker_that_exports_memory(
-    fetching: Any, until: Any, stale: bool, together: bool
-) -> None:
-    """`together`: one message has all slices, as from version 5 on."""
+@pytest.mark.parametrize("stale", [False, True])
+def test_as_a_prefill_worker_that_exports_memory(fetching: Any, until: Any, stale: bool) -> None:
     decode, _, lane, transfer, blocks = fetching(device="cpu")
     lane.answers = False
     arena = kv.Arena.create(8, 4096)
     export(lane, arena)
     until(lambda: decode.poll() or wait([lane.sock.fileno()], 0), "REACH", decode.receiver)
-    assert lane.expect(REACH)[1] == [True, "shared_memory"]
+    assert lane.expect(wire.REACH)[1] == [True, "shared_memory"]
     frames, said_at = slices(10), []
-    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
+    lane.say(wire.COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
     for i, (head, body) in enumerate(frames):
         slot, generation = 7 - i, 40 + i
         arena.slot(slot)[: len(body)] = body
@@ -104,27 +87,23 @@ def test_as_a_prefill_worker_that_exports_memory(
         arena.marks[slot * 16 : slot * 16 + 16] = struct.pack(
             "<QQ", generation + (stale and i == 1), checksum
         )
-        said_at.append([slot, generation, head["seq"], head["layer"], 0, 2, 0, 10, len(body)])
-    if together:
-        lane.say(SLICES, [said_at], transfer)
-    else:
-        for fields in said_at:
-            lane.say(SLICE, fields, transfer)
+        said_at.append([slot, generation, head["seq"], len(body), [head["layer"], 0, 2, 0, 10]])
+    lane.say(wire.SLICES, [said_at], transfer)
     if not stale:
         assert isinstance(ended(decode, until), kv.Injected)
         assert_pool(decode, blocks, frames)
         taken: list[int] = []
         while len(taken) < 3:
-            taken += lane.expect(TAKEN)[1][0]
+            taken += lane.expect(wire.TAKEN)[1][0]
         assert sorted(taken) == [5, 6, 7]
     else:
         said: list[tuple[int, Any]] = []
         until(lambda: decode.poll() or decode.stats().transfers.get("integrity"), "its end", decode.receiver)
-        while not said or said[-1][0] != ABORT:
+        while not said or said[-1][0] != wire.ABORT:
             kind, _, _, payload = lane.read()
-            said.append((kind, unpack(payload)))
+            said.append((kind, wire.unpack(payload)))
         refused(decode, until, "payload")
-        assert (REACH, [False, "a slice could not be read, or was wrong"]) in said
+        assert (wire.REACH, [False, "a slice could not be read, or was wrong"]) in said
     arena.close()
 
 
@@ -137,7 +116,7 @@ def test_a_slice_that_cannot_be(fetching: Any, until: Any, slot: int, size: int,
     if reason != "order":
         export(lane, arena)
         until(lambda: decode.poll() or wait([lane.sock.fileno()], 0), "REACH", decode.receiver)
-    lane.say(SLICE, [slot, 1, 0, 0, 0, 2, 0, 10, size], transfer)
+    lane.say(wire.SLICES, [[[slot, 1, 0, size, [0, 0, 2, 0, 10]]]], transfer)
     refused(decode, until, reason)
     arena.close()
 
@@ -156,13 +135,13 @@ def test_as_a_decode_worker_of_a_prefill_worker_with_fp8(make_prefill: Any) -> N
     prefill = make_prefill(layout=kv.KVLayout(3, 2, 16, "float8_e4m3fn"))
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.exact_rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
-    lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
-    assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 3, 3 * 800])
-    lane.say(CREDIT, [3, False])
+    lane = wire.connect(prefill.port)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
+    assert lane.expect(wire.COMMIT) == (transfer, [[42, None, [], []], 3, 3 * 800])
+    lane.say(wire.CREDIT, [3, False])
     for _ in range(3):
         kind, _, head, payload = lane.read()
-        assert (kind, head["token_count"], head["head_count"]) == (KV, 10, 2)
+        assert (kind, head["token_count"], head["head_count"]) == (wire.KV, 10, 2)
         assert torch.equal(fp8_numbers(payload, 10), expected[head["layer"]])
 
 
@@ -176,17 +155,17 @@ def test_as_a_prefill_worker_with_fp8(fetching: Any, until: Any, damaged: bool) 
         values = torch.randn(2 * 10 * 2 * 16).to(torch.float8_e4m3fn).view(torch.uint8)
         scales = (torch.rand(2 * 10 * 2) + 0.1) * 10**layer
         bodies.append(values.numpy().tobytes() + scales.numpy().tobytes())
-    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 800], transfer)
+    lane.say(wire.COMMIT, [[77, None, [], []], 3, 3 * 800], transfer)
     for layer, body in enumerate(bodies):
         while lane.sent == lane.granted:
-            assert lane.read()[0] == CREDIT
+            assert lane.read()[0] == wire.CREDIT
         head = {"layer": layer, "head_count": 2, "token_count": 10, "seq": layer}
         if damaged and layer == 2:
             head["checksum"] = xxhash.xxh3_64_intdigest(body)
             body = body[:-1] + bytes([body[-1] ^ 1])
-        lane.send(KV, body, transfer, **head)
+        lane.send(wire.KV, body, transfer, **head)
     if damaged:
-        assert lane.expect(ABORT) == (transfer, ["integrity"])
+        assert lane.expect(wire.ABORT) == (transfer, ["integrity"])
         return
     assert ended(decode, until).first_token == kv.FirstToken(77)
     for layer, body in enumerate(bodies):
@@ -194,29 +173,23 @@ def test_as_a_prefill_worker_with_fp8(fetching: Any, until: Any, damaged: bool) 
 
 
 def test_frames_of_a_group_have_the_heads_of_one_rank_each(make_prefill: Any, until: Any) -> None:
-    """To its peer a worker of two ranks is one: all frames have sender rank 0, and one COMMIT counts them."""
+    """To its peer a worker of two ranks is one: one COMMIT counts all frames."""
     prefill = make_prefill(ranks=2)
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
     expected = [prefill.rows(prefill.held[prefill_id], i, 0, 10) for i in range(3)]
-    lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
-    assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 6, 3 * 2560])
-    lane.say(CREDIT, [6, False])
+    lane = wire.connect(prefill.port)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
+    assert lane.expect(wire.COMMIT) == (transfer, [[42, None, [], []], 6, 3 * 2560])
+    lane.say(wire.CREDIT, [6, False])
     came = set()
     for seq in range(6):
         kind, which, head, payload = lane.read()
-        assert (kind, which, head["seq"], head["sender_rank"], head["head_count"]) == (
-            KV,
-            transfer,
-            seq,
-            0,
-            1,
-        )
+        assert (kind, which, head["seq"], head["head_count"]) == (wire.KV, transfer, seq, 1)
         got = torch.frombuffer(bytearray(payload), dtype=torch.float32).view(2, 10, 1, 16)
         assert torch.equal(got[:, :, 0], expected[head["layer"]][:, :, head["head_start"]])
         came.add((head["layer"], head["head_start"]))
     assert len(came) == 6
-    lane.say(ACK, [], transfer)
+    lane.say(wire.ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)
 
 
@@ -231,11 +204,11 @@ def test_a_group_takes_frames_with_any_heads(fetching: Any, until: Any) -> None:
             part = kv_of_layer[:, :, first : first + count].contiguous().numpy().tobytes()
             named = {"head_start": first, "head_count": count, "seq": len(frames)}
             frames.append((head | named, part))
-    lane.say(COMMIT, [[77, None, [], []], 5, 3 * 2560], transfer)
+    lane.say(wire.COMMIT, [[77, None, [], []], 5, 3 * 2560], transfer)
     for head, body in frames:
         while lane.sent == lane.granted:
-            assert lane.read()[0] == CREDIT
-        lane.send(KV, body, transfer, **head)
+            assert lane.read()[0] == wire.CREDIT
+        lane.send(wire.KV, body, transfer, **head)
     assert ended(decode, until).first_token == kv.FirstToken(77)
     assert_pool(decode, blocks, whole)
 
@@ -244,8 +217,8 @@ def test_a_fetch_of_nothing_is_answered(make_prefill: Any, until: Any) -> None:
     """Decode has all positions already, and wants the first token alone."""
     prefill = make_prefill()
     prefill_id, transfer = prefill.hold(10, token=42), os.urandom(16)
-    lane = connect(prefill.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [], 0, 0, 2], transfer)
-    assert lane.expect(COMMIT) == (transfer, [[42, None, [], []], 0, 0])
-    lane.say(ACK, [], transfer)
+    lane = wire.connect(prefill.port)
+    lane.say(wire.FETCH, [prefill_id, 0, [], 0, 2], transfer)
+    assert lane.expect(wire.COMMIT) == (transfer, [[42, None, [], []], 0, 0])
+    lane.say(wire.ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the release", prefill.sender)

@@ -14,28 +14,14 @@ import pytest
 import baton.kv_transfer as kv
 from baton.kv_transfer.wait import wait
 
-from .second_wire import (
-    ABORT,
-    ACK,
-    COMMIT,
-    CREDIT,
-    FETCH,
-    HAVE,
-    HELLO,
-    KV,
-    PING,
-    FakePrefill,
-    Lane,
-    frame,
-    unpack,
-)
+from . import second_wire as wire
 from .wire_transfers import asked, assert_pool, ended, refused, serve, slices
 
 
 def test_a_fetch_is_not_answered_with_have(fetching: Any, until: Any) -> None:
     decode, _, lane, transfer, _ = fetching()
-    lane.say(HAVE, [1], transfer)
-    assert lane.expect(ABORT) == (transfer, ["integrity"])
+    lane.say(wire.HAVE, [1], transfer)
+    assert lane.expect(wire.ABORT) == (transfer, ["integrity"])
     assert decode.stats().refused == {"have": 1}
 
 
@@ -59,18 +45,18 @@ def test_a_bad_frame_ends_the_transfer_not_the_lane(
     """Decode asks again under a new transfer id, over the same lane, and no bad byte is left."""
     decode, _, lane, transfer, blocks = fetching()
     (head, body), second, _ = slices(10)
-    lane.send(KV, second[1], transfer, **second[0])
-    lane.send(KV, body, transfer, **(head | change))
-    assert lane.expect(ABORT) == (transfer, ["integrity"])
+    lane.send(wire.KV, second[1], transfer, **second[0])
+    lane.send(wire.KV, body, transfer, **(head | change))
+    assert lane.expect(wire.ABORT) == (transfer, ["integrity"])
     refused(decode, until, counter)
     assert decode.stats().checksum_failures == ({"payload": 1} if counter == "payload" else {})
     fetch = decode.receiver._fetches[b"d"]
     until(lambda: decode.poll() or fetch.refetches, "the engine to ask again", decode.receiver)
-    again, _ = lane.expect(FETCH)
+    again, _ = lane.expect(wire.FETCH)
     assert again != transfer
     while lane.sent == lane.granted:
         lane.read()
-    lane.send(KV, body, transfer, **head)  # stale: its transfer has ended
+    lane.send(wire.KV, body, transfer, **head)  # stale: its transfer has ended
     frames = serve(lane, again)
     assert isinstance(ended(decode, until), kv.Injected)
     assert_pool(decode, blocks, frames)
@@ -82,7 +68,7 @@ def test_a_sender_that_refuses_the_proof_has_said_why(
 ) -> None:
     """It is busy, for example. The peer breaks no rule."""
     decode, _, lane, _, _ = fetching()
-    lane.say(HELLO, ["refused", "busy", "256 peers fetch from here"])
+    lane.say(wire.HELLO, ["refused", "busy", "256 peers fetch from here"])
     refused(decode, until, "by_peer")
     assert decode.stats().refused == {"by_peer": 1}
     assert "'busy': '256 peers fetch from here'" in capfd.readouterr().err
@@ -92,12 +78,12 @@ def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: 
     decode, _, lane, transfer, _ = fetching()
     for attempt in range(3):
         (head, body), *_ = slices(10)
-        lane.send(KV, body, transfer, **head, checksum=1)
-        lane.expect(ABORT)
+        lane.send(wire.KV, body, transfer, **head, checksum=1)
+        lane.expect(wire.ABORT)
         until(lambda: wait([decode.receiver.fileno()], 0), "the engine to be told")
         decode.poll()
         if attempt < 2:
-            transfer, _ = lane.expect(FETCH)
+            transfer, _ = lane.expect(wire.FETCH)
             while lane.sent == lane.granted:
                 lane.read()
     assert ended(decode, until) == kv.FetchFailed(b"d", "integrity")
@@ -108,7 +94,7 @@ def test_integrity_is_tried_three_times_and_then_given_up(fetching: Any, until: 
 def test_a_frame_of_no_transfer(fetching: Any, until: Any) -> None:
     decode, _, lane, transfer, _ = fetching()
     (head, body), *_ = slices(10)
-    lane.send(KV, body, os.urandom(16), **head)
+    lane.send(wire.KV, body, os.urandom(16), **head)
     refused(decode, until, "transfer_id")
     serve(lane, transfer)
     assert isinstance(ended(decode, until), kv.Injected), "the frame took a credit, and that came back"
@@ -119,18 +105,18 @@ def test_what_ends_the_session(fetching: Any, until: Any, how: str) -> None:
     """Decode reopens its lanes under a new session, and FETCHes again."""
     decode, fake, lane, transfer, blocks = fetching()
     frames = slices(10)
-    lane.send(KV, frames[0][1], transfer, **frames[0][0])
+    lane.send(wire.KV, frames[0][1], transfer, **frames[0][0])
     if how == "credit":
         for _ in range(4):
-            lane.send(KV, frames[1][1], os.urandom(16), **frames[1][0])
+            lane.send(wire.KV, frames[1][1], os.urandom(16), **frames[1][0])
     elif how == "recall":
-        lane.say(CREDIT, [4, 0])
+        lane.say(wire.CREDIT, [4, 0])
     elif how == "length":
-        lane.send(KV, bytes(8192), transfer)
+        lane.send(wire.KV, bytes(8192), transfer)
     elif how == "header":
-        lane.send(KV, frames[1][1], transfer, **frames[1][0], check=1)
+        lane.send(wire.KV, frames[1][1], transfer, **frames[1][0], check=1)
     else:
-        lane.sock.sendall(frame(KV, frames[1][1], transfer, **frames[1][0])[:999])  # in mid-frame
+        lane.sock.sendall(wire.frame(wire.KV, frames[1][1], transfer, **frames[1][0])[:999])  # in mid-frame
         lane.sock.close()
     session = kv_refetched(decode, fake)
     if how in ("length", "credit"):
@@ -144,7 +130,7 @@ def test_what_ends_the_session(fetching: Any, until: Any, how: str) -> None:
     assert_pool(decode, blocks, frames)
 
 
-def kv_refetched(decode: Any, fake: FakePrefill) -> Lane:
+def kv_refetched(decode: Any, fake: wire.FakePrefill) -> wire.Lane:
     """The lane of decode's next session; its engine must poll to ask for it."""
     while not wait([fake.listener.fileno()], 0.05):
         decode.poll()
@@ -156,18 +142,18 @@ def test_a_session_lost_once_all_has_come_costs_nothing(fetching: Any, until: An
     decode, fake, lane, transfer, blocks = fetching()
     frames = serve(lane, transfer)
     kind, _, _, payload = lane.read()
-    assert (kind, unpack(payload)) == (CREDIT, [4, True]), "decode misses nothing any more"
+    assert (kind, wire.unpack(payload)) == (wire.CREDIT, [4, True]), "decode misses nothing any more"
     lane.sock.close()
     until(lambda: decode.stats().sessions == 0, "decode to notice")
     assert isinstance(ended(decode, until), kv.Injected)
     assert_pool(decode, blocks, frames)
-    assert fake.accept().expect(ACK) == (transfer, [])
+    assert fake.accept().expect(wire.ACK) == (transfer, [])
 
 
 def test_a_commit_whose_frames_never_come(fetching: Any, until: Any) -> None:
     """Nor any other: the frames are lost, and their credits with them. Only a new session has any."""
     decode, fake, lane, transfer, _ = fetching(progress=0.5)
-    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
+    lane.say(wire.COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
     assert lane.read()[0] == 0, "the session ends"
     assert decode.stats().deadlines == {"progress": 1}
     asked(kv_refetched(decode, fake))
@@ -175,16 +161,16 @@ def test_a_commit_whose_frames_never_come(fetching: Any, until: Any) -> None:
 
 def test_a_transfer_that_stalls_beside_one_that_does_not(fetching: Any, until: Any) -> None:
     decode, fake, lane, transfer, _ = fetching(progress=0.5)
-    lane.say(COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
+    lane.say(wire.COMMIT, [[77, None, [], []], 3, 3 * 2560], transfer)
     decode.receiver.fetch(
         b"e", prefill_id=b"q" * 16, kv_address=fake.address, incarnation=5, attempt=0,
         block_ids=decode.allocate(10),
         num_tokens=10,
     )  # fmt: skip
-    other, _ = lane.expect(FETCH)
+    other, _ = lane.expect(wire.FETCH)
     head, body = slices(10)[0]
-    lane.send(KV, body, other, **head)
-    assert lane.expect(ABORT) == (transfer, ["deadline"])
+    lane.send(wire.KV, body, other, **head)
+    assert lane.expect(wire.ABORT) == (transfer, ["deadline"])
     assert decode.stats().sessions == 1
 
 
@@ -200,7 +186,7 @@ def test_a_peer_that_falls_silent(fetching: Any, until: Any) -> None:
 
 def test_a_peer_whose_engine_hangs(fetching: Any) -> None:
     decode, fake, lane, _, _ = fetching()
-    lane.say(PING, [5, 11_000])
+    lane.say(wire.PING, [5, 11_000])
     kv_refetched(decode, fake)
     assert decode.stats().deadlines == {"engine_dead": 1}
 
@@ -217,7 +203,10 @@ def test_mutated_frames(fetching: Any, until: Any) -> None:
             bad = head | {field: value if field != "version" else value % 256}
             try:
                 lane.send(
-                    rng.choice([KV, KV, KV, COMMIT, CREDIT]), body, rng.choice([transfer, bytes(16)]), **bad
+                    rng.choice([wire.KV, wire.KV, wire.KV, wire.COMMIT, wire.CREDIT]),
+                    body,
+                    rng.choice([transfer, bytes(16)]),
+                    **bad,
                 )
             except OSError:
                 break

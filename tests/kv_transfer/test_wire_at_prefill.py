@@ -15,24 +15,8 @@ import pytest
 
 import baton.kv_transfer as kv
 
+from . import second_wire as wire
 from .conftest import Prefill
-from .second_wire import (
-    ABORT,
-    ABORTED,
-    COMMIT,
-    FETCH,
-    FETCH_CONTENT,
-    HELLO,
-    KV,
-    PING,
-    REACH,
-    TAKEN,
-    Lane,
-    connect,
-    frame,
-    pack,
-    unpack,
-)
 from .wire_transfers import refused
 
 
@@ -47,24 +31,24 @@ def shared() -> Iterator[Prefill]:
     ("data", "kind"),
     [
         (b"GET / HTTP/1.1\r\nHost: prefill\r\nUser-Agent: someone who is lost\r\n\r\n", "header"),
-        (frame(HELLO, b"x", magic=b"HTTP"), "magic"),
-        (frame(HELLO, b"x", version=1), "version"),
-        (frame(99, b"x"), "type"),
-        (frame(HELLO, b"x", b"t" * 16), "type"),
-        (frame(HELLO, b"x", seq=1), "type"),
-        (frame(HELLO, b"", length=1 << 31), "hello"),
-        (frame(FETCH, b"x"), "hello"),
-        (frame(KV, b"x"), "hello"),
-        (frame(HELLO, b"x"), "hello"),
-        (frame(HELLO, pack(["proof", bytes(32)])), "hello"),
-        (frame(HELLO, b"\x93\xa7refused\xa1\x80\xa0"), "hello"),  # a text that is not UTF-8
-        (frame(HELLO, b"\x91" * 4000), "hello"),  # nested as deep as it goes
-        (frame(HELLO, pack(["open", bytes(15), 0, 1, bytes(32), b""])), "hello"),
+        (wire.frame(wire.HELLO, b"x", magic=b"HTTP"), "magic"),
+        (wire.frame(wire.HELLO, b"x", version=1), "version"),
+        (wire.frame(99, b"x"), "type"),
+        (wire.frame(wire.HELLO, b"x", b"t" * 16), "type"),
+        (wire.frame(wire.HELLO, b"x", seq=1), "type"),
+        (wire.frame(wire.HELLO, b"", length=1 << 31), "hello"),
+        (wire.frame(wire.FETCH, b"x"), "hello"),
+        (wire.frame(wire.KV, b"x"), "hello"),
+        (wire.frame(wire.HELLO, b"x"), "hello"),
+        (wire.frame(wire.HELLO, wire.pack(["proof", bytes(32)])), "hello"),
+        (wire.frame(wire.HELLO, b"\x93\xa7refused\xa1\x80\xa0"), "hello"),  # a text that is not UTF-8
+        (wire.frame(wire.HELLO, b"\x91" * 4000), "hello"),  # nested as deep as it goes
+        (wire.frame(wire.HELLO, wire.pack(["open", bytes(15), 0, 1, bytes(32), b""])), "hello"),
     ],
 )
 def test_before_the_handshake(shared: Prefill, until: Any, data: bytes, kind: str) -> None:
     before = shared.stats().refused.get(kind, 0)
-    lane = Lane(socket.create_connection(("127.0.0.1", shared.port)))
+    lane = wire.Lane(socket.create_connection(("127.0.0.1", shared.port)))
     lane.sock.sendall(data)
     while lane.read()[0]:
         pass  # at most a word about why
@@ -74,55 +58,59 @@ def test_before_the_handshake(shared: Prefill, until: Any, data: bytes, kind: st
 
 def test_a_wrong_secret(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
-    lane = connect(prefill.port, secret=b"guessed")
+    lane = wire.connect(prefill.port, secret=b"guessed")
     kind, _, _, payload = lane.read()
-    assert (kind, unpack(payload)[:2]) == (HELLO, ["refused", "secret"])
+    assert (kind, wire.unpack(payload)[:2]) == (wire.HELLO, ["refused", "secret"])
     assert lane.read()[0] == 0
     refused(prefill, until, "secret")
 
 
 def test_idle_connections_keep_no_peer_out(make_prefill: Any) -> None:
     prefill = make_prefill(max_handshakes=4)
-    idle = [Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(6)]
-    lanes = [connect(prefill.port, session=b"s" * 16, number=i, lanes=3) for i in range(3)]
+    idle = [wire.Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(6)]
+    lanes = [wire.connect(prefill.port, session=b"s" * 16, number=i, lanes=3) for i in range(3)]
     assert [lane.read()[0] for lane in idle[:3]] == [0, 0, 0], "the oldest are closed"
-    lanes[0].say(FETCH, [prefill.hold(10), 0, 1, [], 0, 0, 2], os.urandom(16))
-    lanes[0].expect(COMMIT)
+    lanes[0].say(wire.FETCH, [prefill.hold(10), 0, [], 0, 2], os.urandom(16))
+    lanes[0].expect(wire.COMMIT)
 
 
 def test_silent_and_too_many_connections(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(max_handshakes=3, deadlines=kv.TransferDeadlines(handshake=0.7))
-    lanes = [Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(5)]
+    lanes = [wire.Lane(socket.create_connection(("127.0.0.1", prefill.port))) for _ in range(5)]
     refused(prefill, until, "handshakes", 2)
     assert [lane.read()[0] for lane in lanes] == [0] * 5, "all are closed, the silent ones by their deadline"
     assert prefill.stats().deadlines == {"handshake": 3}
     until(lambda: prefill.stats().lanes == 0, "the lanes to be gone")
-    connect(prefill.port)
+    wire.connect(prefill.port)
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "reason"),
     [
-        (KV, b"x" * 100, "direction"),
-        (KV, b"x" * 5000, "length"),
-        (FETCH, b"x" * (65 << 10), "length"),
-        (FETCH, pack([b"p" * 16, 0, 1, [[5, 5]], 0, 0, 2]), "message"),
-        (ABORT, b"\x91\xa1\x80", "message"),  # a text that is not UTF-8
-        (ABORT, b"\x91" * 60_000, "message"),
-        (ABORTED, pack(["gone", 0]), "message"),
-        (HELLO, pack(["proof", bytes(32)]), "message"),
-        (HELLO, pack(["refused", "incarnation", "prefill 0 is now 7"]), "by_peer"),  # after its proof
-        (PING, pack([6, 0]), "incarnation"),
-        (REACH, pack([True, ""]), "order"),
-        (TAKEN, pack([[3]]), "foreign"),
+        (wire.KV, b"x" * 100, "direction"),
+        (wire.KV, b"x" * 5000, "length"),
+        (wire.FETCH, b"x" * (65 << 10), "length"),
+        (wire.FETCH, wire.pack([b"p" * 16, 0, [[5, 5]], 0, 2]), "message"),
+        (wire.ABORT, b"\x91\xa1\x80", "message"),  # a text that is not UTF-8
+        (wire.ABORT, b"\x91" * 60_000, "message"),
+        (wire.ABORTED, wire.pack(["gone", 0]), "message"),
+        (wire.HELLO, wire.pack(["proof", bytes(32)]), "message"),
+        (
+            wire.HELLO,
+            wire.pack(["refused", "incarnation", "prefill 0 is now 7"]),
+            "by_peer",
+        ),  # after its proof
+        (wire.PING, wire.pack([6, 0]), "incarnation"),
+        (wire.REACH, wire.pack([True, ""]), "order"),
+        (wire.TAKEN, wire.pack([[3]]), "foreign"),
     ],
 )
 def test_an_authenticated_peer_that_breaks_the_protocol(
     shared: Prefill, until: Any, kind: int, body: bytes, reason: str
 ) -> None:
     before, prefill_id = shared.stats().refused.get(reason, 0), shared.open(10)
-    lane = connect(shared.port)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], os.urandom(16))
+    lane = wire.connect(shared.port)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], os.urandom(16))
     until(lambda: shared.sender.has_fetch(prefill_id), "the FETCH")
     lane.send(kind, body)
     refused(shared, until, reason, before + 1)
@@ -134,19 +122,19 @@ def test_an_authenticated_peer_that_breaks_the_protocol(
 def test_sessions_of_two_lanes(make_prefill: Any, until: Any) -> None:
     """Control goes down lane 0 only; without all its lanes a session ends; a new one ends the old."""
     prefill = make_prefill(deadlines=kv.TransferDeadlines(handshake=1.0))
-    first, second = (connect(prefill.port, session=b"a" * 16, number=i, lanes=2) for i in (0, 1))
+    first, second = (wire.connect(prefill.port, session=b"a" * 16, number=i, lanes=2) for i in (0, 1))
     until(lambda: prefill.stats().sessions == 1, "the session")
-    second.say(FETCH, [b"p" * 16, 0, 1, [[0, 10]], 0, 0, 2], os.urandom(16))
+    second.say(wire.FETCH, [b"p" * 16, 0, [[0, 10]], 0, 2], os.urandom(16))
     refused(prefill, until, "order")
     assert [first.read()[0], second.read()[0]] == [0, 0]
-    alone = connect(prefill.port, session=b"b" * 16, lanes=2)
+    alone = wire.connect(prefill.port, session=b"b" * 16, lanes=2)
     assert alone.read()[0] == 0
     assert prefill.stats().deadlines == {"handshake": 1}
-    old, new = connect(prefill.port), connect(prefill.port, session=b"c" * 16)
+    old, new = wire.connect(prefill.port), wire.connect(prefill.port, session=b"c" * 16)
     assert old.read()[0] == 0, "a peer has one session"
     for number, lanes in ((0, 1), (1, 2)):
-        stray = connect(prefill.port, session=b"c" * 16, number=number, lanes=lanes)
-        assert unpack(stray.read()[3])[:2] == ["refused", "hello"], "it does not fit the session"
+        stray = wire.connect(prefill.port, session=b"c" * 16, number=number, lanes=lanes)
+        assert wire.unpack(stray.read()[3])[:2] == ["refused", "hello"], "it does not fit the session"
     assert prefill.stats().sessions == 1
     new.sock.close()
 
@@ -155,23 +143,29 @@ def test_damaged_control_messages(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     damages: dict[str, Any] = {"header": {"check": 1}, "control": {"checksum": 1}}
     for kind, damage in damages.items():
-        lane = connect(prefill.port)
+        lane = wire.connect(prefill.port)
         until(lambda: prefill.stats().sessions == 1, "the session")
-        lane.send(ABORT, pack(["gone"]), **damage)
+        lane.send(wire.ABORT, wire.pack(["gone"]), **damage)
         assert lane.read()[0] == 0
         until(lambda kind=kind: prefill.stats().checksum_failures.get(kind) == 1, f"{kind} to be counted")
 
 
-def test_a_part_of_the_wire_that_is_not_built_is_refused_by_name(make_prefill: Any) -> None:
-    """Only the transfer ends. The session goes on."""
+def test_peers_of_two_wire_versions_refuse_each_other(
+    make_prefill: Any, make_decode: Any, until: Any
+) -> None:
+    """Each side finds the other's version in a header, and logs both."""
     prefill = make_prefill()
-    lane = connect(prefill.port)
-    for kind, message in (
-        (FETCH, [b"p" * 16, 0, 4, [[0, 10]], 3, 0, 2]),  # several receivers
-        (FETCH_CONTENT, [[b"c" * 16], 0, 4, 3, 0, 2]),
-    ):
-        transfer = os.urandom(16)
-        lane.say(kind, message, transfer)
-        assert lane.expect(ABORTED) == (transfer, ["unsupported", 0])
-    lane.say(FETCH, [prefill.hold(10), 0, 1, [], 0, 0, 2], os.urandom(16))
-    lane.expect(COMMIT)
+    lane = wire.Lane(socket.create_connection(("127.0.0.1", prefill.port)))
+    lane.send(wire.HELLO, b"of another version", version=7)
+    assert lane.read()[0] == wire.HELLO, "with the version of this side in its header"
+    assert lane.read()[0] == 0
+    refused(prefill, until, "version")
+    fake, decode = wire.FakePrefill(), make_decode(lanes=1)
+    decode.receiver.fetch(
+        b"d", prefill_id=b"p" * 16, kv_address=fake.address, incarnation=5, attempt=0,
+        block_ids=decode.allocate(10), num_tokens=10,
+    )  # fmt: skip
+    lane = wire.Lane(fake.listener.accept()[0])
+    assert lane.read()[0] == wire.HELLO
+    lane.send(wire.HELLO, version=7)
+    refused(decode, until, "version")

@@ -10,19 +10,7 @@ import torch
 
 import baton.kv_transfer as kv
 
-from .second_wire import (
-    ABORT,
-    ABORTED,
-    ACK,
-    COMMIT,
-    CREDIT,
-    FETCH_CONTENT,
-    HAVE,
-    KV,
-    FakePrefill,
-    Lane,
-    connect,
-)
+from . import second_wire as wire
 from .wire_transfers import ended
 
 
@@ -34,18 +22,18 @@ def pin_of(transfer: bytes) -> bytes:
 def test_chunks_of_a_prefix_cache_come_after_have(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     names = prefill.cache(3)
-    lane, transfer = connect(prefill.port), os.urandom(16)
-    lane.say(FETCH_CONTENT, [[names[1], names[2], b"?" * 16], 1, 1, 0, 0, 2], transfer)
+    lane, transfer = wire.connect(prefill.port), os.urandom(16)
+    lane.say(wire.FETCH_CONTENT, [[names[1], names[2], b"?" * 16], 1, 0, 2], transfer)
     until(lambda: prefill.poll() or prefill.held, "the engine to be asked", prefill.sender)
-    assert lane.expect(HAVE) == (transfer, [2])
+    assert lane.expect(wire.HAVE) == (transfer, [2])
     frames = 3 * 128 * 256 // 4096
-    assert lane.expect(COMMIT) == (transfer, [[0, None, [], []], frames, 3 * 128 * 256])
-    lane.say(CREDIT, [frames, False])
-    heads = [head for kind, _, head, _ in (lane.read() for _ in range(frames)) if kind == KV]
+    assert lane.expect(wire.COMMIT) == (transfer, [[0, None, [], []], frames, 3 * 128 * 256])
+    lane.say(wire.CREDIT, [frames, False])
+    heads = [head for kind, _, head, _ in (lane.read() for _ in range(frames)) if kind == wire.KV]
     assert sorted((h["layer"], h["token_start"]) for h in heads) == [
         (layer, start) for layer in range(3) for start in range(64, 192, 16)
     ]
-    lane.say(ACK, [], transfer)
+    lane.say(wire.ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released, "the ACK", prefill.sender)
     assert prefill.released == {pin_of(transfer): "acked"}
 
@@ -53,14 +41,16 @@ def test_chunks_of_a_prefix_cache_come_after_have(make_prefill: Any, until: Any)
 def test_at_most_two_prefixes_leave_at_a_time(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill()
     [name] = prefill.cache(1)
-    lane, ids = connect(prefill.port), [os.urandom(16) for _ in range(4)]
+    lane, ids = wire.connect(prefill.port), [os.urandom(16) for _ in range(4)]
     for transfer in ids[:3]:
-        lane.say(FETCH_CONTENT, [[name], 0, 1, 0, 0, 2], transfer)
-    assert lane.expect(ABORTED) == (ids[2], ["busy", 0])
+        lane.say(wire.FETCH_CONTENT, [[name], 0, 0, 2], transfer)
+    assert lane.expect(wire.ABORTED) == (ids[2], ["busy", 0])
     until(lambda: prefill.poll() or len(prefill.held) == 2, "the engine to be asked", prefill.sender)
-    assert sorted(lane.read()[0] for _ in range(4)) == [COMMIT, COMMIT, HAVE, HAVE], "both are pinned"
-    lane.say(ABORT, ["cancelled"], ids[0])
-    lane.say(FETCH_CONTENT, [[name], 0, 1, 0, 0, 2], ids[3])
+    assert sorted(lane.read()[0] for _ in range(4)) == [wire.COMMIT, wire.COMMIT, wire.HAVE, wire.HAVE], (
+        "both are pinned"
+    )
+    lane.say(wire.ABORT, ["cancelled"], ids[0])
+    lane.say(wire.FETCH_CONTENT, [[name], 0, 0, 2], ids[3])
     until(lambda: prefill.poll() or pin_of(ids[3]) in prefill.held, "the fourth", prefill.sender)
     lane.sock.close()
     until(lambda: prefill.poll() or len(prefill.released) == 3, "no pin without its session", prefill.sender)
@@ -71,11 +61,11 @@ def test_a_pin_ends_at_its_deadline_also_if_its_peer_takes_a_byte_now_and_then(
 ) -> None:
     prefill = make_prefill(deadlines=kv.TransferDeadlines(pin=0.5))
     [name] = prefill.cache(1)
-    lane, transfer = connect(prefill.port), os.urandom(16)
-    lane.say(FETCH_CONTENT, [[name], 0, 1, 0, 0, 2], transfer)
+    lane, transfer = wire.connect(prefill.port), os.urandom(16)
+    lane.say(wire.FETCH_CONTENT, [[name], 0, 0, 2], transfer)
     until(lambda: prefill.poll() or prefill.held, "the engine to be asked", prefill.sender)
     for total in range(1, 6):
-        lane.say(CREDIT, [total, False])
+        lane.say(wire.CREDIT, [total, False])
     until(lambda: prefill.poll() or prefill.released, "the deadline", prefill.sender)
     assert prefill.released == {pin_of(transfer): "deadline"}
     assert prefill.stats().deadlines == {"pin": 1}
@@ -85,16 +75,16 @@ def test_a_pin_ends_at_its_deadline_also_if_its_peer_takes_a_byte_now_and_then(
 def asking(make_decode: Any) -> Any:
     """A worker (one lane) that has asked a fake worker for chunks 1 and 2 of a prompt."""
 
-    def make() -> tuple[Any, FakePrefill, Lane, bytes]:
-        fake, decode = FakePrefill(), make_decode(lanes=1)
+    def make() -> tuple[Any, wire.FakePrefill, wire.Lane, bytes]:
+        fake, decode = wire.FakePrefill(), make_decode(lanes=1)
         decode.reserved[b"d"] = decode.allocate(192)
         decode.receiver.fetch_content(
             b"d", chunks=[b"1" * 16, b"2" * 16], first_chunk=1, kv_address=fake.address, incarnation=5,
             block_ids=decode.reserved[b"d"],
         )  # fmt: skip
         lane = fake.accept()
-        transfer, message = lane.expect(FETCH_CONTENT)
-        assert message == [[b"1" * 16, b"2" * 16], 1, 1, 0, 0, 2]
+        transfer, message = lane.expect(wire.FETCH_CONTENT)
+        assert message == [[b"1" * 16, b"2" * 16], 1, 0, 2]
         return decode, fake, lane, transfer
 
     return make
@@ -115,24 +105,24 @@ def chunk_frames(chunk: int) -> list[tuple[dict[str, int], bytes]]:
     ]  # fmt: skip
 
 
-def send_all(lane: Lane, transfer: bytes, frames: list[tuple[dict[str, int], bytes]]) -> None:
+def send_all(lane: wire.Lane, transfer: bytes, frames: list[tuple[dict[str, int], bytes]]) -> None:
     for head, body in frames:
         while lane.sent == lane.granted:
-            assert lane.read()[0] == CREDIT
-        lane.send(KV, body, transfer, **head)
+            assert lane.read()[0] == wire.CREDIT
+        lane.send(wire.KV, body, transfer, **head)
 
 
 def test_a_worker_that_has_one_of_two_chunks_sends_that_one(asking: Any, until: Any) -> None:
     decode, _, lane, transfer = asking()
     frames = chunk_frames(1)
     send_all(lane, transfer, frames[:2])  # over another lane they may be faster than HAVE
-    lane.say(HAVE, [1], transfer)
+    lane.say(wire.HAVE, [1], transfer)
     send_all(lane, transfer, frames[2:])
-    lane.say(COMMIT, [[0, None, [], []], 12, 12 * 4096], transfer)
+    lane.say(wire.COMMIT, [[0, None, [], []], 12, 12 * 4096], transfer)
     event = ended(decode, until)
     assert isinstance(event, kv.Injected)
     assert event.stats.bytes == 12 * 4096
-    assert lane.expect(ACK) == (transfer, [])
+    assert lane.expect(wire.ACK) == (transfer, [])
     for head, body in frames:
         start = head["token_start"]
         rows = decode.rows(decode.reserved[b"d"], head["layer"], start, start + 16)
@@ -143,14 +133,14 @@ def test_a_worker_that_has_one_of_two_chunks_sends_that_one(asking: Any, until: 
 @pytest.mark.parametrize(
     ("say", "counter"),
     [
-        ([(HAVE, [3])], "have"),
-        ([(HAVE, [0])], "have"),
-        ([(HAVE, [1]), (HAVE, [1])], "have"),
-        ([(COMMIT, [[0, None, [], []], 0, 0])], "have"),
-        ([(KV, 2), (HAVE, [1])], "frame_range"),
-        ([(HAVE, [1]), (KV, 2)], "frame_range"),
-        ([(HAVE, [2]), (COMMIT, [[0, None, [], []], 12, 12 * 4096]), (KV, 1)], "commit"),
-        ([(HAVE, [1]), ("damaged", 1)], "payload"),
+        ([(wire.HAVE, [3])], "have"),
+        ([(wire.HAVE, [0])], "have"),
+        ([(wire.HAVE, [1]), (wire.HAVE, [1])], "have"),
+        ([(wire.COMMIT, [[0, None, [], []], 0, 0])], "have"),
+        ([(wire.KV, 2), (wire.HAVE, [1])], "frame_range"),
+        ([(wire.HAVE, [1]), (wire.KV, 2)], "frame_range"),
+        ([(wire.HAVE, [2]), (wire.COMMIT, [[0, None, [], []], 12, 12 * 4096]), (wire.KV, 1)], "commit"),
+        ([(wire.HAVE, [1]), ("damaged", 1)], "payload"),
     ],
 )
 def test_a_worker_that_contradicts_itself_about_its_chunks_ends_the_transfer_for_good(
@@ -159,7 +149,7 @@ def test_a_worker_that_contradicts_itself_about_its_chunks_ends_the_transfer_for
     """It is not asked again: computing is as fast."""
     decode, _, lane, transfer = asking()
     for kind, what in say:
-        if kind == KV:
+        if kind == wire.KV:
             send_all(lane, transfer, chunk_frames(what)[: 1 if what == 2 else 12])
         elif kind == "damaged":
             head, body = chunk_frames(1)[0]
@@ -167,5 +157,5 @@ def test_a_worker_that_contradicts_itself_about_its_chunks_ends_the_transfer_for
         else:
             lane.say(kind, what, transfer)
     assert ended(decode, until) == kv.FetchFailed(b"d", "integrity")
-    assert lane.expect(ABORT) == (transfer, ["integrity"])
+    assert lane.expect(wire.ABORT) == (transfer, ["integrity"])
     assert decode.stats().refused == {counter: 1}

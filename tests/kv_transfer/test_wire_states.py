@@ -5,38 +5,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
-
 import baton.kv_transfer as kv
 
+from . import second_wire as wire
 from .ranks import as_bytes
-from .second_wire import (
-    ABORT,
-    ACK,
-    COMMIT,
-    CREDIT,
-    EXPORT,
-    FETCH,
-    KV,
-    REACH,
-    SLICE,
-    SLICES,
-    STATE_SLICE,
-    TAKEN,
-    FakePrefill,
-    Lane,
-    connect,
-    unpack,
-)
 
-FINGERPRINT = "kv3 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
+FINGERPRINT = "kv6 layers=2 kv_heads=2 head_dim=16 kv_layers=1 conv=3x4x8:bfloat16 ssm=1x4x256:float32"
 STATES = (
     kv.CachePart("state", "conv", 3, 4, 8, "bfloat16"),
     kv.CachePart("state", "ssm", 1, 4, 256, "float32"),
 )
 LAYOUT = kv.KVLayout(2, 2, 16, "float32", STATES, (0,))
-CONV = {"layer": 0, "kind": 1, "state_type": 0, "head_count": 4, "token_start": 10}
-SSM = CONV | {"state_type": 1}
+CONV = {"layer": 0, "kind": 1, "head_count": 4, "token_start": 10}
+SSM = CONV | {"kind": 2}
 KV_OF_10 = {"layer": 1, "head_count": 2, "token_count": 10}
 SIZES = 4 * 3 * 8 * 2, 4 * 256 * 4, 10 * 2 * 2 * 16 * 4
 """Bytes of `conv`, `ssm` and the KV of ten positions."""
@@ -46,7 +27,7 @@ def state_bytes(worker: Any, slot: int) -> list[bytes]:
     return [as_bytes(layers[0][slot].cpu()).numpy().tobytes() for layers in worker.states]
 
 
-def next_frame(lane: Lane) -> tuple[int, dict[str, int], bytes]:
+def next_frame(lane: wire.Lane) -> tuple[int, dict[str, int], bytes]:
     kind, _, head, payload = lane.read()
     return (
         kind,
@@ -60,27 +41,31 @@ def test_as_a_decode_worker(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(layout=LAYOUT)
     prefill_id = prefill.hold(10, state_slot=2)
     blocks, states = prefill.held[prefill_id], state_bytes(prefill, 2)
-    lane = connect(prefill.port, layout=FINGERPRINT)
-    lane.say(CREDIT, [9, False])
+    lane = wire.connect(prefill.port, layout=FINGERPRINT)
+    lane.say(wire.CREDIT, [9, False])
     for ranges, sizes in (([], SIZES[:2]), ([[0, 10]], SIZES)):
         transfer = os.urandom(16)
-        lane.say(FETCH, [prefill_id, 0, 1, ranges, 0, 0, 2], transfer)
+        lane.say(wire.FETCH, [prefill_id, 0, ranges, 0, 2], transfer)
         found: list[tuple[int, dict[str, int], bytes]] = []
         while len(found) < len(sizes):
             kind, head, payload = next_frame(lane)
-            if kind == COMMIT:
-                assert unpack(payload) == [[7, None, [], []], len(sizes), sum(sizes)]
-            elif kind == KV:
+            if kind == wire.COMMIT:
+                assert wire.unpack(payload) == [[7, None, [], []], len(sizes), sum(sizes)]
+            elif kind == wire.KV:
                 found.append((kind, head, payload))
         names = {name: value for name, value in CONV.items() if value}
         rows = prefill.rows(blocks, 0, 0, 10).contiguous().numpy().tobytes()
-        expected = [(KV, names, states[0]), (KV, names | {"state_type": 1}, states[1]), (KV, KV_OF_10, rows)]
+        expected = [
+            (wire.KV, names, states[0]),
+            (wire.KV, names | {"kind": 2}, states[1]),
+            (wire.KV, KV_OF_10, rows),
+        ]
         assert sorted(found, key=lambda frame: expected.index(frame)) == expected[: len(sizes)]
-    lane.say(ACK, [], transfer)
+    lane.say(wire.ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the ACK", prefill.sender)
 
 
-def asked(decode: Any, fake: FakePrefill) -> tuple[Lane, bytes]:
+def asked(decode: Any, fake: wire.FakePrefill) -> tuple[wire.Lane, bytes]:
     """A session of `decode`, which asks for ten positions into slot 3 of its states."""
     blocks = decode.reserved[b"d"] = decode.allocate(10)
     decode.receiver.fetch(
@@ -88,9 +73,9 @@ def asked(decode: Any, fake: FakePrefill) -> tuple[Lane, bytes]:
         num_tokens=10, state_slot=3,
     )  # fmt: skip
     lane = fake.accept()
-    transfer, message = lane.expect(FETCH)
-    assert message == [b"p" * 16, 0, 1, [[0, 10]], 0, 0, 2]
-    assert lane.read()[0] == CREDIT
+    transfer, message = lane.expect(wire.FETCH)
+    assert message == [b"p" * 16, 0, [[0, 10]], 0, 2]
+    assert lane.read()[0] == wire.CREDIT
     assert lane.granted == 3 + 1, "a frame for the layer with KV and for each state, and one for the lane"
     return lane, transfer
 
@@ -98,55 +83,50 @@ def asked(decode: Any, fake: FakePrefill) -> tuple[Lane, bytes]:
 def test_as_a_prefill_worker(make_decode: Any, until: Any) -> None:
     """Frames come in any order, `ssm` in two parts."""
     decode, bodies = make_decode(lanes=1, layout=LAYOUT), [os.urandom(size) for size in SIZES]
-    lane, transfer = asked(decode, FakePrefill(layout=FINGERPRINT))
+    lane, transfer = asked(decode, wire.FakePrefill(layout=FINGERPRINT))
     half = SIZES[1] // 2
-    lane.say(COMMIT, [[77, None, [], []], 4, sum(SIZES)], transfer)
+    lane.say(wire.COMMIT, [[77, None, [], []], 4, sum(SIZES)], transfer)
     frames = [
         (SSM | {"head_start": 1, "head_count": 2, "seq": 2}, bodies[1][half // 2 : half // 2 + half]),
         (KV_OF_10 | {"seq": 3}, bodies[2]),
         (CONV | {"seq": 0}, bodies[0]),
     ]
     for head, body in frames:
-        lane.send(KV, body, transfer, **head)
+        lane.send(wire.KV, body, transfer, **head)
     until(lambda: decode.poll() or decode.stats().frames_received == 3, "the frames", decode.receiver)
     assert not decode.events, "heads 0 and 3 are missing"
-    lane.send(KV, bodies[1][:half], transfer, **SSM | {"head_count": 2, "seq": 1})  # head 1 came twice
-    assert lane.expect(ABORT) == (transfer, ["integrity"])
+    lane.send(wire.KV, bodies[1][:half], transfer, **SSM | {"head_count": 2, "seq": 1})  # head 1 came twice
+    assert lane.expect(wire.ABORT) == (transfer, ["integrity"])
     assert decode.stats().refused == {"frame_range": 1}
     until(lambda: decode.poll() or decode.receiver._fetches[b"d"].refetches, "a FETCH", decode.receiver)
-    transfer, _ = lane.expect(FETCH)
-    lane.say(COMMIT, [[77, None, [], []], 3, sum(SIZES)], transfer)
+    transfer, _ = lane.expect(wire.FETCH)
+    lane.say(wire.COMMIT, [[77, None, [], []], 3, sum(SIZES)], transfer)
     for seq, (head, body) in enumerate(
         zip((SSM, KV_OF_10, CONV), (bodies[1], bodies[2], bodies[0]), strict=True)
     ):
         while lane.sent == lane.granted:
             lane.read()
-        lane.send(KV, body, transfer, **head | {"seq": seq})
+        lane.send(wire.KV, body, transfer, **head | {"seq": seq})
     until(lambda: decode.poll() or b"d" in decode.events, "the end", decode.receiver)
     assert isinstance(decode.events[b"d"], kv.Injected)
     assert state_bytes(decode, 3) == bodies[:2]
 
 
-@pytest.mark.parametrize("newest", [4, 5])
-def test_exported_memory(make_prefill: Any, until: Any, newest: int) -> None:
+def test_exported_memory(make_prefill: Any, until: Any) -> None:
     prefill = make_prefill(layout=LAYOUT, exports=True, device="cpu")
     prefill_id, transfer = prefill.hold(10, state_slot=1), os.urandom(16)
-    lane = connect(prefill.port, layout=FINGERPRINT, newest=newest)
-    lane.say(FETCH, [prefill_id, 0, 1, [[0, 10]], 0, 0, 2], transfer)
-    assert {lane.read()[0] for _ in range(2)} == {EXPORT, COMMIT}
-    lane.say(REACH, [True, ""])
-    lane.say(CREDIT, [3, False])
+    lane = wire.connect(prefill.port, layout=FINGERPRINT)
+    lane.say(wire.FETCH, [prefill_id, 0, [[0, 10]], 0, 2], transfer)
+    assert {lane.read()[0] for _ in range(2)} == {wire.EXPORT, wire.COMMIT}
+    lane.say(wire.REACH, [True, ""])
+    lane.say(wire.CREDIT, [3, False])
     slices = [lane.read() for _ in range(3)]
-    places = [unpack(payload) for *_, payload in slices]
-    if newest == 4:
-        assert [kind for kind, *_ in slices] == [SLICE, STATE_SLICE, STATE_SLICE]
-    else:
-        assert {kind for kind, *_ in slices} == {SLICES}
-        places = [place for [some] in places for place in some]
+    assert {kind for kind, *_ in slices} == {wire.SLICES}
+    places = [place for *_, payload in slices for [some] in [wire.unpack(payload)] for place in some]
     for number, (slot, _, *about) in enumerate(places[1:]):
-        assert about == [1 + number, 0, 0, 4, 10, 0, SIZES[number], number]
+        assert about == [1 + number, SIZES[number], [0, 0, 4, 10, 0, number]]
         filled = bytes(prefill.sending.arena.slot(slot)[: SIZES[number]])
         assert filled == state_bytes(prefill, 1)[number]
-    lane.say(TAKEN, [[slot for slot, *_ in places]])
-    lane.say(ACK, [], transfer)
+    lane.say(wire.TAKEN, [[slot for slot, *_ in places]])
+    lane.say(wire.ACK, [], transfer)
     until(lambda: prefill.poll() or prefill.released == {prefill_id: "acked"}, "the ACK", prefill.sender)

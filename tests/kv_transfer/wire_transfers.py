@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 
-from .second_wire import (
-    COMMIT,
-    CREDIT,
-    FETCH,
-    KV,
-    Lane,
-    unpack,
-)
+from . import second_wire as wire
 
 
 def slices(n: int) -> list[tuple[dict[str, int], bytes]]:
@@ -25,22 +18,22 @@ def slices(n: int) -> list[tuple[dict[str, int], bytes]]:
     ]
 
 
-def asked(lane: Lane) -> bytes:
-    transfer, message = lane.expect(FETCH)
-    assert message == [b"p" * 16, 0, 1, [[0, 10]], 0, 0, 2]
+def asked(lane: wire.Lane) -> bytes:
+    transfer, message = lane.expect(wire.FETCH)
+    assert message == [b"p" * 16, 0, [[0, 10]], 0, 2]
     kind, _, _, payload = lane.read()
-    assert (kind, unpack(payload)) == (CREDIT, [4, False])  # a frame a layer, and one for the lane
+    assert (kind, wire.unpack(payload)) == (wire.CREDIT, [4, False])  # a frame a layer, and one for the lane
     return transfer
 
 
-def serve(lane: Lane, transfer: bytes) -> list[tuple[dict[str, int], bytes]]:
+def serve(lane: wire.Lane, transfer: bytes) -> list[tuple[dict[str, int], bytes]]:
     """A whole transfer, COMMIT first and the frames backwards, within the credit that there is."""
     frames = slices(10)
-    lane.say(COMMIT, [[77, -0.5, [77], [-0.5]], 3, 3 * 2560], transfer)
+    lane.say(wire.COMMIT, [[77, -0.5, [77], [-0.5]], 3, 3 * 2560], transfer)
     for head, body in reversed(frames):
         while lane.sent == lane.granted:
-            assert lane.read()[0] == CREDIT
-        lane.send(KV, body, transfer, **head)
+            assert lane.read()[0] == wire.CREDIT
+        lane.send(wire.KV, body, transfer, **head)
     return frames
 
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
-from baton.cluster.supervision.python_path import PACKAGES
+from baton.cluster.supervision.processes import PACKAGES
 from baton.router.config import RouterConfig
 from baton.router.workers import checks
 from baton.router.workers.ask import first_description

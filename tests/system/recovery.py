@@ -69,7 +69,8 @@ class Broken:
         for worker in self.cluster.workers:
             incarnations = [life["incarnation"] for life in worker.lives]
             assert len(set(incarnations)) == len(incarnations) == len(worker.exits) + 1
-        assert await asyncio.to_thread(leaks_when_idle, self.cluster.url) == {}
+        leaks = await asyncio.to_thread(leaks_when_idle, self.cluster.url)
+        assert leaks == {}, leaks
 
     def all_back(self) -> None:
         self.back("prefill")

@@ -170,22 +170,20 @@ async def test_the_table_has_every_process(cluster: Cluster) -> None:
 )
 async def test_streams_go_on_and_the_process_comes_back(cluster: Cluster, fault: Fault) -> None:
     serve, admin = cluster.serve, cluster.admin
-    load, stop = Load(serve.url, list(cluster.right), random.Random(0)), asyncio.Event()
-    loading = asyncio.create_task(load.run(CLIENTS, stop))
-    await asyncio.to_thread(until, lambda: status(admin)["router"]["requests"] or None, 30, "a load")
-    before, lasting = serve.processes(), cluster.lasting(fault)
-    at = time.monotonic()
-    with struck(serve, fault):
-        async with asyncio.timeout(BACK_S):
-            await asked(serve.url, fault)
-        if fault.process != SERVE:
-            await cluster.until_back(fault, before)
-        over, served = time.monotonic(), len(load.streams)
-        while len(load.streams) < served + 2 * CLIENTS:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        await asked(serve.url, None)
-    stop.set()
-    await loading
+    load = Load(serve.url, list(cluster.right), random.Random(0))
+    async with load.of(CLIENTS):
+        await asyncio.to_thread(until, lambda: status(admin)["router"]["requests"] or None, 30, "a load")
+        before, lasting = serve.processes(), cluster.lasting(fault)
+        at = time.monotonic()
+        with struck(serve, fault):
+            async with asyncio.timeout(BACK_S):
+                await asked(serve.url, fault)
+            if fault.process != SERVE:
+                await cluster.until_back(fault, before)
+            over, served = time.monotonic(), len(load.streams)
+            while len(load.streams) < served + 2 * CLIENTS:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await asked(serve.url, None)
     for stream in load.streams:
         stream.cut |= fault.cuts and ENDED in stream.error
     verdict = judge(load.streams, cluster.right, [Happened("router", fault.process, at, over)] * fault.cuts)

@@ -153,13 +153,9 @@ class Joined:
     @asynccontextmanager
     async def under_load(self, clients: int) -> AsyncIterator[Load]:
         """Afterwards, every answer was right."""
-        load, stop = Load(self.url, CASES, random.Random(1)), asyncio.Event()
-        running = asyncio.create_task(load.run(clients, stop))
-        try:
+        load = Load(self.url, CASES, random.Random(1))
+        async with load.of(clients):
             yield load
-        finally:
-            stop.set()
-            await running
         verdict = judge(load.streams, self.right)
         assert (verdict.failed, verdict.lost_or_repeated, verdict.different) == (0, 0, 0), verdict.errors
         assert verdict.requests >= clients

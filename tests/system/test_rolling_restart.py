@@ -26,14 +26,12 @@ async def test_every_worker_is_restarted_under_load() -> None:
         await asyncio.to_thread(served.until_ready)
         right = await expected(served.url, CASES, at_once=8)
         before = await asyncio.to_thread(served.incarnations)
-        load, stop = Load(served.url, CASES, random.Random(0)), asyncio.Event()
-        loading = asyncio.create_task(load.run(6, stop))
-        os.kill(served.process.pid, signal.SIGUSR1)
-        while "All workers have restarted." not in await asyncio.to_thread(served.output):
-            assert served.process.poll() is None
-            await asyncio.sleep(0.2)
-        stop.set()
-        await loading
+        load = Load(served.url, CASES, random.Random(0))
+        async with load.of(6):
+            os.kill(served.process.pid, signal.SIGUSR1)
+            while "All workers have restarted." not in await asyncio.to_thread(served.output):
+                assert served.process.poll() is None
+                await asyncio.sleep(0.2)
         verdict = judge(load.streams, right)
         assert (verdict.failed, verdict.lost_or_repeated, verdict.different) == (0, 0, 0), verdict.errors
         assert verdict.requests > 6

@@ -6,13 +6,8 @@ import pytest
 
 from baton.content import CHUNK_TOKENS, Tier, prompt_hints
 from baton.engine.api.request import EngineRequest
-from baton.engine.core.block_pool import BlockPool
-from baton.engine.core.prefix_cache import PrefixCache
-from baton.engine.core.scheduler import Scheduler
 from baton.worker.engine_process.cached_chunks import CachedChunks
-from tests.engine.scheduling import hooks_to
-
-ROOT = b"root"
+from tests.engine.scheduling import ROOT, hooks_to, make
 
 
 def hints(prompt: list[int], salt: bytes = b"") -> list[int]:
@@ -25,13 +20,8 @@ class Worker:
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.observer = CachedChunks()
-        pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(
-            pool,
-            block_size=block_size,
-            max_num_seqs=8,
-            max_num_batched_tokens=4096,
-            cache=PrefixCache(pool, block_size, ROOT, hooks=hooks_to(self.observer)),
+        self.scheduler = make(
+            num_blocks, 8, 4096, prefix_cache=True, block_size=block_size, hooks=hooks_to(self.observer)
         )
         self.known: set[int] = set()
         self._ids = iter(range(1 << 30))
@@ -49,7 +39,7 @@ class Worker:
             self.scheduler.landed(plan.chunks)
             for live, positions in plan.chunks.items():
                 if live.num_left == 0:
-                    self.scheduler.verified(live, positions.stop)
+                    self.scheduler.memory.publish(live, positions.stop)
         for live in lives:
             self.scheduler.hold(live)
             self.scheduler.drop(live)

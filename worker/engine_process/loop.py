@@ -23,7 +23,7 @@ from typing import ClassVar, Protocol
 from baton.content import vocabulary_fingerprint
 from baton.engine import Engine, Hooks, StepResult, build_engine
 from baton.engine.loader.tokenizer_json import vocabulary
-from baton.kv_transfer import ArenaTransport, Heartbeat, TraceWriter, Transport
+from baton.kv_transfer import Heartbeat, TraceWriter, Transport
 from baton.kv_transfer.channel import ChannelClosed
 from baton.kv_transfer.wait import spins, wait
 from baton.worker import messages
@@ -139,7 +139,7 @@ def run(config: EngineProcessConfig, build: Callable[[Parts], tuple[Engine, Sequ
     link = ServiceLink(config.address)
     trace = TraceWriter(config.trace_path, config.name)
     arenas = config.arenas
-    transport = ArenaTransport(*arenas.ends(), trace, arenas.exports, arenas.adopts)
+    transport = Transport(*arenas.ends(), trace, arenas.exports, arenas.adopts)
     heartbeat = Heartbeat(config.heartbeat_fd)
     parts = Parts(config, link, heartbeat, transport, trace, Attempts(link.send))
     heartbeat.tick()

@@ -11,8 +11,9 @@ from baton.engine import Engine, EngineConfig
 from baton.engine.core.offload_tier import BlockCopy, OffloadTier
 from baton.engine.execution.rank import Follower
 from baton.engine.models import cache_bytes_per_token, state_caches
-from baton.kv_transfer.stores.block_store import BlockStore, Pair, open_host_store
+from baton.kv_transfer.stores import BlockStore
 from baton.kv_transfer.stores.disk_store import DiskStore
+from baton.kv_transfer.stores.host_store import open_host_store
 from baton.kv_transfer.stores.ranked_store import RankedStore, StoreServer
 from baton.kv_transfer.transport import PagedKV
 from baton.worker.engine_process.paged_kv import paged_kv
@@ -43,19 +44,19 @@ class OffloadPump:
         self._end()
         self._busy = False
         if loads := self._tier.next_loads(self._store.room):
-            self._start(self._store.load, loads)
+            self._start(loads, is_load=True)
         # A GPU or a disk makes one batch at a time, since a request that must be loaded waits for it. A CPU
         # makes a batch at once.
         while not self._under_way and (saves := self._tier.next_saves(self._store.batch)):
-            self._start(self._store.save, saves)
+            self._start(saves, is_load=False)
             if time.monotonic() > until:
                 break
         self._pumped = time.monotonic()
 
-    def _start(self, start: Callable[[Sequence[Pair]], None], copies: Sequence[BlockCopy]) -> None:
+    def _start(self, copies: Sequence[BlockCopy], *, is_load: bool) -> None:
         self._busy = True
         self._under_way += copies
-        start([(copy.block, copy.place) for copy in copies])
+        self._store.copy([(copy.block, copy.place) for copy in copies], is_load=is_load)
         self._end()
 
     def _end(self) -> None:

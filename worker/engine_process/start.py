@@ -21,7 +21,7 @@ import setproctitle
 from baton.engine import EngineConfig
 from baton.engine.execution.rank_files import RankFiles
 from baton.kv_transfer import ArenaEnd
-from baton.kv_transfer.parent import die_with_parent
+from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.wait import end_waits_on_time
 
 RANK_MODULE = "baton.worker.engine_process.rank_process"
@@ -39,7 +39,7 @@ class Arenas(msgspec.Struct, frozen=True):
     receiving_fds: Sequence[int]
     num_slots: int
     slot_bytes: int
-    exports: bool  # as in `ArenaTransport`, and the next
+    exports: bool  # as in `Transport`, and the next
     adopts: bool
 
     def ends(self) -> tuple[ArenaEnd, ArenaEnd]:

@@ -24,7 +24,7 @@ _SAME = ("model", "api", "load", "duration_s", "requests", "workload", "extra_bo
 _OF_EACH_RUN = ("seed", "dialect")
 _LEAST_CHANGE = 0.02
 """A smaller change of a row without an interval is not named."""
-_LOWER_IS_BETTER = ("ttft", "ttit", "handover", "e2e", "errors", "requests.failed", "server", "client")
+_LOWER_IS_BETTER = ("ttft", "ttit", "handover", "e2e", "errors", "requests.failed", "client")
 _HIGHER_IS_BETTER = ("throughput", "goodput", "requests.ok", "max_rate")
 
 

@@ -22,8 +22,6 @@ _WIDTH = 150  # of the tables, in characters
 _CHART_HEIGHT = 340  # pixels
 _RARE = {"0": 1, "50 %": 2, "90 %": 10, "99 %": 100, "99.9 %": 1000, "99.99 %": 10_000}
 """A percentile → one request in so many is beyond it. Such an axis shows the tail."""
-_ADDED_STAGES = ("router_queue", "prefill_queue", "prefill", "exposed_transfer", "decode")
-"""Stages of a server that follow each other in a request."""
 _CSS = """
 body { font: 15px system-ui, sans-serif; margin: 2rem auto; max-width: 1250px; padding: 0 1rem }
 pre { font-size: 12.5px; line-height: 1.35; overflow-x: auto }
@@ -115,8 +113,6 @@ def _figures(runs: Sequence[Run]) -> Iterator[Any]:
         yield _tradeoffs(runs)
     yield _distributions(runs)
     yield from map(_timeline, runs)
-    if any(run.detail["server"]["stages"] for run in runs):
-        yield _stages(runs)
 
 
 def _tradeoffs(runs: Sequence[Run]) -> Any:
@@ -165,25 +161,6 @@ def _timeline(run: Run) -> Any:
     figure.add_vrect(0, run.detail["window"][0], fillcolor="grey", opacity=0.15, row="all", col="all")
     figure.update_xaxes(title_text="seconds since the start")
     return figure.update_layout(title=escape(f"Time line: {run.name}"))
-
-
-def _stages(runs: Sequence[Run]) -> Any:
-    """The mean time of a request inside the server, by stage."""
-    from plotly.graph_objects import Bar, Figure
-
-    figure = Figure()
-    for name in _ADDED_STAGES:
-        found = {
-            escape(run.name): 1e3 * stage["mean"]
-            for run in runs
-            for stage in run.detail["server"]["stages"]
-            if stage["name"] == name
-        }
-        figure.add_trace(Bar(y=[*found], x=[*found.values()], name=name.replace("_", " "), orientation="h"))
-    return figure.update_layout(
-        barmode="stack", title="Inside the server: mean of each stage", xaxis_title="ms",
-        template="plotly_white", height=200 + 40 * len(runs),
-    )  # fmt: skip
 
 
 def _settings(run: Run) -> Text:

@@ -40,7 +40,6 @@ def render(report: Mapping[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [_title(report), *_banners(detail), _latencies(rows), _totals(rows, detail)]
     if detail["errors"]:
         parts.append(_errors(detail["errors"]))
-    parts.append(_server(detail["server"]))
     parts.append(_fine_print(report))
     return Group(*parts)
 
@@ -164,28 +163,6 @@ def _errors(errors: Mapping[str, Any]) -> Table:
     for name, error in errors.items():
         table.add_row(name, str(error["count"]), Text(error["sample"]))
     return table
-
-
-def _server(server: Mapping[str, Any]) -> RenderableType:
-    if not server["stages"]:
-        return Text(server["statement"], "dim")
-    table = Table(
-        title="Inside the server, ms", title_justify="left", title_style="bold", caption=server["statement"]
-    )
-    for column in ("stage", "mean", "≈ p50", "≈ p99", "count"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for stage in server["stages"]:
-        values = (stage_ms(stage, name) for name in ("mean", "p50", "p99"))
-        table.add_row(stage["name"].replace("_", " "), *values, str(stage["count"]))
-    return table
-
-
-def stage_ms(stage: Mapping[str, Any], name: str) -> str:
-    """A number of a stage. A quantile in the last bucket of its histogram is larger than the bucket says."""
-    if stage[name] is None:
-        return "–"
-    mark = "> " if name in stage.get("beyond", ()) else ""
-    return mark + ms(stage[name] * 1e3)
 
 
 def _fine_print(report: Mapping[str, Any]) -> Text:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from baton.cluster.options import DoctorOptions, EndpointOptions, StatusOptions
+from baton.cluster.options.clients import DoctorOptions, EndpointOptions, StatusOptions
 from baton.cluster.tools.doctor.finding import Finding, exit_code
 from baton.cluster.tools.doctor.network import listen, send
 from baton.cluster.tools.doctor.node import node
 from baton.cluster.tools.doctor.running import running
+from baton.cluster.tools.status import console
 
 MARKS = {
     "good": "[green]✓[/green]",
@@ -51,10 +51,8 @@ def _findings(doctor: DoctorOptions, endpoint: EndpointOptions) -> Iterator[Find
 
 
 def show(findings: Iterable[Finding]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+    out = console()
     for finding in findings:
-        console.print(f"{MARKS[finding.level]} [bold]{finding.check}[/bold]: {finding.found}")
+        out.print(f"{MARKS[finding.level]} [bold]{finding.check}[/bold]: {finding.found}")
         if finding.remedy:
-            console.print(f"    {finding.remedy}", style="dim")
+            out.print(f"    {finding.remedy}", style="dim")

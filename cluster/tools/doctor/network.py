@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from baton.cluster.options import DoctorOptions
+from baton.cluster.options.clients import DoctorOptions
 from baton.cluster.tools.doctor import nixl
 from baton.cluster.tools.doctor.finding import Finding, bad, good, warning
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from baton.cluster import check_model, model
 from baton.cluster.gpus import nvidia_smi, visible_gpus
-from baton.cluster.options import DoctorOptions
+from baton.cluster.options.clients import DoctorOptions
+from baton.cluster.options.engine import EngineOptions
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.machine import available_memory, usable_cpus
 
@@ -213,7 +214,7 @@ def the_model(options: DoctorOptions) -> Iterator[Finding]:
     except ValueError as error:
         yield bad("model", str(error), "Correct --model, or install the model.")
         return
-    faults = check_model.faults(found, tensor_parallel_size=options.tensor_parallel_size)
+    faults = check_model.faults(found, EngineOptions(tensor_parallel_size=options.tensor_parallel_size))
     if not Path(found.location).exists():
         yield note("model", f"{found.location} is on the hub: workers check its files when they start")
     elif all(fault.what == "tokenizer" for fault in faults):

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from baton.cluster.options import DoctorOptions, EndpointOptions
+from baton.cluster.options.clients import DoctorOptions, EndpointOptions
 from baton.cluster.tools.doctor.finding import Finding, bad, good, note, warning
 from baton.cluster.tools.http import checked, error_message, session
 from baton.cluster.tools.status import device_of, name_of, place_of, pool_of

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from baton.cluster.options.clients import SizingOptions
 from baton.cluster.tools.sizing.simulated import Decoded, Latency, decode, prefill
 from baton.cluster.tools.sizing.speeds import Speeds
 
@@ -12,23 +14,11 @@ WAITED = 0.01
 """Largest share of requests that may wait for a slot in the batch of a decode worker."""
 
 
-@dataclass(frozen=True)
-class PlannedLoad:
-    """The load and its latency targets.
+class Targets(NamedTuple):
+    """For the 99th percentile, in seconds."""
 
-    Attributes:
-        rate: requests per second, as a Poisson process.
-        input, output: tokens of each request.
-        ttft, ttit: targets for the 99th percentile, in seconds.
-    """
-
-    rate: float
-    input: int
-    output: int
     ttft: float
     ttit: float
-    max_num_seqs: int
-    gpu_memory_utilization: float
 
 
 @dataclass(frozen=True)
@@ -43,33 +33,31 @@ class Answer:
     prefill: int
     decode: int
     ttft: Latency
-    ttit: Latency
+    decoded: Decoded
     prefill_busy: float
-    decode_busy: float
-    batch: int
     kv_bytes: int
     kv_room: int
     why: tuple[str, str]
 
 
-def answer(of_prefill: Speeds, of_decode: Speeds, load: PlannedLoad) -> Answer:
+def answer(of_prefill: Speeds, of_decode: Speeds, load: SizingOptions, targets: Targets) -> Answer:
     """Sizes both pools, from the speeds of their workers.
 
     Raises ValueError if no number of workers can meet the targets.
     """
     alone = of_prefill.prefill(load.input)
-    if load.ttft < alone:
+    if targets.ttft < alone:
         raise ValueError(
-            f"--slo ttft={load.ttft * 1e3:.0f}: one prefill of {load.input} tokens takes "
+            f"--slo ttft={targets.ttft * 1e3:.0f}: one prefill of {load.input} tokens takes "
             f"{alone * 1e3:.1f} ms on an idle worker, and no number of workers makes it shorter; "
             "a larger --prefill-tensor-parallel-size may"
         )
     context = load.input + load.output
     shortest = of_decode.step(1, context)
-    if load.ttit < shortest:
+    if targets.ttit < shortest:
         raise ValueError(
-            f"--slo ttit={load.ttit * 1e3:.1f}: a step with a single request takes {shortest * 1e3:.2f} ms, "
-            "and no number of workers makes it shorter; a larger --decode-tensor-parallel-size may"
+            f"--slo ttit={targets.ttit * 1e3:.1f}: a step with a single request takes {shortest * 1e3:.2f} "
+            "ms, and no number of workers makes it shorter; a larger --decode-tensor-parallel-size may"
         )
     of_prefill.kv_room(load.gpu_memory_utilization)
     room = of_decode.kv_room(load.gpu_memory_utilization)
@@ -79,31 +67,28 @@ def answer(of_prefill: Speeds, of_decode: Speeds, load: PlannedLoad) -> Answer:
             f"a request of {context} tokens needs more KV memory than one worker has ({room / 1e9:.1f} GB); "
             "reduce --input or --output, or choose a smaller --model"
         )
-    workers, ttft, prefill_why = _prefill_pool(of_prefill, load, alone)
-    decoders, decoded, decode_why = _decode_pool(
-        of_decode, load, min(load.max_num_seqs, in_memory), in_memory
-    )
+    workers, ttft, prefill_why = _prefill_pool(of_prefill, load, targets.ttft, alone)
+    slots = min(load.max_num_seqs, in_memory)
+    decoders, decoded, decode_why = _decode_pool(of_decode, load, targets.ttit, slots, in_memory)
     return Answer(
         prefill=workers,
         decode=decoders,
         ttft=ttft,
-        ttit=decoded.gap if decoded is not None else Latency(0.0, 0.0),
+        decoded=decoded,
         prefill_busy=load.rate * alone / workers,
-        decode_busy=decoded.busy if decoded is not None else 0.0,
-        batch=decoded.most if decoded is not None else 0,
-        kv_bytes=decoded.most * context * of_decode.kv_bytes_per_token if decoded is not None else 0,
+        kv_bytes=decoded.most * context * of_decode.kv_bytes_per_token,
         kv_room=room,
         why=(prefill_why, decode_why),
     )
 
 
-def _prefill_pool(speeds: Speeds, load: PlannedLoad, alone: float) -> tuple[int, Latency, str]:
+def _prefill_pool(speeds: Speeds, load: SizingOptions, ttft: float, alone: float) -> tuple[int, Latency, str]:
     least = math.floor(load.rate * alone) + 1  # with fewer workers the queue grows without bound
     workers = least
     before: Latency | None = None
     while True:
         found = prefill(speeds, workers=workers, rate=load.rate, tokens=load.input)
-        if found.p99 <= load.ttft * (1 + 1e-9):  # tolerates rounding errors of the simulated clock
+        if found.p99 <= ttft * (1 + 1e-9):  # tolerates rounding errors of the simulated clock
             break
         before = found
         workers += max(1, workers // 50)
@@ -115,13 +100,14 @@ def _prefill_pool(speeds: Speeds, load: PlannedLoad, alone: float) -> tuple[int,
 
 
 def _decode_pool(
-    speeds: Speeds, load: PlannedLoad, slots: int, in_memory: int
-) -> tuple[int, Decoded | None, str]:
+    speeds: Speeds, load: SizingOptions, ttit: float, slots: int, in_memory: int
+) -> tuple[int, Decoded, str]:
     if load.output == 1:
-        return 0, None, "prefill workers alone answer requests of one token"
+        idle = Decoded(Latency(0.0, 0.0), 0.0, 0.0, 0)
+        return 0, idle, "prefill workers alone answer requests of one token"
 
     def keeps(found: Decoded) -> bool:
-        return found.gap.p99 <= load.ttit and found.waited <= WAITED
+        return found.gap.p99 <= ttit and found.waited <= WAITED
 
     def tried(workers: int) -> Decoded:
         return decode(speeds, rate=load.rate / workers, prompt=load.input, output=load.output, slots=slots)
@@ -138,7 +124,7 @@ def _decode_pool(
     if low == 0:
         return high, found[high], "one worker is enough"
     fewer = found[low]
-    if fewer.gap.p99 > load.ttit:
+    if fewer.gap.p99 > ttit:
         why = f"TTIT decides: with {low} its p99 is {fewer.gap.p99 * 1e3:.1f} ms"
     elif slots == in_memory:
         why = f"KV memory decides: {slots} requests fit a worker; with {low} workers {fewer.waited:.0%} wait"

@@ -7,29 +7,17 @@ then on, until the reader names it in `SlotsFree` (or the transfer process in it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
+from baton.kv_transfer.layout import Slice
+from baton.kv_transfer.protocol.frame import Header
 from baton.kv_transfer.protocol.messages import Export, FirstToken, Reason
 
 
 class Local(msgspec.Struct, array_like=True, tag=True):
     """Base of all messages between processes of one worker."""
-
-
-class _SliceMessage(Local):
-    """What all messages about one slice say of it."""
-
-    transfer_id: bytes
-    slot: int
-    seq: int
-    layer: int
-    state: int | None  # as in `layout.Slice`
-    head_start: int
-    head_count: int
-    token_start: int
-    token_count: int
-    length: int
 
 
 # ---------------------------------------------------------------- prefill engine → transfer
@@ -46,9 +34,11 @@ class Offer(Local):
     prefill_id: bytes
 
 
-class SliceOut(_SliceMessage):
-    """Send this slot as one frame of that transfer."""
+class SliceOut(Local):
+    """Send this slot as one frame."""
 
+    header: Header
+    slot: int
     generation: int = 0  # 0: send the bytes; else the peer reads the slot
     rank: int = 0  # that has the slice in its exported memory
 
@@ -165,10 +155,12 @@ class FetchWaits(Local):
     """A FETCH for a prefill that was not offered yet waits here, or (gone) left again."""
 
     prefill_id: bytes
-    gone: bool
+    gone: bool = False
 
 
 class ReleasedOut(Local):
+    """No FETCH of the prefill will be served any more."""
+
     prefill_id: bytes
     reason: str
 
@@ -194,6 +186,8 @@ class CancelIn(Local):
 
 
 class SlotsFree(Local):
+    """These slots of Arrived are read or dropped."""
+
     slots: list[int]
 
 
@@ -206,8 +200,8 @@ class Opened(Local):
 
 
 class PulledIn(Local):
-    """These slots of ArrivedAt are read or dropped. `whole`: of each, whether its generation and checksum
-    were right."""
+    """Slices in exported memory are read. `whole`: of each, whether its generation and checksum were
+    right."""
 
     slots: list[int]
     whole: list[bool]
@@ -222,19 +216,16 @@ class InjectedIn(Local):
 # ---------------------------------------------------------------- transfer → decode engine
 
 
-class Arrived(_SliceMessage):
-    """A verified slice lies in this slot."""
+class Arrived(Local):
+    """A verified slice lies in this slot. With `session`, it is not verified and lies in memory that the peer
+    of the session exports: the slot is set aside for it, and stays empty."""
 
+    header: Header
+    slot: int
     dtype: str  # of the sender's KV, if the slot has KV
-
-
-class ArrivedAt(_SliceMessage):
-    """A slice lies in memory that the peer exported. `slot` is set aside for it and stays empty."""
-
-    session: int  # of the Export
-    there: int  # its slot in that memory
-    generation: int
-    dtype: str  # as in Arrived
+    session: int | None = None
+    there: int = 0  # its slot in that memory
+    generation: int = 0
 
 
 class ExportIn(Local):
@@ -273,21 +264,21 @@ class FailedIn(Local):
 # ---------------------------------------------------------------- between the ranks of an engine
 
 
+class Staged(msgspec.Struct, frozen=True, array_like=True):
+    """A slice in an arena slot, on its way to or from the pool."""
+
+    piece: Slice
+    slot: int
+    table: Any
+    dtype: str | None = None  # of KV in the slot; None: that of the pool. `scatter` converts
+    generation: int = 0  # of a slot that peers read
+
+
 class Copy(Local):
     """Rank 0 → another rank: copy the heads that the rank holds of the slice in this slot."""
 
-    slot: int
-    layer: int
-    state: int | None  # as in `layout.Slice`
-    head_start: int
-    head_count: int
-    token_start: int  # in the first of the blocks
-    token_count: int
-    block_ids: Sequence[int]
-    state_slot: int
+    item: Staged  # its table: the blocks that the slice needs, from position 0 on, and the slot of states
     layers_ready: int  # gather only when the rank has counted so many layers
-    dtype: str | None  # as in `device.Staged`
-    generation: int  # likewise
     session: int | None = None  # the slot is in memory that was opened under this number
 
 
@@ -317,4 +308,4 @@ ToSender = (
     | ReleasedOut
 )  # fmt: skip
 FromReceiver = FetchIn | CancelIn | SlotsFree | InjectedIn | Opened | PulledIn
-ToReceiver = Arrived | ArrivedAt | Complete | FailedIn | ExportIn | ExportGone
+ToReceiver = Arrived | Complete | FailedIn | ExportIn | ExportGone

@@ -7,13 +7,12 @@ read: the copy is over ─▶ new statistics        … else those of the copy b
 """
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from baton.engine.api.stats import ExpertStats
-from baton.engine.execution.events import Event
+from baton.engine.execution.events import Event, record
 from baton.engine.execution.sampler import to_host
 from baton.engine.model_config import ExpertsConfig
 
@@ -22,7 +21,8 @@ PERIOD = 1.0
 
 
 class ExpertLoad:
-    """The load of all experts of a model. A step is added when the next one begins."""
+    """The load of all experts of a model. A step is added when the next one begins. The thread that runs the
+    steps makes all calls."""
 
     def __init__(self, experts: ExpertsConfig, device: torch.device) -> None:
         shape = len(experts.layers), experts.num_experts
@@ -32,6 +32,10 @@ class ExpertLoad:
         """[2, layers, experts]: tokens of each expert, and steps in which it had any."""
         self.steps = torch.full((), -1, dtype=torch.int64, device=device)
         """Number of these steps; −1: no step has begun."""
+        self._before = torch.zeros(self.totals.shape, dtype=torch.int64), 0
+        self._copied_at = 0.0
+        self._copy: tuple[Tensor, Tensor, Event] | None = None
+        self._stats = ExpertStats([0] * experts.num_experts, 0.0, 0.0)
 
     def begin_step(self) -> None:
         tokens, reads = self.totals
@@ -46,19 +50,6 @@ class ExpertLoad:
         self.totals.zero_()
         self.steps.fill_(-1)
 
-
-class ExpertMeter:
-    """Called by the thread that runs the steps."""
-
-    def __init__(self, load: ExpertLoad, record: Callable[[], Event]) -> None:
-        """`record()`: the event that the device has done all that is enqueued now."""
-        self._load = load
-        self._record = record
-        self._before = torch.zeros(load.totals.shape, dtype=torch.int64), 0
-        self._copied_at = 0.0
-        self._copy: tuple[Tensor, Tensor, Event] | None = None
-        self._stats = ExpertStats([0] * load.totals.shape[2], 0.0, 0.0)
-
     def read(self) -> ExpertStats:
         if self._copy is not None and self._copy[2].query():
             totals, steps, _ = self._copy
@@ -66,8 +57,8 @@ class ExpertMeter:
             self._update(totals, int(steps))
         if self._copy is None and time.monotonic() - self._copied_at >= PERIOD:
             self._copied_at = time.monotonic()
-            totals, steps = (to_host(counts.clone()) for counts in (self._load.totals, self._load.steps))
-            self._copy = totals, steps, self._record()
+            totals, steps = (to_host(counts.clone()) for counts in (self.totals, self.steps))
+            self._copy = totals, steps, record(self.totals.device)
         return self._stats
 
     def _update(self, totals: Tensor, steps: int) -> None:

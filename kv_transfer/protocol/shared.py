@@ -1,17 +1,40 @@
-"""Ids that ended a while ago, so that what comes late for them is not taken for new. Bounded twice."""
+"""What the state machines of both sides share: effects, and the memory of ids that ended."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from baton.kv_transfer.protocol.messages import Control
+
 MAX_TOMBSTONES = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """To the peer, by this session."""
+
+    session: int
+    transfer_id: bytes
+    message: Control
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """To the log and the metrics: this deadline has passed."""
+
+    deadline: str  # its name in TransferDeadlines
+    detail: str
+
 
 T = TypeVar("T")
 
 
 class Tombstones(Generic[T]):
-    """Id → an epitaph (why it ended), for `seconds` or until 65,536 later ones came."""
+    """Ids that ended a while ago, so that what comes late for them is not taken for new.
+
+    Id → an epitaph (why it ended), for `seconds` or until 65,536 later ones came."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -1,0 +1,166 @@
+"""Calls to roles: whether they answer, the pools of workers, and what routers hold back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpc import RpcError
+from grpc.aio import Channel
+
+from baton.cluster.supervision.plan import Pool
+from baton.rpc import worker_pb2 as pb
+from baton.rpc.channel import check_health, connect
+from baton.rpc.tls import TlsFiles
+from baton.rpc.worker_pb2_grpc import WorkerStub
+
+HEALTH_INTERVAL = 2.0  # seconds between two health checks
+DEAD_AFTER = 10.0  # seconds without an answer after which a role counts as dead; as --engine-timeout
+PATIENCE = 2.0  # seconds for a router to tell its metrics
+
+_POOLS: dict[Pool, pb.Pool] = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
+_NAMES: dict[pb.Pool, Pool] = {value: name for name, value in _POOLS.items()}
+_HELD = re.compile(r"^baton:tokens_waiting_for_turn(?:\{.*\})? (\S+)$", re.M)
+
+
+# ------------------------------------------------------------ workers
+
+
+async def status_of(channel: Channel, timeout: float) -> pb.WorkerStatus | None:
+    """The load of a worker; None if it does not answer within `timeout` s."""
+    answer: Awaitable[pb.WorkerStatus] = WorkerStub(channel).GetStatus(pb.StatusRequest(), timeout=timeout)
+    try:
+        return await answer
+    except RpcError:
+        return None
+
+
+def named_pool(status: pb.WorkerStatus) -> Pool | None:
+    """The pool in which a worker serves now; None for a worker that does not report one."""
+    return _NAMES.get(status.pool)
+
+
+async def ask_pools(
+    addresses: Collection[str], secret: bytes, tls: TlsFiles | None, timeout: float
+) -> dict[str, Pool]:
+    """The pools of the workers at these addresses, without workers that do not answer within `timeout` s."""
+
+    async def ask(address: str) -> pb.WorkerStatus | None:
+        async with connect(address, secret, tls) as channel:
+            return await status_of(channel, timeout)
+
+    answers = zip(addresses, await asyncio.gather(*map(ask, addresses)), strict=True)
+    return {
+        address: pool
+        for address, status in answers
+        if status is not None and (pool := named_pool(status)) is not None
+    }
+
+
+async def set_pool(channel: Channel, pool: Pool, timeout: float) -> pb.WorkerStatus:
+    """Moves a worker to a pool. `timeout` is in seconds. Raises RpcError if it does not."""
+    answer: Awaitable[pb.WorkerStatus] = WorkerStub(channel).SetPool(
+        pb.SetPoolRequest(pool=_POOLS[pool]), timeout=timeout
+    )
+    return await answer
+
+
+# ------------------------------------------------------------ routers
+
+
+def _admin_url(ready: Mapping[str, Any]) -> str:
+    """The admin port, if there is one, covers all processes of the router and needs no certificate."""
+    return str(ready.get("admin_url", ready["url"]))
+
+
+async def tokens_held(ready: Mapping[str, Any]) -> int:
+    """Prompt tokens held back by the router on this machine that reported `ready`.
+
+    A router gives prefill workers at most two steps of prompts. The rest waits in its admission queue, and
+    the load that workers report does not contain it. Raises ConnectionError if the router does not answer.
+    """
+    import aiohttp
+
+    url = f"{_admin_url(ready)}/metrics"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)) as session,
+            session.get(url) as response,
+        ):
+            found = _HELD.search(await response.text())
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ConnectionError(f"{url}: {error}") from error
+    if found is None:
+        raise ConnectionError(f"{url}: has no metric baton:tokens_waiting_for_turn")
+    return int(float(found[1]))
+
+
+# ------------------------------------------------------------ health
+
+
+async def until_silent(
+    ready: Mapping[str, Any],
+    secret: bytes,
+    tls: TlsFiles | None = None,
+    interval: float = HEALTH_INTERVAL,
+    patience: float = DEAD_AFTER,
+) -> str:
+    """Checks the role that reported `ready` until it gives no answer for `patience` seconds.
+
+    Then returns the reason, for people. Without this check a hung process would stay forever. Counts only
+    time in which this process itself ran: if it was stopped, an interval may have lasted long, and counts as
+    one.
+    """
+    silent = 0.0
+    async with contextlib.AsyncExitStack() as open_:
+        check = await _check_of(ready, secret, tls, open_)
+        while silent < patience:
+            await asyncio.sleep(interval)
+            checking = asyncio.create_task(check())
+            try:
+                while not checking.done() and silent < patience:
+                    await asyncio.wait({checking}, timeout=interval)
+                    silent += interval
+                if checking.done():
+                    checking.result()
+                    silent = 0.0
+            except (OSError, TimeoutError):
+                pass
+            finally:
+                checking.cancel()
+    return f"gave no answer for {silent:.0f} s"
+
+
+async def _check_of(
+    ready: Mapping[str, Any], secret: bytes, tls: TlsFiles | None, open_: contextlib.AsyncExitStack
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    """The check for a worker (gRPC health) or a router (GET /health). It raises OSError without an answer.
+
+    Any answer will do: a draining worker answers "not serving".
+    """
+    if "address" not in ready:
+        return lambda: _get_health(_admin_url(ready))
+    channel = await open_.enter_async_context(connect(ready["address"], secret, tls))
+
+    async def check() -> None:
+        try:
+            await check_health(channel, DEAD_AFTER)
+        except RpcError as error:
+            raise OSError(str(error)) from error
+
+    return check
+
+
+async def _get_health(router: str) -> None:
+    url = urlsplit(router)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    try:
+        writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+        if not await reader.readline():
+            raise ConnectionResetError("closed without an answer")
+    finally:
+        writer.close()

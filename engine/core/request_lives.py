@@ -1,0 +1,349 @@
+"""The lives of all requests of an engine, from `add`, `reserve` or `start` to their end: which phase each is
+in, and who gets blocks and seats. Pure; knows no tensor.
+
+One engine may prefill for other workers and decode for them at the same time. What waits for blocks or seats:
+
+    waiting   ──▶ a seat, blocks and a state slot, which running, held and reserved requests have
+    held      ──▶ a transfer to a reservation on another worker, or a seat here (`resume`)
+    reserved  ──▶ a prefill on another worker, which may be waiting there
+    running   ──▶ nothing
+    pinned, importing (`prefix_exchange`) ──▶ a transfer into blocks that are reserved
+
+Every holder of blocks or seats ends, so nothing waits in a circle:
+
+- A loading request waits only for copies from the memory or the disk of the host. Then it runs, or it waits
+  again.
+- A running request waits for nothing. If it must grow and no block is free, the last running request in
+  order is preempted, at worst itself. So the first one always goes on to its end.
+- A held request that is fetched waits only for its transfer: the reservation has all its blocks.
+- A held request that is not fetched can go on here. For that it needs only a seat, and a running request
+  leaves its seat at its end. The caller resumes it between two steps, so before a waiting request.
+- A reservation ends if its prefill has started on the other worker. If the prefill is waiting there, that
+  worker makes room for it (`to_drop`): it drops held requests that are not fetched. If this is not
+  enough, and no request is running, it drops reservations with a prefill that has not started. Otherwise
+  two workers that are full of reservations for each other's waiting prefills would wait forever.
+- The first waiting request gets what the holders leave: a request of `reserve` or `start` comes in only if
+  a seat and enough blocks remain for it.
+"""
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from baton.engine.api.request import EngineRequest
+from baton.engine.core.block_pool import BlockPool, StatePool
+from baton.engine.core.live_request import FairShares, LiveRequest, Phase
+from baton.engine.core.offload_tier import OffloadTier
+from baton.engine.core.prefix_cache import PrefixCache
+from baton.engine.core.prefix_exchange import PrefixExchange
+from baton.engine.core.request_memory import RequestMemory
+
+
+class RequestLives:
+    """Owns all requests, each in the list of its phase, and the pools of blocks and states.
+
+    Attributes:
+        requests: by id, all but those that have ended.
+        leaving: requests that have ended while a launched step or a load uses their blocks.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        cache: PrefixCache | None = None,
+        states: StatePool | None = None,
+    ) -> None:
+        """Makes no request yet.
+
+        Args:
+            cache: None: there is no prefix cache.
+            states: the state slots of a model with state layers.
+        """
+        self.pool = pool
+        self.states = states
+        self.cache = cache
+        self.offload: Sequence[OffloadTier] = () if cache is None else cache.offload
+        """The tiers of the prefix cache below the device, the fastest first."""
+        self.max_num_seqs = max_num_seqs
+        self.prefix_exchange: PrefixExchange | None = None
+        # Transfers of prefixes carry no states, and without states a prefix is of no use.
+        if cache is not None and states is None:
+            self.prefix_exchange = PrefixExchange(pool, cache, lambda: self._spare_blocks)
+        self.memory = RequestMemory(pool, states, cache)
+        self.requests: dict[bytes, LiveRequest] = {}
+        self._of_phase: Mapping[Phase, list[LiveRequest]] = {phase: [] for phase in Phase}  # sorted by order
+        self.waiting = self._of_phase[Phase.WAITING]
+        self.loading = self._of_phase[Phase.LOADING]
+        self.running = self._of_phase[Phase.RUNNING]
+        self.held = self._of_phase[Phase.HELD]
+        self.reserved = self._of_phase[Phase.RESERVED]
+        self.leaving = self._of_phase[Phase.GONE]
+        self._loaded: list[LiveRequest] = []  # since the last schedule
+        self._arrivals = 0
+        self._shares = FairShares()
+
+    # Coming in
+
+    def add(self, request: EngineRequest, *, handover: bool) -> LiveRequest:
+        """Queues a request for prefill."""
+        live = self._new(request)
+        live.handover = handover
+        self._register(live, self._tag(live))
+        self._enter(live, Phase.WAITING)
+        return live
+
+    def reserve(self, request: EngineRequest) -> LiveRequest | None:
+        """Gives a request blocks for KV that comes from another worker, and for one more token. None: no
+        room."""
+        live = self._new(request)
+        live.phase = Phase.RESERVED
+        tokens, hits = len(live.token_ids) + 1, self.memory.hits(live)
+        if not self._has_room_beside_queue(self.memory.need(tokens, hits)):
+            return None
+        self._register(live, self._shares.now)  # nothing of its prompt is computed here
+        live.hand_back = True
+        self.memory.take(live, tokens, hits)
+        self._enter(live, Phase.RESERVED)
+        return live
+
+    def start(self, request: EngineRequest) -> LiveRequest | None:
+        """Gives a request its blocks at once, to be prefilled and decoded here. None: no room."""
+        live = self._new(request)
+        hits = self.memory.hits(live)
+        if not self._has_room_beside_queue(self.memory.need(len(live.token_ids), hits)):
+            return None
+        self._register(live, self._tag(live))
+        live.hand_back = True
+        self._begin(live, hits)
+        return live
+
+    def extend_reservation(self, live: LiveRequest, output_ids: list[int]) -> bool:
+        """Extends a reservation to a longer output. False: no room, and nothing changes."""
+        assert live.phase is Phase.RESERVED
+        tokens = array("i", [*live.request.prompt_ids, *output_ids])
+        assert len(tokens) >= len(live.token_ids), "an emitted token is never taken back"
+        need = self.memory.blocks_for(len(tokens) + 1) - len(live.blocks)
+        if need > self.pool.free:
+            return False
+        live.token_ids = tokens
+        live.blocks.extend(self.pool.allocate(max(0, need)))
+        return True
+
+    def join(self, live: LiveRequest) -> None:
+        """Moves a reservation with all its KV to the batch. The caller then appends its first token."""
+        assert live.phase is Phase.RESERVED
+        live.num_computed = len(live.token_ids)
+        live.decodes = True
+        self._move(live, Phase.RUNNING)
+
+    def resume(self, live: LiveRequest, request_id: bytes) -> bool:
+        """Moves a held request back to the batch, under a new id. It keeps its blocks and tokens. If it is
+        preempted it is handed back. False: no seat is free, and nothing changes."""
+        assert live.phase is Phase.HELD
+        assert not live.pending, "a request that failed has no token to go on from"
+        if self.seats <= 0:
+            return False
+        del self.requests[live.id]
+        live.request = replace(live.request, id=request_id)
+        live.id = request_id
+        self._register(live, live.tag)
+        live.handover, live.hand_back = False, True
+        self._move(live, Phase.RUNNING)
+        return True
+
+    def _new(self, request: EngineRequest) -> LiveRequest:
+        self._arrivals += 1
+        return LiveRequest(request, Phase.WAITING, self._arrivals)
+
+    def _tag(self, live: LiveRequest) -> int:
+        """The tag of a request whose prompt is computed here, as far as it is not cached."""
+        cached = self.memory.known(live) * self.pool.block_size
+        return self._shares.tag(live.request.tenant, live.num_left - cached)
+
+    def _register(self, live: LiveRequest, tag: int) -> None:
+        assert live.id not in self.requests, "ids are unique"
+        self.requests[live.id] = live
+        live.tag = tag
+
+    def _enter(self, live: LiveRequest, phase: Phase) -> None:
+        live.phase = phase
+        insort(self._of_phase[phase], live, key=lambda r: r.order)
+
+    def _move(self, live: LiveRequest, phase: Phase) -> None:
+        self._of_phase[live.phase].remove(live)
+        self._enter(live, phase)
+
+    # Admission
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether the first request of the queue could start now. No other request overtakes it."""
+        if not self.waiting or self._places <= 0:
+            return False
+        return self._need(self.waiting[0]) + self.memory.headroom <= self.pool.free
+
+    def _has_room_beside_queue(self, need: int) -> bool:
+        """Whether a request that is not queued may take a seat and `need` blocks. The first request of the
+        queue keeps a seat and its blocks, or requests that are not queued could delay it forever."""
+        return self._places > bool(self.waiting) and need <= self._spare_blocks
+
+    @property
+    def _spare_blocks(self) -> int:
+        """Blocks that may be taken without a delay for the first request of the queue."""
+        first = self._need(self.waiting[0]) if self.waiting else 0
+        return max(0, self.pool.free - self.memory.headroom - first)
+
+    def _need(self, live: LiveRequest) -> int:
+        """Blocks that a waiting request takes from the free ones when it starts."""
+        return self.memory.need(len(live.token_ids), self.memory.hits(live))
+
+    def _begin(self, live: LiveRequest, hits: Sequence[int]) -> None:
+        """Gives the request blocks for all its tokens, and a seat in the batch. It runs at once, or after
+        what the tiers below have of it is loaded."""
+        self.memory.take(live, len(live.token_ids), hits)
+        if self.memory.load(live, partial(self._load_ended, live)):
+            live.flights += 1
+            self._enter(live, Phase.LOADING)
+        else:
+            live.num_computed = live.num_cached
+            self._enter(live, Phase.RUNNING)
+
+    def _load_ended(self, live: LiveRequest, whole: bool) -> None:
+        self.landed([live])
+        if live.phase is Phase.GONE:
+            return
+        if whole:
+            live.num_computed = live.num_cached
+            self._move(live, Phase.RUNNING)
+            self._loaded.append(live)
+        else:
+            self._requeue(live)
+
+    def _requeue(self, live: LiveRequest) -> None:
+        self.memory.free(live)
+        live.num_computed = 0
+        live.decodes = False
+        self._move(live, Phase.WAITING)
+
+    def prompts(self) -> Iterator[tuple[int, float]]:
+        """Yields (tokens left, due time) of each prompt that is not computed, about in the order of the
+        queue."""
+        for live in self.running:
+            if not live.decodes:
+                yield live.num_left, live.due
+        for live in self.waiting:
+            yield live.num_left, live.due
+
+    @property
+    def tokens_waiting(self) -> int:
+        """Prompt tokens that no step computes yet, without those that the prefix cache has now."""
+        prefilling = sum(live.num_left for live in self.running if not live.decodes)
+        queued = [*self.waiting, *self.loading]
+        cached = sum(self.memory.known(live) for live in queued) * self.pool.block_size
+        return prefilling + sum(live.num_left for live in queued) - cached
+
+    @property
+    def seats(self) -> int:
+        """How many more requests fit into the batch. A request that only waits for its last token is in no
+        further step, so it takes no seat."""
+        seated = sum(not live.ends_with_pending for live in self.running)
+        return self.max_num_seqs - seated - len(self.loading) - len(self.reserved)
+
+    @property
+    def _places(self) -> int:
+        """How many more requests can get blocks: each takes a seat and, if the model has states, a slot."""
+        return self.seats if self.states is None else min(self.seats, self.states.free)
+
+    # Going out
+
+    def landed(self, requests: Iterable[LiveRequest]) -> None:
+        """Notes that a step or a load of these requests is over and uses their blocks no more."""
+        for live in requests:
+            live.flights -= 1
+            if live.phase is Phase.GONE and not live.flights:
+                self.leaving.remove(live)
+                self.memory.free(live)
+
+    def hold(self, live: LiveRequest) -> None:
+        """Takes a prefilled request out of the batch. It keeps its blocks."""
+        self._move(live, Phase.HELD)
+
+    def drop(self, live: LiveRequest) -> None:
+        """Ends a request in any phase. Its blocks are free at once, or when the last launched step and the
+        load that use them are over. No request owns them meanwhile."""
+        assert live.phase is not Phase.GONE, "a request ends once"
+        if live.grammar is not None:
+            live.grammar.abandon()
+        del self.requests[live.id]
+        self._move(live, Phase.GONE)
+        if not live.flights:
+            self.leaving.remove(live)
+            self.memory.free(live)
+
+    def to_drop(
+        self, wanted: Callable[[bytes], bool], closing: Iterable[bytes], spare: Iterable[bytes]
+    ) -> list[bytes]:
+        """The `spare` requests, in their order, that must be dropped so that a waiting request can start.
+
+        This is the first waiting request that is `wanted`; the requests before it in the queue start before
+        it. If there is not enough room for all of these, as many start as can, and no request is dropped for
+        the others. Spare requests are held or reserved. Reserved ones stay while a request is running, since
+        that one leaves its seat and its blocks. The caller drops the `closing` requests in any case."""
+        if not any(wanted(live.id) for live in self.waiting):
+            return []
+        pool, memory, states = self.pool, self.memory, self.states
+        ending = [self.requests[request_id] for request_id in closing]
+        droppable = [self.requests[request_id] for request_id in spare]
+        if self.running or self.loading:
+            droppable = [live for live in droppable if live.phase is Phase.HELD]
+        seats = self.seats + sum(live.phase is Phase.RESERVED for live in ending)
+        least = 0
+        if seats <= 0:
+            reserved = next((live for live in droppable if live.phase is Phase.RESERVED), None)
+            if reserved is None:
+                return []
+            droppable.remove(reserved)
+            droppable.insert(0, reserved)
+            seats = least = 1
+        tables = [live.blocks for live in (*self.leaving, *ending, *droppable)]
+        certain = len(tables) - len(droppable)
+        need, hits, count, dropped = 0, set[int](), 0, 0
+
+        def is_enough(drops: int) -> bool:
+            going = tables[: certain + drops]
+            if states is not None and count > states.free + len(going):
+                return False
+            spare_blocks = pool.free_after(going, hits) - need
+            if 0 <= spare_blocks < memory.watermark and count == 1:
+                return pool.free_after(going, ()) == pool.num_blocks  # as `RequestMemory.headroom`
+            return spare_blocks >= memory.watermark
+
+        for live in self.waiting[:seats]:  # later ones need a seat, not blocks
+            count += 1
+            cached = memory.hits(live)
+            hits.update(cached)
+            need += memory.blocks_for(len(live.token_ids)) - len(cached)
+            if not is_enough(len(droppable)):
+                break
+            dropped = bisect_left(range(len(droppable)), True, lo=max(least, dropped), key=is_enough)
+            if wanted(live.id):
+                break
+        return [live.id for live in droppable[:dropped]]
+
+    def assert_whole(self) -> None:
+        """Asserts, when idle, that no request and no block was left behind."""
+        assert not any(self._of_phase.values()), f"requests left behind: {self._of_phase}"
+        assert not self.requests, f"requests left behind: {self.requests}"
+        exchange = self.prefix_exchange
+        assert exchange is None or exchange.empty, "a pin or an import was left behind"
+        for tier in self.offload:
+            tier.assert_whole()
+        self.pool.assert_whole()
+        if self.states is not None:
+            self.states.assert_whole()
+        if self.cache is not None and self.cache.copies is not None:
+            self.cache.copies.assert_whole()
