@@ -18,9 +18,8 @@ from typing import Any
 from baton.content import CHUNK_TOKENS
 from baton.kv_transfer.arena import ArenaEnd
 from baton.kv_transfer.channel import Channel, ChannelClosed
-from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing
+from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Slicing, Turns
 from baton.kv_transfer.endpoint.pulls import adopted, exported
-from baton.kv_transfer.endpoint.turns import Turns
 from baton.kv_transfer.layout import slice_bytes
 from baton.kv_transfer.pacing import LOOK, LOOK_LAUNCHED
 from baton.kv_transfer.protocol import local_messages as local

@@ -233,7 +233,6 @@ class TransferProcess:
         return self._prefill.transfers_open + self._decode.transfers_open
 
     def _stats(self) -> spawn.TransferStats:
-        counters = self._counters
         return spawn.TransferStats(
             transfers_open=self._transfers_open,
             prefills_held=len(self._prefill.table.held),
@@ -243,15 +242,7 @@ class TransferProcess:
             slots=self._config.num_slots,
             sender_slots_free=self._prefill.slots_free(),
             receiver_slots_free=self._decode.slots_free(),
-            bytes_sent=counters.bytes_sent,
-            bytes_received=counters.bytes_received,
-            frames_sent=counters.frames_sent,
-            frames_received=counters.frames_received,
-            late_frames=counters.late_frames,
-            transfers=dict(counters.transfers),
-            checksum_failures=dict(counters.checksum_failures),
-            refused=dict(counters.refused),
-            deadlines=dict(counters.deadlines),
+            **self._counters.totals(),
             transports=self._prefill.transports(),
         )
 

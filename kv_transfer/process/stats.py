@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from typing import Any
 
 log = logging.getLogger("baton.kv")
 
@@ -28,6 +29,10 @@ class TransferCounters:
         self.refused: Counter[str] = Counter()  # peers, frames and messages, by reason
         self.deadlines: Counter[str] = Counter()  # expired, by name
         self._lines: dict[str, tuple[float, int]] = {}  # of a kind: since when, how many
+
+    def totals(self) -> dict[str, Any]:
+        """By their names in `TransferStats`."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def refuse(self, reason: str, message: str) -> None:
         """What comes from the network is refused with a counter and a line in the log."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -220,29 +220,28 @@ Control = (
     | Export | Reach | Slices | Taken
 )  # fmt: skip
 
-_TYPES: dict[type[Message], FrameType] = {
-    Fetch: FrameType.FETCH,
-    Credit: FrameType.CREDIT,
-    CreditReturned: FrameType.CREDIT,
-    Commit: FrameType.COMMIT,
-    Ack: FrameType.ACK,
-    Abort: FrameType.ABORT,
-    Aborted: FrameType.ABORTED,
-    Ping: FrameType.PING,
-    FetchContent: FrameType.FETCH_CONTENT,
-    Have: FrameType.HAVE,
-    Export: FrameType.EXPORT,
-    Reach: FrameType.REACH,
-    Slices: FrameType.SLICES,
-    Taken: FrameType.TAKEN,
+# Of each type: what the sender of KV may be sent, and what the receiver may be sent. None: the type is a
+# protocol error there. docs/protocol.md has the same table.
+MESSAGES: dict[FrameType, tuple[type[Control] | None, type[Control] | None]] = {
+    FrameType.FETCH: (Fetch, None),
+    FrameType.CREDIT: (Credit, CreditReturned),
+    FrameType.COMMIT: (None, Commit),
+    FrameType.ACK: (Ack, None),
+    FrameType.ABORT: (Abort, None),
+    FrameType.ABORTED: (None, Aborted),
+    FrameType.PING: (Ping, Ping),
+    FrameType.FETCH_CONTENT: (FetchContent, None),
+    FrameType.HAVE: (None, Have),
+    FrameType.EXPORT: (None, Export),
+    FrameType.REACH: (Reach, None),
+    FrameType.SLICES: (None, Slices),
+    FrameType.TAKEN: (Taken, None),
 }
-# What each side may be sent. A type that is not here is a protocol error.
-_TO_SENDER = (Fetch, FetchContent, Credit, Ack, Abort, Ping, Reach, Taken)
-_TO_RECEIVER = (CreditReturned, Commit, Aborted, Have, Ping, Export, Slices)
+_TYPES = {message: kind for kind, both in MESSAGES.items() for message in both if message}
 encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[Side, dict[FrameType, Any]] = {
-    "sender": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_SENDER},
-    "receiver": {_TYPES[t]: msgspec.msgpack.Decoder(t).decode for t in _TO_RECEIVER},
+    side: {kind: msgspec.msgpack.Decoder(both[i]).decode for kind, both in MESSAGES.items() if both[i]}
+    for i, side in enumerate(get_args(Side))
 }
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 _decode_identity = msgspec.msgpack.Decoder(Identity).decode

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -91,3 +93,16 @@ def test_noise_is_an_error_or_a_valid_message(side: Any, kind: FrameType, noise:
     except m.ProtocolError:
         return
     assert m.decode(side, kind, memoryview(m.encode(message))) == message
+
+
+def test_the_page_has_the_same_table() -> None:
+    page = (Path(__file__).parents[2] / "docs/protocol.md").read_text()
+    rows = set(re.findall(r"^\| (\d+) \| (\w+) \| (decode|prefill|both) \|", page, re.MULTILINE))
+    expected = {(1, "HELLO", "both")}
+    for kind, (to_sender, to_receiver) in m.MESSAGES.items():
+        if to_sender is to_receiver:
+            expected.add((kind.value, kind.name, "both"))
+            continue
+        expected |= {(kind.value, kind.name, "decode")} if to_sender else set()
+        expected |= {(kind.value, kind.name, "prefill")} if to_receiver else set()
+    assert {(int(number), name, side) for number, name, side in rows} == expected

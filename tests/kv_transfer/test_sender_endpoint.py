@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.kv_transfer.endpoint.outgoing import Turns
 from baton.kv_transfer.endpoint.sender import Sender
-from baton.kv_transfer.endpoint.turns import Turns
 from baton.kv_transfer.layout import Slice
 from baton.kv_transfer.protocol import local_messages as lm
 from baton.kv_transfer.protocol.frame import FrameType, Header

@@ -4,8 +4,7 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
-from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer
-from baton.kv_transfer.endpoint.turns import Turns
+from baton.kv_transfer.endpoint.outgoing import OutgoingPrefill, OutgoingTransfer, Turns
 from baton.kv_transfer.layout import Slice
 
 
