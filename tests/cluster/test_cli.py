@@ -317,7 +317,12 @@ def test_a_value_error_is_shown_without_a_traceback(monkeypatch: pytest.MonkeyPa
     assert result.output.strip() == "Error: --max-model-len 9: too short"
 
 
-def test_ctrl_c_before_the_command_runs_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_command_runs_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by tests in the background
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
     def interrupted() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         raise KeyboardInterrupt
