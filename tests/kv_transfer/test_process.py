@@ -67,7 +67,14 @@ def test_refused_at_hello(
     decode = bare_decode(config)
     assert decode.failure(prefill, **fetch) == reason
     assert reason in decode.stats().refused
-    assert named in capfd.readouterr().err
+    logged = ""
+
+    def is_logged() -> bool:  # by another process
+        nonlocal logged
+        logged += capfd.readouterr().err
+        return named in logged
+
+    until(is_logged, f"the log to say {named!r}")
     if reason in ("model", "layout", "dtype"):  # proven peers: the other side knows why, too
         until(lambda: reason in prefill.stats().refused, "prefill to refuse, too")
     until(lambda: prefill.stats().lanes == 0, "the lanes to close")
