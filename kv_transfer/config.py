@@ -41,8 +41,6 @@ def _movers() -> int:
     return min(8, cores // 2) if cores >= 8 else 0
 
 
-GPU_TRANSPORTS = ("cuda_ipc", "nixl_cuda")
-"""Their slots are in memory of GPUs."""
 NIXL_WHEELS = ("nixl_cu13", "nixl_cu12")  # the package `nixl` would import torch to choose one of them
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from baton.kv_transfer.config import GPU_TRANSPORTS
-
 _LEAST_LANES = 4  # a session with fewer lanes gets the slots and the credit of so many
 
 # ---------------------------------------------------------------- sender
@@ -23,9 +21,9 @@ _SLOTS_PER_LANE = 3
 def window(lanes: int, num_slots: int, transport: str = "tcp") -> int:
     """How many of the arena's slots the frames of a session may have at once: at most half of them.
 
-    Of slots on a GPU three quarters. From a gather to the answer that its slices were read it takes 2 ms. In
-    this time a link between GPUs carries 700 MB."""
-    if transport in GPU_TRANSPORTS:
+    Three quarters of slots that the peer reads, in shared memory or on a GPU. It answers only when its engine
+    looks: after 2 ms, in which a link between GPUs carries 700 MB, and on CPUs after a whole step."""
+    if transport != "tcp":
         return max(1, num_slots * 3 // 4)
     return min(max(lanes, _LEAST_LANES) * _SLOTS_PER_LANE, max(1, num_slots // 2))
 
@@ -47,4 +45,4 @@ _CREDIT_PER_LANE = 4
 def credit(missing_frames: int, lanes: int, transport: str = "tcp") -> int:
     """The credit that a session can use. One frame more per lane: slices need not have their full size."""
     wanted = missing_frames + lanes
-    return wanted if transport in GPU_TRANSPORTS else min(wanted, _CREDIT_PER_LANE * max(lanes, _LEAST_LANES))
+    return wanted if transport != "tcp" else min(wanted, _CREDIT_PER_LANE * max(lanes, _LEAST_LANES))
