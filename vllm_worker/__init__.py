@@ -1,0 +1,17 @@
+"""Lets vLLM's engines take part: they send and receive KV as workers of Baton do.
+
+Life of a request between two vLLM servers, behind a proxy that was made for vLLM's NixlConnector::
+
+    prefill server                                      decode server
+    --------------                                      -------------
+    the proxy sends `do_remote_decode`, one token
+    each layer of each chunk is ready: `save_kv_layer`
+    the request finishes, its blocks stay
+    the answer has `kv_transfer_params`      --------->  the proxy sends them with the prompt
+                                                        blocks are allocated, the fetch starts
+    slices leave                             --------->  slices are injected, verified
+    blocks are freed                         <--- ACK -  the request is scheduled: it computes the last position
+
+This is the only package that knows vLLM. It imports vLLM in `connector` alone, which vLLM loads. `plan` decides
+for vLLM's scheduler, without vLLM and torch. `transfers` moves the KV in the process of vLLM's model runner.
+"""

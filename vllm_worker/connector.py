@@ -1,0 +1,229 @@
+"""The connector that vLLM loads: it gives vLLM's calls to `plan` and `transfers`.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "BatonConnector",
+        "kv_connector_module_path": "baton.vllm_worker.connector", "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute"}'
+
+It takes and returns the same request parameters as vLLM's NixlConnector, so it works behind proxies that were
+made for that one. vLLM makes two connectors in each server: one for its scheduler, one for each process with a
+model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.request import RequestStatus
+
+from baton.rpc.auth import SECRET_VARIABLE, load_secret
+from baton.vllm_worker.caches import layer_number, paged_kv
+from baton.vllm_worker.plan import Address, Plan, Planner
+from baton.vllm_worker.transfers import Settings, Transfers
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Reachable(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler once: where its KV can be fetched."""
+
+    host: str
+    port: int
+    incarnation: int
+
+
+class BatonConnector(KVConnectorBase_V1):
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        """Raises ValueError for what is not supported."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._refuse_what_is_unknown()
+        self._settings = _settings(self._kv_transfer_config.kv_connector_extra_config)
+        self._planner = Planner()
+        self._transfers: Transfers | None = None
+
+    def _refuse_what_is_unknown(self) -> None:
+        groups, parallel = self._kv_cache_config.kv_cache_groups, self._vllm_config.parallel_config
+        if len(groups) != 1 or type(groups[0].kv_cache_spec).__name__ != "FullAttentionSpec":
+            kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+            raise ValueError(
+                f"BatonConnector moves full attention of one shape, and this model has {', '.join(kinds)}"
+            )
+        if parallel.world_size != 1:
+            raise ValueError(
+                f"BatonConnector supports one GPU a server; vLLM was started with {parallel.world_size}"
+            )
+        if self._vllm_config.speculative_config is not None:
+            raise ValueError("BatonConnector does not support speculative decoding: start vLLM without it")
+
+    # ------------------------------------------------------------ in the scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        [reachable] = metadata.values()
+        assert isinstance(reachable, Reachable)
+        self._planner.address = Address(reachable.host, reachable.port, reachable.incarnation)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        count = self._planner.to_fetch(
+            request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens
+        )
+        return count, count > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        [block_ids] = blocks.get_block_ids()
+        self._planner.allocated(
+            request.request_id,
+            request.kv_transfer_params,
+            request.num_prompt_tokens,
+            block_ids,
+            num_external_tokens,
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Plan:
+        planner, counts = self._planner, scheduler_output.num_scheduled_tokens
+        for request_id in scheduler_output.preempted_req_ids or ():
+            planner.preempted(request_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            [blocks] = new.block_ids
+            planner.scheduled(new.req_id, blocks, new.num_computed_tokens, counts[new.req_id], anew=True)
+        cached = scheduler_output.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            [blocks] = cached.new_block_ids[i] or ([],)
+            planner.scheduled(
+                request_id,
+                blocks,
+                cached.num_computed_tokens[i],
+                counts[request_id],
+                anew=request_id in cached.resumed_req_ids,
+            )
+        return planner.take()
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        complete = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        first_token = request.output_token_ids[0] if complete else None
+        return self._planner.finished(request.request_id, first_token)
+
+    # ------------------------------------------------------------ in the process with the model
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config = self._vllm_config
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        kv = paged_kv(kv_caches, spec.block_size, spec.num_kv_heads, spec.head_size)
+        name = f"vllm {self._kv_transfer_config.kv_role.removeprefix('kv_')} {os.getpid()}"
+        self._transfers = Transfers(
+            kv, self._settings, name, _fingerprint(config), _secret(self._settings.host)
+        )
+
+    def get_handshake_metadata(self) -> Reachable:
+        return Reachable(**asdict(self._running.address))
+
+    def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
+        self._running.preempt(kv_connector_metadata.preempted)
+
+    def bind_connector_metadata(self, connector_metadata: Plan) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._running.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._running.fetch()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests are scheduled when all of their KV has come."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._running.saved(layer_number(layer_name))
+
+    def wait_for_save(self) -> None:
+        """Blocks stay until they are sent: `request_finished` says so."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        return self._running.ended(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._running.take_failed_blocks()
+
+    def shutdown(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """`save_kv_layer` is not called inside of a full CUDA graph. Only servers that prefill need it."""
+        return True
+
+    @property
+    def _running(self) -> Transfers:
+        assert self._transfers is not None, "vLLM registers its caches first"
+        return self._transfers
+
+
+def _settings(extra: dict[str, Any]) -> Settings:
+    known = {field.name for field in fields(Settings)}
+    if unknown := extra.keys() - known:
+        raise ValueError(
+            f"kv_connector_extra_config: {', '.join(sorted(unknown))} is not known; "
+            f"BatonConnector has {', '.join(sorted(known))}"
+        )
+    return Settings(**extra)
+
+
+def _secret(host: str) -> bytes:
+    """Returns the secret that all servers share: of the cluster, or of this user on this machine."""
+    if SECRET_VARIABLE in os.environ or not host.startswith("127."):
+        return load_secret()
+    path = Path.home() / ".cache" / "baton" / "vllm-secret"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError:
+        pass
+    return load_secret(path)
+
+
+def _fingerprint(config: VllmConfig) -> str:
+    """Returns the name of the model, equal on servers whose KV means the same."""
+    model = config.model_config
+    shape = {key: value for key, value in model.hf_config.to_dict().items() if not key.startswith("_")}
+    shape.pop("transformers_version", None)
+    said = json.dumps(
+        [shape, str(model.dtype), model.quantization, model.revision], sort_keys=True, default=str
+    )
+    digest = hashlib.sha256(said.encode())
+    for file in sorted(Path(model.model).glob("*.safetensors")):
+        digest.update(_sample(file))
+    return f"model={digest.hexdigest()[:32]}; engine=vllm"
+
+
+def _sample(file: Path) -> bytes:
+    """Returns 4 KiB of each of 64 places of a file. Training changes all tensors."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        found = [str(size).encode()]
+        for i in range(64):
+            opened.seek(size * i // 64)
+            found.append(opened.read(4096))
+    return b"".join(found)

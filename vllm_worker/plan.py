@@ -1,0 +1,197 @@
+"""What vLLM's scheduler tells the process with the KV: which blocks to send, and which to fill. Pure.
+
+The scheduler allocates the blocks of a prompt chunk by chunk, and may take them away again (preemption). So
+each step's `Plan` names the blocks of all prompts that it computes for decode servers. A prompt that starts
+again after a preemption gets a new prefill id: nothing of the old one can be mixed with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class InvalidParams(ValueError):
+    """`kv_transfer_params` of a request that no connector of ours has made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the KV of a server can be fetched."""
+
+    host: str
+    port: int
+    incarnation: int
+    """Drawn at the start of the server: KV of an earlier one is never mistaken for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The held prefill that a request continues."""
+
+    address: Address
+    prefill_id: bytes
+
+    @classmethod
+    def parse(cls, params: dict[str, Any]) -> Source:
+        """Raises `InvalidParams`."""
+        try:
+            host, port = str(params["remote_host"]), int(params["remote_port"])
+            incarnation, prefill_id = (
+                int(params["remote_engine_id"], 16),
+                bytes.fromhex(params["remote_request_id"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidParams(
+                f"kv_transfer_params: {error!r}; the prefill server must have Baton's connector, too"
+            ) from error
+        if not 0 < port < 1 << 16 or not 0 <= incarnation < 1 << 64 or len(prefill_id) != 16:
+            raise InvalidParams(f"kv_transfer_params: {params!r} names no prefill of Baton's connector")
+        return cls(Address(host, port, incarnation), prefill_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions of a prompt that the step computes, or that were in the prefix cache before its first one."""
+
+    prefill_id: bytes
+    block_ids: Sequence[int]
+    """Of all positions up to `stop`."""
+    start: int
+    stop: int
+    num_tokens: int
+    """Of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Positions [start, stop) that a decode server takes from a prefill server."""
+
+    request_id: str
+    source: Source
+    block_ids: Sequence[int]
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """The metadata of one step, from vLLM's scheduler to each of its workers."""
+
+    opened: dict[bytes, str] = field(default_factory=dict)
+    """Prefill ids that are new, and their requests."""
+    cached: list[Chunk] = field(default_factory=list)
+    """Their positions that need no computation."""
+    chunks: list[Chunk] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    committed: dict[bytes, int] = field(default_factory=dict)
+    """First tokens of prompts that have finished."""
+    preempted: list[bytes] = field(default_factory=list)
+    """Prefill ids that have lost their blocks: nothing may read these when the step begins."""
+    aborted: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that a decode server will fetch."""
+
+    num_tokens: int
+    prefill_id: bytes = b""
+    """Empty until the first chunk is scheduled, and after a preemption."""
+    block_ids: list[int] = field(default_factory=list)
+
+
+class Planner:
+    """The connector's half in vLLM's scheduler."""
+
+    def __init__(self, new_id: Callable[[], bytes] = lambda: os.urandom(16)) -> None:
+        self.address: Address | None = None
+        """Of this server. Set once its workers have started."""
+        self._new_id = new_id
+        self._prompts: dict[str, _Prompt] = {}
+        self._plan = Plan()
+
+    def to_fetch(self, params: dict[str, Any] | None, prompt_tokens: int, computed: int) -> int:
+        """How many tokens of a prompt the prefill server has beyond those computed here."""
+        return max(0, prompt_tokens - computed) if params and params.get("do_remote_prefill") else 0
+
+    def allocated(
+        self,
+        request_id: str,
+        params: dict[str, Any] | None,
+        prompt_tokens: int,
+        block_ids: Sequence[int],
+        to_fetch: int,
+    ) -> None:
+        """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
+        prompt. Raises `InvalidParams`."""
+        if not params:
+            return
+        if params.get("do_remote_decode"):
+            self._prompts.setdefault(request_id, _Prompt(prompt_tokens))
+        if params.get("do_remote_prefill"):
+            if to_fetch:
+                fetch = Fetch(
+                    request_id, Source.parse(params), block_ids, prompt_tokens - to_fetch, prompt_tokens
+                )
+                self._plan.fetches.append(fetch)
+            params["do_remote_prefill"] = False  # after a preemption the prompt is computed here
+
+    def scheduled(
+        self, request_id: str, new_blocks: Sequence[int], computed: int, count: int, *, anew: bool
+    ) -> None:
+        """The step computes `count` tokens of the request after the first `computed`. `anew`: `new_blocks`
+        replace the blocks of the request, since it is new or starts again after a preemption."""
+        if (prompt := self._prompts.get(request_id)) is None:
+            return
+        if anew:
+            prompt.block_ids = []
+        prompt.block_ids += new_blocks
+        stop = min(computed + count, prompt.num_tokens)
+        if not prompt.prefill_id:
+            prompt.prefill_id = self._new_id()
+            self._plan.opened[prompt.prefill_id] = request_id
+            if computed:
+                self._plan.cached.append(self._chunk(prompt, 0, min(computed, stop)))
+        if computed < stop:
+            self._plan.chunks.append(self._chunk(prompt, computed, stop))
+
+    def _chunk(self, prompt: _Prompt, start: int, stop: int) -> Chunk:
+        return Chunk(prompt.prefill_id, tuple(prompt.block_ids), start, stop, prompt.num_tokens)
+
+    def preempted(self, request_id: str) -> None:
+        """The blocks of the request are free, from this step on."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None and prompt.prefill_id:
+            self._plan.preempted.append(prompt.prefill_id)
+            prompt.prefill_id = b""
+
+    def take(self) -> Plan:
+        """Returns the plan of the step."""
+        plan, self._plan = self._plan, Plan()
+        return plan
+
+    def finished(self, request_id: str, first_token: int | None) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. `first_token`: None if it was aborted.
+
+        Returns whether its blocks must stay until they are sent, and the parameters with which a decode
+        server fetches them."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None or not prompt.prefill_id:
+            return False, None
+        if first_token is None:
+            self._plan.aborted.append(prompt.prefill_id)
+            return True, None
+        self._plan.committed[prompt.prefill_id] = first_token
+        assert self.address is not None, "the workers start before the first request"
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": f"{self.address.incarnation:016x}",
+            "remote_request_id": prompt.prefill_id.hex(),
+            "remote_host": self.address.host,
+            "remote_port": self.address.port,
+            "remote_block_ids": [],
+        }

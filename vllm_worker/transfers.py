@@ -1,0 +1,295 @@
+"""Moves the KV of vLLM's requests: the connector's half in the process with the model.
+
+Threads: vLLM's calls everything of `Transfers`. The sender has a pump thread of its own. The receiver belongs
+to one thread (`Injector`), so KV is injected while vLLM computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.kv_transfer import (
+    ArenaEnd,
+    Closed,
+    FetchFailed,
+    FirstToken,
+    Heartbeat,
+    Injected,
+    PagedKV,
+    Ready,
+    Receiver,
+    Released,
+    TraceWriter,
+    TransferConfig,
+    Transport,
+    channel_pair,
+    decode_from_transfer,
+    spawn_transfer,
+)
+from baton.kv_transfer.spawn import MAX_MESSAGE
+from baton.vllm_worker.plan import Address, Fetch, Plan
+
+log = logging.getLogger("vllm.baton")
+"""Below vLLM's logger, so its lines look like vLLM's."""
+_TICK = 0.25
+"""Seconds between signs of life to the transfer process."""
+_PREEMPTED_WITHIN = 10.0
+"""Seconds for the copies of a preempted prompt to end. One slice takes milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a user may set in `kv_connector_extra_config`."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine at which decode servers fetch KV."""
+    port: int = 0
+    """0: one is chosen."""
+    lanes: int = 4
+    slots: int = 64
+    slot_bytes: int = 2 << 20
+    encrypt: bool = False
+
+
+class TransferProcess:
+    """The process with the sockets, as a child of vLLM's process."""
+
+    def __init__(self, kv: PagedKV, settings: Settings, name: str, model: str, secret: bytes) -> None:
+        """Returns when it can be reached. Raises ValueError if the settings are wrong, and RuntimeError if
+        the process ends."""
+        self.incarnation = int.from_bytes(os.urandom(8))
+        self._heartbeat = Heartbeat.create()
+        self._heartbeat.tick()
+        ours, theirs = zip(
+            *(ArenaEnd.pair(settings.slots, settings.slot_bytes) for _ in range(2)), strict=True
+        )
+        self._service, service = channel_pair()
+        config = TransferConfig(
+            name=name, title="baton vllm", incarnation=self.incarnation, model_fingerprint=model,
+            layout=kv.layout, num_slots=settings.slots, slot_bytes=settings.slot_bytes, host=settings.host,
+            port=settings.port, lanes=settings.lanes, encrypt=settings.encrypt,
+        )  # fmt: skip
+        self.process: subprocess.Popen[bytes] = spawn_transfer(
+            config, sending=theirs[0], receiving=theirs[1], heartbeat=self._heartbeat, service=service,
+            secret=secret,
+        )  # fmt: skip
+        for end in theirs:
+            end.close_channels()
+        service.close()
+        data = self._service.recv(MAX_MESSAGE)
+        if not data:
+            raise RuntimeError(f"{name}: the transfer process ended with exit code {self.process.wait()}")
+        ready = decode_from_transfer(data)
+        assert isinstance(ready, Ready), ready
+        self.address = Address(settings.host, ready.port, self.incarnation)
+        self.transport = Transport(*ours, TraceWriter(None, name), exports=True)
+        self._ended = threading.Event()
+        threading.Thread(target=self._tick, name="baton heartbeat", daemon=True).start()
+
+    def _tick(self) -> None:
+        """Shows the transfer process that this process lives, and reads its reports."""
+        self._service.settimeout(_TICK)
+        while not self._ended.is_set():
+            self._heartbeat.tick()
+            try:
+                if not self._service.recv(MAX_MESSAGE):
+                    return
+            except TimeoutError:
+                continue
+
+    def close(self) -> None:
+        self._ended.set()
+        self._service.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+class Injector:
+    """The thread that has the receiver. Its methods may be called from other threads."""
+
+    def __init__(self, open_receiver: Callable[[], Receiver]) -> None:
+        self._orders: queue.SimpleQueue[Callable[[Receiver], None] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Injected | FetchFailed | Closed | Exception] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(
+            target=self._run, args=(open_receiver,), name="baton inject", daemon=True
+        )
+        self._thread.start()
+
+    def order(self, call: Callable[[Receiver], None] | None) -> None:
+        """Calls this in the thread. None: ends the thread."""
+        self._orders.put(call)
+        os.eventfd_write(self._wake, 1)
+
+    def events(self) -> list[Injected | FetchFailed | Closed]:
+        """Returns what ended since the last call. Raises the exception with which the thread ended."""
+        found: list[Injected | FetchFailed | Closed] = []
+        while not self._events.empty():
+            event = self._events.get()
+            if isinstance(event, Exception):
+                raise RuntimeError("KV cannot be received any more") from event
+            found.append(event)
+        return found
+
+    def close(self) -> None:
+        self.order(None)
+        self._thread.join()
+
+    def _run(self, open_receiver: Callable[[], Receiver]) -> None:
+        try:
+            receiver = open_receiver()
+            poll = select.poll()
+            poll.register(self._wake, select.POLLIN)
+            poll.register(receiver.fileno(), select.POLLIN)
+            while True:
+                within = receiver.poll_within
+                if poll.poll(None if within is None else 1e3 * within) and self._woken(receiver):
+                    receiver.shutdown()
+                    return
+                for event in receiver.poll():
+                    self._events.put(event)
+        except Exception as error:  # noqa: BLE001  any error: `events` raises it in vLLM's thread
+            self._events.put(error)
+
+    def _woken(self, receiver: Receiver) -> bool:
+        """Carries out the orders. Returns whether the thread ends."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while not self._orders.empty():
+            order = self._orders.get()
+            if order is None:
+                return True
+            order(receiver)
+        return False
+
+
+class Transfers:
+    """Sends and fetches what the plans of vLLM's scheduler say."""
+
+    def __init__(self, kv: PagedKV, settings: Settings, name: str, model: str, secret: bytes) -> None:
+        self._block_size = kv.block_size
+        self._process = TransferProcess(kv, settings, name, model, secret)
+        self.address = self._process.address
+        transport = self._process.transport
+        self._sender = transport.sender(kv)
+        self._injector = Injector(lambda: transport.receiver(kv))
+        self._plan = Plan()
+        # Sending.
+        self._requests: dict[bytes, str] = {}  # by prefill id, until nothing reads the blocks
+        self._ended: set[bytes] = set()  # prefill ids: vLLM has given the blocks to this connector
+        self._released: set[bytes] = set()  # before that
+        # Fetching, by decode id.
+        self._fetches: dict[bytes, Fetch] = {}
+        self._decode_ids: dict[str, bytes] = {}
+        self._failed_blocks: set[int] = set()
+
+    def begin(self, plan: Plan) -> None:
+        """A step begins. Its preempted prompts have been handled."""
+        self._plan = plan
+        for prefill_id, request_id in plan.opened.items():
+            self._requests[prefill_id] = request_id
+        opened = set(plan.opened)
+        for chunk in (*plan.cached, *plan.chunks):
+            blocks = [*chunk.block_ids, *[0] * (chunk.num_tokens - len(chunk.block_ids))]
+            if chunk.prefill_id in opened:
+                opened.discard(chunk.prefill_id)
+                self._sender.open(chunk.prefill_id, blocks, chunk.num_tokens)
+            else:
+                self._sender.extend(chunk.prefill_id, blocks, chunk.num_tokens)
+        for chunk in plan.cached:
+            self._sender.ready(chunk.prefill_id, None, chunk.start, chunk.stop)
+        for prefill_id, token in plan.committed.items():
+            self._sender.commit(prefill_id, FirstToken(token))
+            self._ended.add(prefill_id)
+        for prefill_id in plan.aborted:
+            self._sender.close(prefill_id, "cancelled")
+            self._ended.add(prefill_id)
+
+    def saved(self, layer: int) -> None:
+        """The step has written the KV of this layer."""
+        for chunk in self._plan.chunks:
+            self._sender.ready(chunk.prefill_id, layer, chunk.start, chunk.stop)
+
+    def fetch(self) -> None:
+        """Starts the fetches of the step."""
+        for fetch in self._plan.fetches:
+            decode_id = os.urandom(16)
+            self._fetches[decode_id] = fetch
+            self._decode_ids[fetch.request_id] = decode_id
+            self._injector.order(_fetcher(decode_id, fetch))
+
+    def preempt(self, prefill_ids: Sequence[bytes]) -> None:
+        """Returns when nothing reads the blocks of these prefills. Other prompts will write to them."""
+        for prefill_id in prefill_ids:
+            self._sender.close(prefill_id, "preempted")
+        until = time.monotonic() + _PREEMPTED_WITHIN
+        waits = {prefill_id for prefill_id in prefill_ids if prefill_id in self._requests} - self._released
+        while waits:
+            if time.monotonic() > until:
+                raise RuntimeError(f"copies of a preempted prompt did not end in {_PREEMPTED_WITHIN:g} s")
+            select.select([self._sender.fileno()], [], [], 0.01)
+            self._poll_sender()
+            waits -= self._released
+        for prefill_id in prefill_ids:
+            self._requests.pop(prefill_id, None)
+            self._released.discard(prefill_id)
+
+    def ended(self, finished: set[str]) -> tuple[set[str], set[str]]:
+        """`finished`: requests that have ended since the last call. Returns requests whose blocks nothing
+        reads any more, and requests whose fetch has ended."""
+        for request_id in finished:
+            if decode_id := self._decode_ids.get(request_id):
+                self._injector.order(_canceller(decode_id))
+        self._poll_sender()
+        sent = self._released & self._ended
+        self._released -= sent
+        self._ended -= sent
+        received = set()
+        for event in self._injector.events():
+            fetch = self._fetches.pop(event.decode_id)
+            self._decode_ids.pop(fetch.request_id, None)
+            received.add(fetch.request_id)
+            if isinstance(event, FetchFailed):
+                log.warning("%s: its KV did not come (%s)", fetch.request_id, event.reason)
+                self._failed_blocks |= set(fetch.block_ids[fetch.start // self._block_size :])
+        return {self._requests.pop(prefill_id) for prefill_id in sent}, received
+
+    def take_failed_blocks(self) -> set[int]:
+        """Returns the blocks without KV of the fetches that failed since the last call."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def close(self) -> None:
+        self._sender.shutdown()
+        self._injector.close()
+        self._process.close()
+
+    def _poll_sender(self) -> None:
+        self._released |= {event.prefill_id for event in self._sender.poll() if isinstance(event, Released)}
+
+
+def _fetcher(decode_id: bytes, fetch: Fetch) -> Callable[[Receiver], None]:
+    source = fetch.source
+    return lambda receiver: receiver.fetch(
+        decode_id,
+        prefill_id=source.prefill_id,
+        kv_address=f"{source.address.host}:{source.address.port}",
+        incarnation=source.address.incarnation,
+        attempt=1,
+        block_ids=fetch.block_ids,
+        num_tokens=fetch.stop,
+        start=fetch.start,
+    )
+
+
+def _canceller(decode_id: bytes) -> Callable[[Receiver], None]:
+    return lambda receiver: receiver.cancel(decode_id)
