@@ -12,13 +12,17 @@ from baton.kv_transfer.protocol.messages import FirstToken
 if TYPE_CHECKING:
     import torch
 
+    Rows = torch.Tensor | tuple[torch.Tensor, ...]
+    """Of a part of the cache in one layer: K and V. One tensor, or one of each row, with strides of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """The KV cache of an engine, or of one rank of it. The engine owns the tensors."""
 
-    layers: Sequence[torch.Tensor]
-    """Of each layer with KV: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]."""
+    layers: Sequence[Rows]
+    """Of each layer with KV: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]. On a GPU it
+    is one tensor, and the values of a head are neighbours."""
     block_size: int
     """Tokens."""
     layout: KVLayout

@@ -93,23 +93,22 @@ class TransferProcess:
         self.address = Address(settings.host, ready.port, self.incarnation)
         self.transport = Transport(*ours, TraceWriter(None, name), exports=True)
         self._ended = threading.Event()
-        threading.Thread(target=self._tick, name="baton heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._tick, name="baton heartbeat", daemon=True)
+        self._thread.start()
 
     def _tick(self) -> None:
         """Shows the transfer process that this process lives, and reads its reports."""
         self._service.settimeout(_TICK)
         while not self._ended.is_set():
             self._heartbeat.tick()
-            try:
+            with contextlib.suppress(TimeoutError):
                 if not self._service.recv(MAX_MESSAGE):
                     return
-            except TimeoutError:
-                continue
 
     def close(self) -> None:
         self._ended.set()
-        self._service.close()
-        self.process.terminate()
+        self._thread.join()
+        self._service.close()  # which ends the process
         self.process.wait()
 
 
