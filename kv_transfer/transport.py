@@ -12,17 +12,16 @@ from baton.kv_transfer.protocol.messages import FirstToken
 if TYPE_CHECKING:
     import torch
 
-    Rows = torch.Tensor | tuple[torch.Tensor, ...]
-    """Of a part of the cache in one layer: K and V. One tensor, or one of each row, with strides of its own."""
+    Rows = Sequence[torch.Tensor] | torch.Tensor
+    """Of a part of the cache in one layer: K and V, as one tensor, or as one tensor each."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
     """The KV cache of an engine, or of one rank of it. The engine owns the tensors."""
 
-    layers: Sequence[Rows]
-    """Of each layer with KV: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]. On a GPU it
-    is one tensor, and the values of a head are neighbours."""
+    layers: Sequence[torch.Tensor]
+    """Of each layer with KV: [2 (K, V), num_blocks, block_size, KV heads of this rank, head_dim]."""
     block_size: int
     """Tokens."""
     layout: KVLayout
@@ -36,6 +35,8 @@ class PagedKV:
     scales: Sequence[torch.Tensor] = ()
     """Of each layer with KV, if the layout has scales: [2, num_blocks, KV heads of this rank, block_size]
     float32."""
+    rows: Sequence[Sequence[torch.Tensor]] = ()
+    """In place of `layers`, on CPUs: K and V of each layer as tensors with strides of their own."""
     states: Sequence[Sequence[torch.Tensor]] = ()
     """Of each state of the layout, of each layer with states: [slots, rows, heads of this rank, head_dim].
     Heads and their numbers are neighbours. The slots and rows need not be."""

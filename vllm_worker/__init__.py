@@ -10,8 +10,9 @@ Life of a request between two vLLM servers, behind a proxy that was made for vLL
     the answer has `kv_transfer_params`      --------->  the proxy sends them with the prompt
                                                         blocks are allocated, the fetch starts
     slices leave                             --------->  slices are injected, verified
-    blocks are freed                         <--- ACK -  the request is scheduled: it computes the last position
+    blocks are freed                         <--- ACK -  the last position is computed, and the next tokens
 
-This is the only package that knows vLLM. It imports vLLM in `connector` alone, which vLLM loads. `plan` decides
-for vLLM's scheduler, without vLLM and torch. `transfers` moves the KV in the process of vLLM's model runner.
+This is the only package that knows vLLM. `connector`, which vLLM loads, is the only module that imports it.
+`plan` decides for vLLM's scheduler, without vLLM and torch. `transfers` moves the KV, in the process with the
+model.
 """

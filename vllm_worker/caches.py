@@ -35,7 +35,9 @@ def paged_kv(caches: Mapping[str, torch.Tensor], block_size: int, heads: int, he
     if dtype not in _DTYPES:
         raise ValueError(f"vLLM keeps KV as {dtype}: start it with --kv-cache-dtype auto")
     layout = KVLayout(len(layers), heads, head_dim, _DTYPES[dtype])
-    return PagedKV(layers, block_size, layout, str(layers[0][0].device))
+    stacked = [rows for rows in layers if isinstance(rows, torch.Tensor)]
+    apart = [rows for rows in layers if not isinstance(rows, torch.Tensor)]
+    return PagedKV(stacked, block_size, layout, str(layers[0][0].device), rows=apart)
 
 
 def layer_number(name: str) -> int:

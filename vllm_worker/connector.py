@@ -5,12 +5,13 @@
         "kv_load_failure_policy": "recompute"}'
 
 It takes and returns the same request parameters as vLLM's NixlConnector, so it works behind proxies that were
-made for that one. vLLM makes two connectors in each server: one for its scheduler, one for each process with a
-model.
+made for that one. vLLM makes two connectors in each server: one for its scheduler, one for the process with
+the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -83,7 +84,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         count = self._planner.to_fetch(
-            request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens
+            request.request_id, request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens
         )
         return count, count > 0
 
@@ -171,8 +172,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """`save_kv_layer` is not called inside of a full CUDA graph. Only servers that prefill need it."""
-        return True
+        """`save_kv_layer` is not called inside of a full CUDA graph."""
+        return _settings(extra_config).prefills
 
     @property
     def _running(self) -> Transfers:
@@ -196,11 +197,12 @@ def _secret(host: str) -> bytes:
         return load_secret()
     path = Path.home() / ".cache" / "baton" / "vllm-secret"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-    except FileExistsError:
-        pass
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.touch(mode=0o600)
+    draft.write_text(secrets.token_hex(32))
+    with contextlib.suppress(FileExistsError):  # another server was faster, or this is not the first start
+        path.hardlink_to(draft)
+    draft.unlink()
     return load_secret(path)
 
 

@@ -7,14 +7,14 @@ again after a preemption gets a new prefill id: nothing of the old one can be mi
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
-class InvalidParams(ValueError):
-    """`kv_transfer_params` of a request that no connector of ours has made."""
+log = logging.getLogger("vllm.baton")
+"""Below vLLM's logger, so its lines look like vLLM's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,15 @@ class Source:
 
     @classmethod
     def parse(cls, params: dict[str, Any]) -> Source:
-        """Raises `InvalidParams`."""
+        """Raises ValueError for parameters that `Planner.finished` has not made."""
         try:
             host, port = str(params["remote_host"]), int(params["remote_port"])
-            incarnation, prefill_id = (
-                int(params["remote_engine_id"], 16),
-                bytes.fromhex(params["remote_request_id"]),
-            )
+            incarnation = int(params["remote_engine_id"], 16)
+            prefill_id = bytes.fromhex(params["remote_request_id"])
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidParams(
-                f"kv_transfer_params: {error!r}; the prefill server must have Baton's connector, too"
-            ) from error
+            raise ValueError(f"{error!r}; the prefill server must have Baton's connector, too") from error
         if not 0 < port < 1 << 16 or not 0 <= incarnation < 1 << 64 or len(prefill_id) != 16:
-            raise InvalidParams(f"kv_transfer_params: {params!r} names no prefill of Baton's connector")
+            raise ValueError(f"{params!r} names no prefill of Baton's connector")
         return cls(Address(host, port, incarnation), prefill_id)
 
 
@@ -111,11 +107,24 @@ class Planner:
         """Of this server. Set once its workers have started."""
         self._new_id = new_id
         self._prompts: dict[str, _Prompt] = {}
+        self._sources: dict[str, Source] = {}  # until blocks are allocated
         self._plan = Plan()
 
-    def to_fetch(self, params: dict[str, Any] | None, prompt_tokens: int, computed: int) -> int:
-        """How many tokens of a prompt the prefill server has beyond those computed here."""
-        return max(0, prompt_tokens - computed) if params and params.get("do_remote_prefill") else 0
+    def to_fetch(
+        self, request_id: str, params: dict[str, Any] | None, prompt_tokens: int, computed: int
+    ) -> int:
+        """Returns how many tokens of a prompt come from the prefill server, beyond those computed here.
+
+        A client may send any parameters. A prompt with wrong ones is computed here."""
+        if not params or not params.get("do_remote_prefill") or computed >= prompt_tokens:
+            return 0
+        try:
+            self._sources[request_id] = Source.parse(params)
+        except ValueError as error:
+            log.warning("%s: kv_transfer_params: %s; the prompt is computed here", request_id, error)
+            params["do_remote_prefill"] = False
+            return 0
+        return prompt_tokens - computed
 
     def allocated(
         self,
@@ -126,17 +135,14 @@ class Planner:
         to_fetch: int,
     ) -> None:
         """The request has blocks. `to_fetch`: tokens that come from the prefill server, at the end of the
-        prompt. Raises `InvalidParams`."""
-        if not params:
-            return
-        if params.get("do_remote_decode"):
+        prompt."""
+        if params and params.get("do_remote_decode"):
             self._prompts.setdefault(request_id, _Prompt(prompt_tokens))
-        if params.get("do_remote_prefill"):
-            if to_fetch:
-                fetch = Fetch(
-                    request_id, Source.parse(params), block_ids, prompt_tokens - to_fetch, prompt_tokens
-                )
-                self._plan.fetches.append(fetch)
+        source = self._sources.pop(request_id, None)
+        if to_fetch and source is not None:
+            fetch = Fetch(request_id, source, block_ids, prompt_tokens - to_fetch, prompt_tokens)
+            self._plan.fetches.append(fetch)
+            assert params is not None, "there is a source"
             params["do_remote_prefill"] = False  # after a preemption the prompt is computed here
 
     def scheduled(
@@ -178,6 +184,7 @@ class Planner:
 
         Returns whether its blocks must stay until they are sent, and the parameters with which a decode
         server fetches them."""
+        self._sources.pop(request_id, None)
         prompt = self._prompts.pop(request_id, None)
         if prompt is None or not prompt.prefill_id:
             return False, None

@@ -7,7 +7,6 @@ to one thread (`Injector`), so KV is injected while vLLM computes.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import queue
 import select
@@ -36,10 +35,8 @@ from baton.kv_transfer import (
     spawn_transfer,
 )
 from baton.kv_transfer.spawn import MAX_MESSAGE
-from baton.vllm_worker.plan import Address, Fetch, Plan
+from baton.vllm_worker.plan import Address, Fetch, Plan, log
 
-log = logging.getLogger("vllm.baton")
-"""Below vLLM's logger, so its lines look like vLLM's."""
 _TICK = 0.25
 """Seconds between signs of life to the transfer process."""
 _PREEMPTED_WITHIN = 10.0
@@ -58,6 +55,8 @@ class Settings:
     slots: int = 64
     slot_bytes: int = 2 << 20
     encrypt: bool = False
+    prefills: bool = True
+    """False: the server only decodes. vLLM may then use full CUDA graphs, which call no hooks of layers."""
 
 
 class TransferProcess:
@@ -91,7 +90,7 @@ class TransferProcess:
         ready = decode_from_transfer(data)
         assert isinstance(ready, Ready), ready
         self.address = Address(settings.host, ready.port, self.incarnation)
-        self.transport = Transport(*ours, TraceWriter(None, name), exports=True)
+        self.transport = Transport(ours[0], ours[1], TraceWriter(None, name), exports=True)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="baton heartbeat", daemon=True)
         self._thread.start()
@@ -198,7 +197,8 @@ class Transfers:
             self._requests[prefill_id] = request_id
         opened = set(plan.opened)
         for chunk in (*plan.cached, *plan.chunks):
-            blocks = [*chunk.block_ids, *[0] * (chunk.num_tokens - len(chunk.block_ids))]
+            missing = -(-chunk.num_tokens // self._block_size) - len(chunk.block_ids)
+            blocks = [*chunk.block_ids, *[0] * missing]  # of positions that are not ready yet
             if chunk.prefill_id in opened:
                 opened.discard(chunk.prefill_id)
                 self._sender.open(chunk.prefill_id, blocks, chunk.num_tokens)
@@ -229,7 +229,7 @@ class Transfers:
     def preempt(self, prefill_ids: Sequence[bytes]) -> None:
         """Returns when nothing reads the blocks of these prefills. Other prompts will write to them."""
         for prefill_id in prefill_ids:
-            self._sender.close(prefill_id, "preempted")
+            self._sender.close(prefill_id, "cancelled")
         until = time.monotonic() + _PREEMPTED_WITHIN
         waits = {prefill_id for prefill_id in prefill_ids if prefill_id in self._requests} - self._released
         while waits:

@@ -35,7 +35,6 @@ from baton.kv_transfer.peer_memory import PeerArena, PeerMemories, Unreachable, 
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
 
-
 _ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Numbers of so many bytes: numpy does not know all of torch's."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -141,7 +142,7 @@ def planes(kv: PagedKV) -> dict[int | None, list[dict[int, Rows]]]:
     def by_layer(state: int | None, tensors: Sequence[Rows]) -> dict[int, Rows]:
         return dict(zip(kv.layout.layers_of(state), tensors, strict=True))
 
-    found: dict[int | None, list[dict[int, Rows]]] = {None: [by_layer(None, kv.layers)]}
+    found: dict[int | None, list[dict[int, Rows]]] = {None: [by_layer(None, kv.rows or kv.layers)]}
     if kv.layout.dtype == FP8:
         found[None].append(by_layer(None, [x.transpose(2, 3).unsqueeze(4) for x in kv.scales]))
     for state, tensors in enumerate(kv.states):
@@ -158,6 +159,16 @@ def planes(kv: PagedKV) -> dict[int | None, list[dict[int, Rows]]]:
                     assert tuple(x.shape) == shape, f"{part.name}: {tuple(x.shape)} is not {shape}"
                     assert x.dtype is dtype, f"{part.name} is {x.dtype}, layout says {dtype}"
     return found
+
+
+def tensor_planes(kv: PagedKV) -> dict[int | None, list[dict[int, torch.Tensor]]]:
+    """As `planes`. All rows of a part must be one tensor."""
+    found = planes(kv)
+    for plane in chain.from_iterable(found.values()):
+        assert all(isinstance(rows, torch.Tensor) for rows in plane.values()), (
+            "rows with strides of their own"
+        )
+    return cast("dict[int | None, list[dict[int, torch.Tensor]]]", found)
 
 
 def parts_sent(layout: KVLayout) -> dict[tuple[int | None, str | None], CachePart]:

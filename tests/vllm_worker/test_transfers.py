@@ -1,0 +1,158 @@
+"""KV between two servers, with real transfer processes. The test has vLLM's part: blocks, steps, layers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from baton.kv_transfer import PagedKV
+from baton.vllm_worker.caches import paged_kv
+from baton.vllm_worker.plan import Address, Chunk, Fetch, Plan, Source
+from baton.vllm_worker.transfers import Settings, Transfers
+
+LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 40, 16, 2, 8
+SECRET = b"a secret of these two servers"
+WITHIN = 20.0
+
+
+class Server:
+    """The connector's half in the process with the model, and a cache with random KV."""
+
+    def __init__(self, name: str, seed: int, model: str = "model") -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = BLOCKS, HEADS, BLOCK, 2 * DIM
+        caches = {f"layers.{i}.attn": torch.rand(shape, generator=generator) for i in range(LAYERS)}
+        self.kv: PagedKV = paged_kv(caches, BLOCK, HEADS, DIM)
+        self.transfers = Transfers(self.kv, Settings(), name, model, SECRET)
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+
+    def step(self, plan: Plan, finished: set[str] | None = None) -> None:
+        self.transfers.begin(plan)
+        for layer in range(LAYERS):
+            self.transfers.saved(layer)
+        self.transfers.fetch()
+        self.idle(finished)
+
+    def idle(self, finished: set[str] | None = None) -> None:
+        sent, received = self.transfers.ended(finished or set())
+        self.sent |= sent
+        self.received |= received
+
+    def of(self, blocks: list[int], start: int, stop: int) -> list[torch.Tensor]:
+        """K and V of positions, of each layer."""
+        return [row[blocks].flatten(0, 1)[start:stop].clone() for rows in self.kv.rows for row in rows]
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[Server, Server]]:
+    prefill, decode = Server("prefill", 0), Server("decode", 1)
+    yield prefill, decode
+    for server in (prefill, decode):
+        server.transfers.close()
+
+
+def until(what: Callable[[], bool], *servers: Server) -> None:
+    deadline = time.monotonic() + WITHIN
+    while not what():
+        assert time.monotonic() < deadline
+        for server in servers:
+            server.idle()
+        time.sleep(0.002)
+
+
+def source(server: Server, prefill_id: bytes) -> Source:
+    return Source(server.transfers.address, prefill_id)
+
+
+def test_a_prompt_in_chunks_arrives_whole_and_touches_nothing_else(servers: tuple[Server, Server]) -> None:
+    """The first chunk was cached before. The decode server has the first block, too."""
+    prefill, decode = servers
+    there, here, prefill_id, tokens = [7, 3, 30, 8, 12], [5, 1, 22, 6, 39], b"p" * 16, 77
+    whole = prefill.of(there, 0, tokens)
+    before = decode.of([b for b in range(BLOCKS) if b not in here], 0, BLOCKS * BLOCK)
+    kept = decode.of(here, tokens, 5 * BLOCK)
+    prefill.step(
+        Plan(
+            opened={prefill_id: "a"},
+            cached=[Chunk(prefill_id, there[:3], 0, 32, tokens)],
+            chunks=[Chunk(prefill_id, there[:3], 32, 40, tokens)],
+        )
+    )
+    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), here, 16, tokens)]))
+    prefill.step(Plan(chunks=[Chunk(prefill_id, there, 40, tokens, tokens)]))
+    prefill.step(Plan(committed={prefill_id: 42}), {"a"})
+    until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
+    assert decode.transfers.take_failed_blocks() == set()
+    for got, sent in zip(decode.of(here, 16, tokens), whole, strict=True):
+        assert torch.equal(got, sent[16:])
+    after = decode.of([b for b in range(BLOCKS) if b not in here], 0, BLOCKS * BLOCK)
+    assert all(map(torch.equal, before, after))
+    assert all(map(torch.equal, kept, decode.of(here, tokens, 5 * BLOCK)))
+
+
+def test_the_blocks_of_a_fetch_that_fails_are_named(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    address = prefill.transfers.address
+    stale = Source(Address(address.host, address.port, address.incarnation ^ 1), b"p" * 16)
+    decode.step(Plan(fetches=[Fetch("b", stale, [4, 5, 6], 16, 40)]))
+    until(lambda: decode.received == {"b"}, decode)
+    assert decode.transfers.take_failed_blocks() == {5, 6}
+    assert decode.transfers.take_failed_blocks() == set()
+
+
+def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: tuple[Server, Server]) -> None:
+    """The decode server waits for it, and computes the prompt then."""
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1], 0, 16, 60)]))
+    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    prefill.step(Plan(aborted=[prefill_id]), {"a"})
+    until(lambda: prefill.sent == {"a"} and decode.received == {"b"}, prefill, decode)
+    assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
+
+
+def test_a_request_that_ends_while_it_is_fetched_gets_its_blocks_back(servers: tuple[Server, Server]) -> None:
+    prefill, decode = servers
+    prefill_id = b"p" * 16
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
+    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    decode.idle({"b"})
+    until(lambda: decode.received == {"b"}, decode)
+    prefill.step(Plan(aborted=[prefill_id]), {"a"})
+    until(lambda: prefill.sent == {"a"}, prefill)
+
+
+def test_nothing_reads_the_blocks_of_a_preempted_prompt(servers: tuple[Server, Server]) -> None:
+    """Other KV is in them at once. What arrived before, or under the new name, is of the prompt."""
+    prefill, decode = servers
+    rng = random.Random(0)
+    for turn in range(5):
+        old, new, request = rng.randbytes(16), rng.randbytes(16), f"request {turn}"
+        prefill.step(Plan(opened={old: request}, chunks=[Chunk(old, [1, 2, 3], 0, 48, 60)]))
+        decode.step(Plan(fetches=[Fetch(f"lost {turn}", source(prefill, old), [1, 2, 3, 4], 0, 60)]))
+        prefill.transfers.preempt([old])
+        for rows in prefill.kv.rows:
+            for row in rows:
+                row[[1, 2, 3]] = float(turn)
+        whole = prefill.of([9, 8, 7, 6], 0, 60)
+        prefill.step(Plan(opened={new: request}, chunks=[Chunk(new, [9, 8, 7, 6], 0, 60, 60)]))
+        decode.step(Plan(fetches=[Fetch(f"got {turn}", source(prefill, new), [11, 12, 13, 14], 0, 60)]))
+        prefill.step(Plan(committed={new: 1}), {request})
+        wanted = {f"lost {turn}", f"got {turn}"}
+        until(lambda: decode.received >= wanted and request in prefill.sent, prefill, decode)  # noqa: B023
+        assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
+        assert all(map(torch.equal, decode.of([11, 12, 13, 14], 0, 60), whole))
+
+
+def test_servers_with_other_models_do_not_share_kv(servers: tuple[Server, Server]) -> None:
+    prefill, _ = servers
+    other = Server("other", 2, "another model")
+    other.step(Plan(fetches=[Fetch("b", source(prefill, b"p" * 16), [4], 0, 16)]))
+    until(lambda: other.received == {"b"}, other)
+    assert other.transfers.take_failed_blocks() == {4}
+    other.transfers.close()
