@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from baton.kv_transfer import PagedKV
+from baton.kv_transfer.device.host_pool import HostPool
 from baton.vllm_worker.caches import paged_kv
 from baton.vllm_worker.plan import Address, Chunk, Fetch, Plan, Source
 from baton.vllm_worker.transfers import Settings, Transfers
@@ -147,6 +150,28 @@ def test_nothing_reads_the_blocks_of_a_preempted_prompt(servers: tuple[Server, S
         until(lambda: decode.received >= wanted and request in prefill.sent, prefill, decode)  # noqa: B023
         assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
         assert all(map(torch.equal, decode.of([11, 12, 13, 14], 0, 60), whole))
+
+
+def test_a_preemption_waits_for_a_copy_that_is_under_way(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = servers
+    prefill_id, copying = b"p" * 16, threading.Event()
+    gather = HostPool._gather
+
+    def slowly(pool: HostPool, *arguments: Any) -> None:
+        copying.set()
+        time.sleep(0.05)
+        gather(pool, *arguments)
+        copying.clear()
+
+    monkeypatch.setattr(HostPool, "_gather", slowly)
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2, 3], 0, 48, 60)]))
+    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    assert copying.wait(WITHIN)
+    prefill.transfers.preempt([prefill_id])
+    assert not copying.is_set()
+    until(lambda: decode.received == {"b"}, decode)
 
 
 def test_servers_with_other_models_do_not_share_kv(servers: tuple[Server, Server]) -> None:
