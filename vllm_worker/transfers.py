@@ -55,6 +55,8 @@ class Settings:
     slots: int = 64
     slot_bytes: int = 2 << 20
     encrypt: bool = False
+    timeout: float = 60.0
+    """Seconds for the KV of a request to come. Then its prompt is computed here."""
     prefills: bool = True
     """False: the server only decodes. vLLM may then use full CUDA graphs, which call no hooks of layers."""
 
@@ -175,6 +177,7 @@ class Transfers:
 
     def __init__(self, kv: PagedKV, settings: Settings, name: str, model: str, secret: bytes) -> None:
         self._block_size = kv.block_size
+        self._timeout = settings.timeout
         self._process = TransferProcess(kv, settings, name, model, secret)
         self.address = self._process.address
         transport = self._process.transport
@@ -188,6 +191,8 @@ class Transfers:
         # Fetching, by decode id.
         self._fetches: dict[bytes, Fetch] = {}
         self._decode_ids: dict[str, bytes] = {}
+        self._deadlines: dict[bytes, float] = {}  # time.monotonic(), in order
+        self._late: set[bytes] = set()
         self._failed_blocks: set[int] = set()
 
     def begin(self, plan: Plan) -> None:
@@ -224,6 +229,7 @@ class Transfers:
             decode_id = os.urandom(16)
             self._fetches[decode_id] = fetch
             self._decode_ids[fetch.request_id] = decode_id
+            self._deadlines[decode_id] = time.monotonic() + self._timeout
             self._injector.order(_fetcher(decode_id, fetch))
 
     def preempt(self, prefill_ids: Sequence[bytes]) -> None:
@@ -252,15 +258,27 @@ class Transfers:
         sent = self._released & self._ended
         self._released -= sent
         self._ended -= sent
+        self._cancel_late()
         received = set()
         for event in self._injector.events():
             fetch = self._fetches.pop(event.decode_id)
-            self._decode_ids.pop(fetch.request_id, None)
+            del self._decode_ids[fetch.request_id]
+            self._deadlines.pop(event.decode_id, None)
             received.add(fetch.request_id)
-            if isinstance(event, FetchFailed):
-                log.warning("%s: its KV did not come (%s)", fetch.request_id, event.reason)
+            if isinstance(event, FetchFailed) or event.decode_id in self._late:
+                self._late.discard(event.decode_id)
+                reason = event.reason if isinstance(event, FetchFailed) else f"in {self._timeout:g} s"
+                log.warning("%s: its KV did not come (%s)", fetch.request_id, reason)
                 self._failed_blocks |= set(fetch.block_ids[fetch.start // self._block_size :])
         return {self._requests.pop(prefill_id) for prefill_id in sent}, received
+
+    def _cancel_late(self) -> None:
+        now = time.monotonic()
+        while self._deadlines and next(iter(self._deadlines.values())) <= now:
+            decode_id = next(iter(self._deadlines))
+            del self._deadlines[decode_id]
+            self._late.add(decode_id)
+            self._injector.order(_canceller(decode_id))
 
     def take_failed_blocks(self) -> set[int]:
         """Returns the blocks without KV of the fetches that failed since the last call."""

@@ -25,12 +25,12 @@ WITHIN = 20.0
 class Server:
     """The connector's half in the process with the model, and a cache with random KV."""
 
-    def __init__(self, name: str, seed: int, model: str = "model") -> None:
+    def __init__(self, name: str, seed: int, model: str = "model", timeout: float = 60) -> None:
         generator = torch.Generator().manual_seed(seed)
         shape = BLOCKS, HEADS, BLOCK, 2 * DIM
         caches = {f"layers.{i}.attn": torch.rand(shape, generator=generator) for i in range(LAYERS)}
         self.kv: PagedKV = paged_kv(caches, BLOCK, HEADS, DIM)
-        self.transfers = Transfers(self.kv, Settings(), name, model, SECRET)
+        self.transfers = Transfers(self.kv, Settings(timeout=timeout), name, model, SECRET)
         self.sent: set[str] = set()
         self.received: set[str] = set()
 
@@ -106,6 +106,18 @@ def test_the_blocks_of_a_fetch_that_fails_are_named(servers: tuple[Server, Serve
     until(lambda: decode.received == {"b"}, decode)
     assert decode.transfers.take_failed_blocks() == {5, 6}
     assert decode.transfers.take_failed_blocks() == set()
+
+
+def test_a_prompt_whose_kv_does_not_come_is_computed(servers: tuple[Server, Server]) -> None:
+    """Half of its KV has come."""
+    prefill, _ = servers
+    decode = Server("impatient", 3, timeout=0.5)
+    prefill_id = b"p" * 16
+    prefill.step(Plan(opened={prefill_id: "a"}, chunks=[Chunk(prefill_id, [1, 2], 0, 20, 60)]))
+    decode.step(Plan(fetches=[Fetch("b", source(prefill, prefill_id), [1, 2, 3, 4], 0, 60)]))
+    until(lambda: decode.received == {"b"}, decode)
+    assert decode.transfers.take_failed_blocks() == {1, 2, 3, 4}
+    decode.transfers.close()
 
 
 def test_blocks_of_an_aborted_prompt_are_free_when_nothing_reads_them(servers: tuple[Server, Server]) -> None:
