@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from baton.kv_transfer.process.frames import LaneOwner
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.stats import TransferCounters
 from baton.kv_transfer.process.tcp_session import Session, refused_by_peer
@@ -82,8 +83,8 @@ class Handshakes:
         return [lane for lane, place in self._places.items() if now >= place.deadline]
 
 
-class Handshake:
-    """Runs the HELLO of `hello.py` on a lane, then hands the lane to its session. Implements LaneOwner."""
+class Handshake(LaneOwner[Lane]):
+    """Runs the HELLO of `hello.py` on a lane, then hands the lane to its session."""
 
     def __init__(self, places: Handshakes, session: Session | None, party: Initiator | Listener) -> None:
         self.session = session  # None on the listening side, until the lane says which

@@ -321,7 +321,7 @@ class PrefillSide:
 
 
 class SendingSession(Session["PrefillSide"]):
-    """KV frames go out. Implements LaneSender."""
+    """KV frames go out."""
 
     side: ClassVar[wire.Side] = "sender"
 
@@ -331,7 +331,6 @@ class SendingSession(Session["PrefillSide"]):
         self._waiting: deque[OutgoingFrame] = deque()  # for room in a mover
 
     def _attach(self, lane: Lane | FarLane) -> None:
-        lane.sender = self
         if isinstance(lane, FarLane):
             self._far.append(lane)
 
