@@ -23,8 +23,6 @@ from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.protocol.frame import (
     HEADER_BYTES,
     MAX_TRAILER_BYTES,
-    ChecksumReader,
-    ChecksumWriter,
     FrameError,
     FrameReader,
     FrameType,
@@ -75,7 +73,7 @@ class Lane:
         self._trace = trace
         self._keys: LaneKeys | None = None  # it is encrypted
         # Outgoing.
-        self._writer: FrameWriter = ChecksumWriter()
+        self._writer = FrameWriter()
         self._control: deque[tuple[bytes, bytes]] = deque()  # header, payload
         self._frames: deque[OutgoingFrame] = deque()
         self._frame: OutgoingFrame | None = None  # the first `_at` bytes of its payload are in _out
@@ -91,7 +89,7 @@ class Lane:
         if unwritten:
             self._lay(memoryview(unwritten))
         # Incoming.
-        self._reader: FrameReader = ChecksumReader()
+        self._reader = FrameReader()
         self._edge = memoryview(bytearray(_EDGE_BYTES))  # the trailer of one frame, the header of the next
         self._edge[: len(read)] = read
         self._edge_got = len(read)

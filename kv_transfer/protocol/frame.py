@@ -12,7 +12,7 @@ import enum
 import hashlib
 import hmac
 import struct
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -139,61 +139,29 @@ class LaneKeys(msgspec.Struct, array_like=True):
     incoming: DirectionKey
 
 
-class FrameWriter(Protocol):
-    """Protects the frames that leave by a lane, in the order in which they leave."""
+class FrameWriter:
+    """Protects the frames that leave by a lane, in their order: by checksums, on a lane in plain text."""
 
     def message(self, header: bytes, payload: bytes) -> bytes:
         """What follows the header of a control message."""
-        ...
-
-    def begin(self, header: bytes) -> None:
-        """A KV frame is next."""
-        ...
-
-    def piece(self, piece: memoryview) -> memoryview:
-        """What to send for the next bytes of its payload: for as many of `piece` as the result has."""
-        ...
-
-    def end(self) -> bytes:
-        """The trailer of the frame."""
-        ...
-
-
-class FrameReader(Protocol):
-    """Verifies the frames that come on a lane, in order."""
-
-    trailer_bytes: int
-
-    def begin(self, header: memoryview) -> None: ...
-
-    def piece(self, piece: memoryview) -> None:
-        """The next bytes of the payload are there. They become plain text in place."""
-        ...
-
-    def whole(self, trailer: memoryview) -> bool:
-        """Whether the frame came as it was sent."""
-        ...
-
-
-class ChecksumWriter:
-    """Implements FrameWriter for a lane in plain text."""
-
-    def message(self, header: bytes, payload: bytes) -> bytes:
         return payload + _trailer(xxhash.xxh3_64(payload))
 
     def begin(self, header: bytes) -> None:
+        """A KV frame is next."""
         self._checksum = xxhash.xxh3_64()
 
     def piece(self, piece: memoryview) -> memoryview:
+        """What to send for the next bytes of its payload: for as many of `piece` as the result has."""
         self._checksum.update(piece)
         return piece
 
     def end(self) -> bytes:
+        """The trailer of the frame."""
         return _trailer(self._checksum)
 
 
-class ChecksumReader:
-    """Implements FrameReader for a lane in plain text."""
+class FrameReader:
+    """Verifies the frames that come on a lane, in order."""
 
     trailer_bytes = _TRAILER.size
 
@@ -201,9 +169,11 @@ class ChecksumReader:
         self._checksum = xxhash.xxh3_64()
 
     def piece(self, piece: memoryview) -> None:
+        """The next bytes of the payload are there. They become plain text in place."""
         self._checksum.update(piece)
 
     def whole(self, trailer: memoryview) -> bool:
+        """Whether the frame came as it was sent."""
         return trailer == _trailer(self._checksum)
 
 

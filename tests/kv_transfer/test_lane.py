@@ -14,7 +14,7 @@ from baton.kv_transfer.process.frames import LaneOwner, OutgoingFrame, SlotPipe
 from baton.kv_transfer.process.lane import Lane
 from baton.kv_transfer.process.loop import Loop
 from baton.kv_transfer.process.prefill_side import SendingSession
-from baton.kv_transfer.protocol.frame import ChecksumWriter, FrameType, Header, pack
+from baton.kv_transfer.protocol.frame import FrameType, FrameWriter, Header, pack
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import wait
 
@@ -76,7 +76,7 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 def framed(head: Header, payload: bytes) -> bytes:
-    return pack(head) + ChecksumWriter().message(b"", payload)
+    return pack(head) + FrameWriter().message(b"", payload)
 
 
 def flipped(rng: random.Random, data: bytes, start: int, stop: int) -> bytes:
