@@ -91,7 +91,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"slot_bytes is {self.slot_bytes}: must be a multiple of {PAGE} up to {MAX_SLOT_BYTES}"
             )
-        for part in self.layout.parts.values():
+        for part in self.layout.parts:
             least, what = part.head_bytes, f"one head of the state {part.name}"
             if part.per_token:
                 least, what = part.bytes, "one position of one layer"

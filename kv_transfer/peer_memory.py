@@ -19,7 +19,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -64,15 +64,15 @@ class PeerMemories(Generic[M]):
         self,
         export: Export,
         layout: KVLayout,
-        heads: Mapping[int | None, Range],
+        heads: Sequence[Range],
         open_one: Callable[[Export], M],
     ) -> None:
         """Opens those with any of `heads`, by part of the layout. Raises Unreachable."""
         handles = _handles(export)
         needed: set[int] = set()
         try:
-            for state, held in heads.items():
-                needed |= {rank_of(layout, head, len(handles), state) for head in range(*held)}
+            for part, held in enumerate(heads):
+                needed |= {rank_of(layout, head, len(handles), part) for head in range(*held)}
         except StopIteration:
             raise Unreachable(f"{len(handles)} ranks do not share the heads of this model") from None
         self.slot_bytes = export.slot_bytes

@@ -118,11 +118,10 @@ class RankedPool:
         self._block_size = kv.block_size
         self._layout = kv.layout
         self._layers_ready = kv.layers_ready
-        # Of each rank. By state type; None: KV.
-        self._heads = {
-            state: [part.heads_of(rank, kv.ranks) for rank in range(kv.ranks)]
-            for state, part in kv.layout.parts.items()
-        }
+        # Of each part of the layout, by rank.
+        self._heads = [
+            [part.heads_of(rank, kv.ranks) for rank in range(kv.ranks)] for part in kv.layout.parts
+        ]
         self._ordered = [0] * len(channels)
         self._copied = [0] * len(channels)
         self._heard = [0.0] * len(channels)  # when a rank last copied, or had nothing to do
@@ -157,7 +156,7 @@ class RankedPool:
     def gather(self, batch: Sequence[Staged], after: Sequence[_Ready | None] = ()) -> _Copies:
         by_rank = self._by_rank()
         for item, ready in zip(batch, after or [None] * len(batch), strict=True):
-            rank = rank_of(self._layout, item.piece.head_start, 1 + len(self._channels), item.piece.state)
+            rank = rank_of(self._layout, item.piece.head_start, 1 + len(self._channels), item.piece.part)
             by_rank[rank].append(_Order(item, ready or _Ready(None, 0)))
         self._order(by_rank)
         own, events = _of_own(by_rank[0]), [order.ready.own for order in by_rank[0]]
@@ -236,7 +235,7 @@ class RankedPool:
         def outcome() -> list[Rest]:
             rests = [dict(enumerate(own_outcome(), 1)), *self._rests]
             return [
-                _whole({(self._heads[x.piece.state][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
+                _whole({(self._heads[x.piece.part][rank], rests[rank].pop(n, 0)) for rank, n in read_by})
                 for x, read_by in zip(batch, readers, strict=True)
             ]
 
@@ -250,7 +249,7 @@ class RankedPool:
     def _holders(self, piece: Slice) -> list[int]:
         """The ranks that hold heads of the slice."""
         start, stop = piece.head_start, piece.head_start + piece.head_count
-        heads = self._heads[piece.state]
+        heads = self._heads[piece.part]
         return [rank for rank, (first, last) in enumerate(heads) if first < stop and start < last]
 
     def _by_rank(self) -> list[list[_Order]]:

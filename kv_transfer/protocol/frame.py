@@ -83,10 +83,9 @@ class Header(NamedTuple):
 
 def pack(h: Header) -> bytes:
     piece = h.piece
-    kind = 0 if piece.state is None else piece.state + 1
     body = _BODY.pack(
-        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, piece.layer, kind, piece.head_start, piece.head_count,
-        piece.token_start, piece.token_count, h.seq, h.length, _ZEROS,
+        MAGIC, WIRE_VERSION, h.type, 0, h.transfer_id, piece.layer, piece.part, piece.head_start,
+        piece.head_count, piece.token_start, piece.token_count, h.seq, h.length, _ZEROS,
     )  # fmt: skip
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body) & 0xFFFF_FFFF)
 
@@ -104,9 +103,8 @@ def parse(buffer: bytearray | bytes | memoryview) -> Header:
     if number not in _TYPES or flags or zeros != _ZEROS:
         raise FrameError("type", f"unknown frame type {number}, flags {flags:#x} or reserved {zeros.hex()}")
     if number == FrameType.KV:
-        layer, kind, head_start, head_count, token_start, token_count, seq = of_kv
-        state = kind - 1 if kind else None
-        piece = Slice(layer, head_start, head_count, token_start, token_count, state)
+        layer, part, head_start, head_count, token_start, token_count, seq = of_kv
+        piece = Slice(layer, head_start, head_count, token_start, token_count, part)
         return Header(FrameType.KV, transfer_id, piece, seq, length)
     if any(of_kv) or (transfer_id != NO_TRANSFER and _TYPES[number] not in _OF_TRANSFER):
         name = _TYPES[number].name

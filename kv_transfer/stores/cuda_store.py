@@ -31,9 +31,9 @@ class BlockLines:
     """Lines of the table of `copy_kernels.launch`, for whole blocks and all layers with KV."""
 
     def __init__(self, kv: PagedKV) -> None:
-        self._planes = planes(kv)[None]  # keeps the pools alive
+        self._planes = planes(kv)[0]  # keeps the pools alive
         self.block_size = kv.block_size
-        first, last = kv.heads[None]
+        first, last = kv.heads[0]
         self.heads = last - first
         block = Window(0, self.block_size, 0, self.heads, 0, 0, self.block_size, self.heads)
         self._pages: list[Pages] = []

@@ -144,7 +144,7 @@ class Side:
         )
         self.receiver = transport.receiver(paged_kv(self.engine))
         self.caches = [self.engine.kv_cache, *(followers[rank].kv_cache for rank in sorted(followers))]
-        self._heads = [layout.parts[None].heads_of(rank, ranks) for rank in range(ranks)]
+        self._heads = [layout.parts[0].heads_of(rank, ranks) for rank in range(ranks)]
 
     def rows(self, blocks: Sequence[int], layer: int, start: int, stop: int) -> torch.Tensor:
         """[2, stop − start, heads, head_dim] of all ranks."""

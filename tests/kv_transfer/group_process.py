@@ -123,7 +123,7 @@ def _run(
     """The process of a rank. It ends with pytest, also while it is stopped."""
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
-    first, last = layout.parts[None].heads_of(rank, size)
+    first, last = layout.parts[0].heads_of(rank, size)
     shape = (2, BLOCKS, BLOCK_SIZE, last - first, layout.head_dim)
     caches = [torch.zeros(shape) for _ in layout.kv_layers]
     ready: list[int] = []

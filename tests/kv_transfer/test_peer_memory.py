@@ -75,7 +75,7 @@ def test_a_rank_opens_the_memories_with_its_heads(
         opened.append(export.handle)
         return PeerArena(own)
 
-    memories = PeerMemories(both, kv.KVLayout(1, 4, 8, "float32"), {None: heads}, open_one)
+    memories = PeerMemories(both, kv.KVLayout(1, 4, 8, "float32"), [heads], open_one)
     assert opened == [(own.handle, b"of rank1")[rank] for rank in sorted(ranks)]
     for rank in range(2):
         if rank in ranks:
@@ -89,7 +89,7 @@ def test_a_rank_opens_the_memories_with_its_heads(
 def test_handles_of_more_ranks_than_can_share_the_heads(arena: kv.Arena) -> None:
     three = join([export_arena(arena)] * 3)
     with pytest.raises(Unreachable, match="3 ranks do not share the heads"):
-        PeerMemories(three, kv.KVLayout(1, 4, 8, "float32"), {None: (0, 4)}, PeerArena)
+        PeerMemories(three, kv.KVLayout(1, 4, 8, "float32"), [(0, 4)], PeerArena)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
