@@ -59,7 +59,7 @@ def nics_read_gpus() -> bool:
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line on stdin of `python -m baton.kv_transfer.process`, as JSON."""
+    """The settings of a transfer process."""
 
     name: str  # "prefill 0": for the process title, logs and the peer's logs
     title: str = "baton"  # what the process title begins with

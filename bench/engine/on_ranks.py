@@ -36,9 +36,9 @@ from baton.bench.shapes import MOE, write_shape
 from baton.cluster.model import embedded_path
 from baton.engine import Engine, EngineConfig, build_engine
 from baton.engine.execution.rank_files import RankFiles
+from baton.kv_transfer.spawn import spawn
 from baton.machine import logs
 from baton.worker.engine_process.start import RANK_MODULE, RankProcessConfig
-from baton.worker.processes import spawn
 
 SPEED_UP = {2: {"decode.b1": 1.45, "decode.b64": 1.6, "prefill.2000": 1.65, "prefill.8000": 1.7}}
 """What the 8B shape must reach over one rank, by ranks."""

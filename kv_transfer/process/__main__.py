@@ -1,9 +1,6 @@
 """The transfer process: sockets, checksums, credits and deadlines of one worker. No torch, no CUDA.
 
-    python -m baton.kv_transfer.process --sending-fds CHANNEL ARENA --receiving-fds CHANNEL ARENA
-        --heartbeat-fd N --service-fd N --parent-pid N
-
-On stdin come the TransferConfig as one line of JSON, and the cluster secret in hexadecimal.
+On stdin come `spawn.TransferStart` as one line of JSON, and the cluster secret in hexadecimal.
 
 It is one thread, whose loop serves the engine's two channels, the service socket, the listener, the clock
 and, where cores are few, all lanes. Where there are more, `movers` are forked: they serve all lanes but
@@ -12,7 +9,6 @@ lane 0.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import logging.config
@@ -44,7 +40,6 @@ from baton.kv_transfer.process.tcp import MakeSession, TcpConnector, use_cubic
 from baton.kv_transfer.process.tcp_session import Session
 from baton.kv_transfer.protocol.local_messages import FromReceiver, FromSender
 from baton.kv_transfer.protocol.messages import Side
-from baton.kv_transfer.spawn import die_with_parent
 from baton.kv_transfer.trace import TraceWriter
 from baton.kv_transfer.wait import spins
 
@@ -290,27 +285,21 @@ def _raise_descriptor_limit() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    for name in ("--sending-fds", "--receiving-fds"):
-        parser.add_argument(name, type=int, nargs=2, required=True)
-    for name in ("--heartbeat-fd", "--service-fd", "--parent-pid"):
-        parser.add_argument(name, type=int, required=True)
-    args = parser.parse_args()
-    die_with_parent(args.parent_pid)
+    start = msgspec.json.decode(sys.stdin.readline(), type=spawn.TransferStart)
+    secret, config = bytes.fromhex(sys.stdin.readline()), start.config
+    spawn.die_with_parent(start.parent_pid)
     _raise_descriptor_limit()
-    config = msgspec.json.decode(sys.stdin.readline(), type=TransferConfig)
-    secret = bytes.fromhex(sys.stdin.readline())
     setproctitle.setproctitle(f"{config.title}: {config.name} transfer")
     if config.logging is not None:
         logging.config.dictConfig(config.logging)
-    service = socket.socket(fileno=args.service_fd)
+    service = socket.socket(fileno=start.service_fd)
     service.setblocking(False)
     sending, receiving = (
-        ArenaEnd.inherited((channel, arena), config.num_slots, config.slot_bytes)
-        for channel, arena in (args.sending_fds, args.receiving_fds)
+        ArenaEnd.inherited(fds, config.num_slots, config.slot_bytes)
+        for fds in (start.sending_fds, start.receiving_fds)
     )
-    heartbeat = Heartbeat(args.heartbeat_fd)
-    return TransferProcess(config, secret, sending, receiving, heartbeat, service).run(args.parent_pid)
+    heartbeat = Heartbeat(start.heartbeat_fd)
+    return TransferProcess(config, secret, sending, receiving, heartbeat, service).run(start.parent_pid)
 
 
 if __name__ == "__main__":

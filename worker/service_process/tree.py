@@ -26,7 +26,7 @@ from baton.kv_transfer import (
     channel_pair,
     spawn_transfer,
 )
-from baton.kv_transfer.spawn import EXIT_ENGINE_GONE
+from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.system import describe_exit, make_directory, url_host
 from baton.worker import messages
@@ -48,7 +48,6 @@ from baton.worker.processes import (
     StartError,
     TreeError,
     Watchdog,
-    spawn,
 )
 from baton.worker.service_process.transfer_link import TransferLink
 
