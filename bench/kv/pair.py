@@ -17,6 +17,7 @@ import torch
 
 import baton.kv_transfer as kv
 from baton.bench.kv.raw_sockets import MIB, cpu_seconds
+from baton.kv_transfer.spawn import Ready, StatsRequest, decode_from_transfer, encode
 from baton.kv_transfer.wait import end_waits_on_time, wait
 
 LAYOUT = kv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -80,8 +81,8 @@ class Side:
         sending.channel.close()
         receiving.channel.close()
         service.close()
-        ready = kv.decode_from_transfer(self.service.recv(MIB))  # sent after all imports
-        assert isinstance(ready, kv.Ready)
+        ready = decode_from_transfer(self.service.recv(MIB))  # sent after all imports
+        assert isinstance(ready, Ready)
         self.port = ready.port
         blocks = -(-settings.most_tokens // BLOCK)
         self.blocks = random.Random(role).sample(range(blocks), blocks)
@@ -109,9 +110,9 @@ class Side:
 
     def transports(self) -> dict[str, str]:
         """As in `TransferStats`."""
-        self.service.send(kv.encode(kv.StatsRequest()))
+        self.service.send(encode(StatsRequest()))
         while True:
-            message = kv.decode_from_transfer(self.service.recv(MIB))
+            message = decode_from_transfer(self.service.recv(MIB))
             if isinstance(message, kv.TransferStats):
                 return message.transports
 

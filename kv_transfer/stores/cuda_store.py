@@ -119,8 +119,8 @@ class CudaStore(HostStore):
         self._spare = [_Batch(Table.of_size(words, self._device), torch.cuda.Event()) for _ in range(BATCHES)]
         self._under_way: deque[_Batch] = deque()
         # Compiles the kernels: block 0, there and back.
-        self.save([(0, 0)])
-        self.load([(0, 0)])
+        for is_load in (False, True):
+            self.copy([(0, 0)], is_load=is_load)
         self._stream.synchronize()
         self.ended()
 

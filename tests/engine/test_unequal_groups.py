@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import baton.kv_transfer as kv
+from baton.content.cache_kinds import CachePart
 from baton.engine import EngineConfig, EngineRequest, SamplingParams, build_engine
 from baton.engine.api.request import Reservation
 from baton.engine.execution.rank import Follower
@@ -376,12 +377,12 @@ def test_kv_in_fp8(
         assert [len(found) for found in tokens] == [len(found) for found in expected]
 
 
-def states(heads: int, head_dim: int) -> tuple[kv.CachePart, ...]:
+def states(heads: int, head_dim: int) -> tuple[CachePart, ...]:
     return (
-        kv.CachePart("state", "x", 3, heads, head_dim, "float32"),
-        kv.CachePart("state", "B", 3, 2, 16, "float32"),
-        kv.CachePart("state", "C", 3, 2, 16, "float32"),
-        kv.CachePart("state", "ssm", 1, heads, head_dim * 16, "float32"),
+        CachePart("state", "x", 3, heads, head_dim, "float32"),
+        CachePart("state", "B", 3, 2, 16, "float32"),
+        CachePart("state", "C", 3, 2, 16, "float32"),
+        CachePart("state", "ssm", 1, heads, head_dim * 16, "float32"),
     )
 
 

@@ -181,7 +181,7 @@ class WorkerTree:
         try:
             start = self._transfer_config(engine)
         except ValueError as error:
-            raise StartError(f"--kv-slot-bytes, --kv-slots, --kv-lanes: {error}") from error
+            raise StartError(f"--kv-slot-bytes: {error}") from error
         popen = spawn_transfer(
             start,
             sending=self._sending.transfer,
