@@ -19,7 +19,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 import setproctitle
@@ -131,16 +133,10 @@ class TransferProcess:
     def _connect(self, address: tuple[str, int], incarnation: int, lanes: int) -> Session:
         return self._connector.connect(address, incarnation, lanes)
 
-    def _from_sender(self, _: int) -> None:
-        self._to_sender.flush()
-        for message in self._to_sender.receive():
-            self._prefill.engine(message)
-        self._watch_channels()
-
-    def _from_receiver(self, _: int) -> None:
-        self._to_receiver.flush()
-        for message in self._to_receiver.receive():
-            self._decode.engine(message)
+    def _from_engine(self, channel: Channel, handle: Callable[[Any], None], _: int) -> None:
+        channel.flush()
+        for message in channel.receive():
+            handle(message)
         self._watch_channels()
 
     def _watch_mover(self, mover: movers.MoverHandle) -> None:
@@ -151,7 +147,7 @@ class TransferProcess:
         """Called before each wait of the loop, as `Loop` says."""
         for mover in self._movers:
             if mover.channel.pending:
-                mover.flush()
+                mover.channel.flush()
                 self._watch_mover(mover)
         look = self._decode.exports.take_reads()
         if look == 0.0:  # NIXL has no descriptor that tells when a read is over
@@ -164,11 +160,9 @@ class TransferProcess:
 
     def _watch_channels(self) -> None:
         """Watches both channels for messages, and for room if messages wait for it."""
-        for channel, call in (
-            (self._to_sender, self._from_sender),
-            (self._to_receiver, self._from_receiver),
-        ):
+        for channel, side in ((self._to_sender, self._prefill), (self._to_receiver, self._decode)):
             room = select.EPOLLOUT if channel.full else 0
+            call = partial(self._from_engine, channel, side.engine)
             self._loop.watch(channel.fileno(), select.EPOLLIN | room, call)
 
     def _watch_listener(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import setproctitle
 
 from baton.kv_transfer.arena import Arena, channel_pair
-from baton.kv_transfer.channel import Channel, ChannelClosed
+from baton.kv_transfer.channel import Channel
 from baton.kv_transfer.config import TransferConfig
 from baton.kv_transfer.pacing import FRAMES_AHEAD
 from baton.kv_transfer.process import mover
@@ -103,7 +103,9 @@ class MoverHandle:
     """One mover, as the transfer process holds it."""
 
     def __init__(self, channel: socket.socket, side: socket.socket, pid: int) -> None:
-        self.channel = Channel(channel, mover.FromMover)
+        self.channel = Channel(
+            channel, mover.FromMover, gone=lambda why: MoverDied(f"mover {pid} is gone: {why}")
+        )
         self.lanes: dict[int, FarLane] = {}
         self._side = side
         self._pid = pid
@@ -123,33 +125,17 @@ class MoverHandle:
         """Handles all reports that came: after an old one alone, its lane would seem silent.
 
         Raises MoverDied when the mover has ended."""
-        while reports := self._received():
+        while reports := self.channel.receive():
             for report in reports:
                 far = self.lanes[report.lane]
                 if isinstance(report, mover.LaneClosed):
                     del self.lanes[report.lane]
                 far.report(report)
 
-    def _received(self) -> Sequence[mover.FromMover]:
-        try:
-            return self.channel.receive()
-        except ChannelClosed as e:
-            raise self._died(e) from None
-
     def check(self, now: float) -> None:
         """Raises MoverDied if a lane has not closed in time: the mover hangs, and keeps its slots."""
         if any(now >= lane.closed_by for lane in self.lanes.values()):
             raise MoverDied(f"mover {self._pid} hangs: it closes no lane")
-
-    def flush(self) -> None:
-        """Sends the messages that were posted, as far as there is room."""
-        try:
-            self.channel.flush()
-        except ChannelClosed as e:
-            raise self._died(e) from None
-
-    def _died(self, why: ChannelClosed) -> MoverDied:
-        return MoverDied(f"mover {self._pid} is gone: {why}")
 
     def stop(self) -> None:
         """Ends the mover. It handles the messages that it was sent, and closes its lanes.
