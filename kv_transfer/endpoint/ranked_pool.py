@@ -6,20 +6,11 @@
             receiver          ── ExportIn, ExportGone ──────────▶ opens the memory of a peer, closes it
                               ◀─ Opened ────────────────────────
 
-All ranks of a worker map its two arenas. So the KV of each rank goes straight between its device and a slot.
-Transfers, credits and slots are the business of rank 0 alone: to peers, a worker has one KV cache with all
-heads, however many ranks share it. The sender cuts slices so that each has the heads of one rank. The
-receiver takes any slice, and each rank copies the heads that it holds.
+To peers, a worker has one KV cache with all heads, however many ranks share it. The README of the package
+has the rules (Ranks).
 
-A rank may be behind rank 0. It gathers a layer only when its own device has written that layer: ranks count
-the layers of all steps that hand over KV, and a Copy names the count at which its layer is ready. KV in a
-prefix cache is there on all ranks, because it comes from steps that have ended.
-
-With exported memory the first rank that holds the heads of a slice fills a slot of its own memory. Each rank
-of the receiver opens the memories with heads that it holds, and copies from there. If one of them cannot, the
-pair of workers uses TCP. A slice is right if the sums of all ranks that read it add up to its checksum.
-
-A scatter waits for nothing. No step under way touches its blocks: a step ends on rank 0 only after all ranks
+A rank may be behind rank 0, so a Copy names the count of layers at which its layer is ready. KV in a prefix
+cache is there on all ranks, because it comes from steps that have ended. A scatter waits for nothing. No step under way touches its blocks: a step ends on rank 0 only after all ranks
 have added to the sums of its last layer. Rank 0 starts a step with the KV only after every rank has copied.
 """
 

@@ -3,8 +3,7 @@
 On stdin come `spawn.TransferStart` as one line of JSON, and the cluster secret in hexadecimal.
 
 It is one thread, whose loop serves the engine's two channels, the service socket, the listener, the clock
-and, where cores are few, all lanes. Where there are more, `movers` are forked: they serve all lanes but
-lane 0.
+and, where there are no movers, all lanes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """A mover: a process forked from the transfer process. It serves lanes and decides nothing.
 
-The transfer process authenticates a lane and hands it over. From then on the mover reads, writes, computes
-checksums and reports. Sessions, credits, transfers and deadlines stay in the transfer process. The mover
-accepts each frame for which it finds a slot, since there are never more of these slots than credits. All
-other checks are made by the transfer process when it reads the report. The engine sees the slot only after
-that. Lane 0, which carries control messages, never goes to a mover.
+The mover accepts each frame for which it finds a slot, since there are never more of these slots than
+credits. All other checks are made by the transfer process when it reads the report. The engine sees the slot
+only after that. Lane 0, which carries control messages, never goes to a mover.
 """
 
 from __future__ import annotations

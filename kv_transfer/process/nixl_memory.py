@@ -3,17 +3,13 @@
     sender:    EXPORT (NIXL's metadata); a slot is full: SLICES with its checksum; TAKEN: the slot is free
     receiver:  READ of the token; REACH; SLICES: READ into a slot of its own, checksum, TAKEN
 
-NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX: RDMA where there is a NIC, else UCX's own
-shared memory or TCP. It has its own connections, which are neither authenticated nor encrypted; `listen_on`
-says where UCX listens for them. So the metadata, by which a peer connects and reads, is sealed with the
-cluster secret, and gives access to the slots that peers read alone.
+NIXL (https://github.com/ai-dynamo/nixl) moves bytes through UCX, with connections of its own, which are
+neither authenticated nor encrypted. So the metadata, by which a peer connects and reads, is sealed with the
+cluster secret. With slots on a GPU the engines compute checksums (`nixl_slots`).
 
-A slice that changed on the way, or that its owner overwrote too early, has another checksum than SLICES
-names. With slots on a GPU the engines compute checksums (`nixl_slots`).
-
-NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process start reads, each
-with a UCX worker of its own. Shared memory is copied by the thread that starts the read, and the bytes are in
-its cache when it computes their checksum. Only this file imports NIXL, when a worker uses it.
+NIXL's thread serves peers and sleeps while there is nothing to do. Threads of this process start reads.
+Shared memory is copied by the thread that starts the read, and the bytes are in its cache when it computes
+their checksum. Only this file imports NIXL, when a worker uses it.
 """
 
 from __future__ import annotations

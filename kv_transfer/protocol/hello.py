@@ -5,11 +5,7 @@
                                           <---  reply: nonce, identity, HMAC over both sides' words
     proof: HMAC over the same             --->  lane is up
 
-The two HMACs differ in their label, so that neither can be reflected. Fingerprints are compared after the
-peer has proved itself; both sides are named when they differ.
-
-If the worker encrypts its lanes, the nonces are the public keys of an X25519 exchange, which the HMACs
-authenticate. It refuses peers that do not encrypt, and they refuse it: there is nothing to negotiate.
+docs/protocol.md has the rules. Fingerprints are compared after the peer has proved itself.
 """
 
 from __future__ import annotations
