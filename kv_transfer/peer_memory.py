@@ -7,8 +7,8 @@ The owner may use a slot again without TAKEN when the session has ended. The rea
 generation. A deadline would prove nothing. Memory lives as long as it is mapped, also if its owner dies.
 
 The memory has `num_slots` slots of `slot_bytes`, then the marks, then a token. Two implementations: the arena
-(`shared_memory`), and raw device memory (`cuda_ipc`, in `cuda_memory`). Each rank of a worker exports a memory
-of its own. On CPUs this is the arena for all of them.
+(`shared_memory`), and raw device memory (`cuda_ipc`, in `cuda_memory`). Each rank of a worker exports a
+memory of its own. On CPUs this is the arena for all of them.
 """
 
 from __future__ import annotations
