@@ -31,15 +31,8 @@ from baton.kv_transfer.device.host_pool import open_pool
 from baton.kv_transfer.device.pool import Event, Outcome, Pool, Rest
 from baton.kv_transfer.layout import Range, Slice, rank_of
 from baton.kv_transfer.peer_memory import PeerMemory, Unreachable, join
-from baton.kv_transfer.protocol.local_messages import (
-    Copied,
-    Copy,
-    Exported,
-    ExportGone,
-    ExportIn,
-    Opened,
-    Staged,
-)
+from baton.kv_transfer.protocol import local_messages as local
+from baton.kv_transfer.protocol.local_messages import Staged
 from baton.kv_transfer.protocol.messages import Export
 from baton.kv_transfer.transport import PagedKV
 from baton.kv_transfer.wait import wait
@@ -53,7 +46,9 @@ def open_ranks(kv: PagedKV, end: ArenaEnd, *, exported: bool = False) -> Pool:
     own = open_pool(kv, end.arena, exported=exported)
     if not end.ranks:
         return own
-    return RankedPool(own, kv, [Channel(rank, Copied | Exported | Opened) for rank in end.ranks])
+    return RankedPool(
+        own, kv, [Channel(rank, local.Copied | local.Exported | local.Opened) for rank in end.ranks]
+    )
 
 
 class _Ready(NamedTuple):
@@ -88,14 +83,14 @@ class _PeerMemory:
     own: PeerMemory
     number: int
     channels: Sequence[Channel]
-    opening: dict[int, list[Opened | None]]  # `RankedPool._opening`
+    opening: dict[int, list[local.Opened | None]]  # `RankedPool._opening`
 
     def close(self) -> None:
         self.own.close()
         self.opening.pop(self.number, None)
         with suppress(ChannelClosed):  # the other ranks then close it by themselves
             for channel in self.channels:
-                channel.send(ExportGone(self.number))
+                channel.send(local.ExportGone(self.number))
 
 
 class RankedPool:
@@ -119,10 +114,10 @@ class RankedPool:
         self._heard = [0.0] * len(channels)  # when a rank last copied, or had nothing to do
         # Of each rank, by number: orders to read a slice that left a rest, until `outcome` adds it.
         self._rests: list[dict[int, Rest]] = [{} for _ in channels]
-        self._exports: list[Exported | None] = [None] * len(channels)
+        self._exports: list[local.Exported | None] = [None] * len(channels)
         self._memories = 0  # of peers, that were opened
         # By number, what each other rank answered, until all could open the memory or it is closed.
-        self._opening: dict[int, list[Opened | None]] = {}
+        self._opening: dict[int, list[local.Opened | None]] = {}
 
     def enter_thread(self) -> None:
         self._own.enter_thread()
@@ -194,12 +189,12 @@ class RankedPool:
         self._receive()
         return self._all_opened(memory.number)
 
-    def _ask_to_open(self, number: int, export: Export, dtype: str = "") -> Sequence[Opened | None]:
+    def _ask_to_open(self, number: int, export: Export, dtype: str = "") -> Sequence[local.Opened | None]:
         """Returns the answers of the other ranks, which `_receive` fills in."""
-        answers: list[Opened | None] = [None] * len(self._channels)
+        answers: list[local.Opened | None] = [None] * len(self._channels)
         self._opening[number] = answers
         for channel in self._channels:
-            channel.send(ExportIn(number, export, dtype))
+            channel.send(local.ExportIn(number, export, dtype))
         return answers
 
     def _all_opened(self, number: int) -> bool:
@@ -255,13 +250,13 @@ class RankedPool:
                 self._heard[i] = time.monotonic()
                 for message in messages:
                     match message:
-                        case Copied(count, rests):
+                        case local.Copied(count, rests):
                             first = self._copied[i] + 1
                             self._rests[i].update({first + place: rest for place, rest in rests.items()})
                             self._copied[i] += count
-                        case Exported():
+                        case local.Exported():
                             self._exports[i] = message
-                        case Opened(number) if number in self._opening:
+                        case local.Opened(number) if number in self._opening:
                             self._opening[number][i] = message
 
     def _order(self, by_rank: Sequence[Sequence[_Order]], memory: int | None = None) -> None:
@@ -272,13 +267,13 @@ class RankedPool:
             self._ordered[i] += len(batch)
             self._channels[i].send(*(self._copy(*order, memory) for order in batch))
 
-    def _copy(self, item: Staged, ready: _Ready, memory: int | None) -> Copy:
+    def _copy(self, item: Staged, ready: _Ready, memory: int | None) -> local.Copy:
         piece, size = item.piece, self._block_size
         first, start = divmod(piece.token_start, size)
         blocks = item.table.block_ids[first : -(-(piece.token_start + piece.token_count) // size)]
         table = blocks, item.table.state_slot
         item = replace(item, piece=replace(piece, token_start=start), table=table)
-        return Copy(item, ready.layers_ready, memory)
+        return local.Copy(item, ready.layers_ready, memory)
 
     def _copies(self, own: Event | None) -> _Copies:
         return _Copies(own, tuple(self._ordered))

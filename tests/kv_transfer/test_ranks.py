@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import random
 import socket
 import threading
 import time
@@ -27,13 +26,10 @@ from baton.kv_transfer.peer_memory import Unreachable
 from baton.kv_transfer.protocol.local_messages import Copied, Copy, Opened
 from baton.kv_transfer.transport import PagedKV
 
-from .ranks import Ranks, mapped, positions
+from .ranks import Ranks, mapped
 
 BLOCKS = 40
 SLOT = 4096
-BLOCK_SIZES = (16, 32, 48, 256)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-"""With "cuda", the ranks of both sides share one GPU."""
 
 
 def layout_of(heads: int) -> KVLayout:
@@ -50,9 +46,9 @@ def until_passed(pool: Pool, event: Event) -> None:
 class Group(Ranks):
     """The ranks of one engine, without a transfer process."""
 
-    def __init__(self, heads: int, size: int, block_size: int, arena: Arena, device: str) -> None:
+    def __init__(self, heads: int, size: int, block_size: int, arena: Arena) -> None:
         shape = (2, BLOCKS, block_size, heads, 8)
-        layers = [torch.randn(shape, device=device) for _ in range(2)]
+        layers = [torch.randn(shape) for _ in range(2)]
         ends = [mapped(ArenaEnd(channel_pair()[0], arena)) for _ in range(2)]
         sends, receives = ends
         super().__init__(layers, [], block_size, layout_of(heads), size, sends, receives)
@@ -65,49 +61,13 @@ class Group(Ranks):
 
 
 @contextmanager
-def groups(heads: int, *sizes: tuple[int, int], device: str = "cpu") -> Iterator[list[Group]]:
+def groups(heads: int, *sizes: tuple[int, int]) -> Iterator[list[Group]]:
     """Groups of so many ranks with blocks of so many positions, which share an arena."""
     arena = Arena.create(128, SLOT)
-    made = [Group(heads, size, block_size, arena, device) for size, block_size in sizes]
+    made = [Group(heads, size, block_size, arena) for size, block_size in sizes]
     yield made
     for group in made:
         group.close()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("heads", "sender", "receiver"),
-    [
-        *((12, a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4)),
-        *((2, a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if max(a, b) > 2),
-    ],
-)
-def test_from_group_to_group(heads: int, sender: int, receiver: int, device: str) -> None:
-    """Bit for bit, for heads that one rank or several ranks hold, and for different block sizes."""
-    n, start = 250, 37
-    size = BLOCK_SIZES[sender % 4], BLOCK_SIZES[(sender + receiver) % 4]
-    here, there = (random.sample(range(BLOCKS), -(-n // block)) for block in size)
-    sizes = (sender, size[0]), (receiver, size[1])
-    with groups(heads, *sizes, device=device) as (source, target):
-        tables = source.gathers.table(here, n), target.scatters.table(there, n)
-        pieces = [
-            piece
-            for layer in range(2)
-            for some in sorted(set(source.heads))
-            for piece in cut(layout_of(heads), layer, (start, n), some, SLOT)
-        ]
-        slots = random.sample(range(128), len(pieces))
-        gathered = source.gathers.gather(
-            [Staged(p, slot, tables[0]) for p, slot in zip(pieces, slots, strict=True)]
-        )
-        until_passed(source.gathers, gathered)
-        scattered = target.scatters.scatter(
-            [Staged(p, slot, tables[1]) for p, slot in zip(pieces, slots, strict=True)]
-        )
-        until_passed(target.scatters, scattered[1])
-        for layer in range(2):
-            sent = source.rows(layer, positions(here, size[0], start, n))
-            assert torch.equal(target.rows(layer, positions(there, size[1], start, n)), sent)
 
 
 def test_a_rank_gathers_a_layer_only_when_it_has_written_it(until: Any) -> None:

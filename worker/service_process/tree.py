@@ -19,13 +19,7 @@ from typing import Any
 import msgspec
 
 from baton.engine.execution.rank_files import RankFiles
-from baton.kv_transfer import (
-    ArenaEnd,
-    Heartbeat,
-    TransferConfig,
-    channel_pair,
-    spawn_transfer,
-)
+from baton.kv_transfer import ArenaEnd, Heartbeat, TransferConfig, channel_pair, spawn_transfer
 from baton.kv_transfer.spawn import EXIT_ENGINE_GONE, spawn
 from baton.kv_transfer.staging import device_bytes
 from baton.machine.system import describe_exit, make_directory, url_host
