@@ -63,14 +63,8 @@ def test_bad_slot_sizes_are_named(slot_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"slot_bytes": 5000}, "slot_bytes"),
         ({"layout": kv.KVLayout(2, 100, 256, "float32")}, "larger slots"),
         ({"layout": kv.KVLayout(2, 1, 8, "float32", (STATE,), (1,))}, "one head of the state ssm"),
-        ({"num_slots": 2}, "num_slots"),
-        ({"lanes": 0}, "lanes"),
-        ({"lanes": 65}, "lanes"),
-        ({"movers": -1}, "movers"),
-        ({"incarnation": 1 << 64}, "incarnation"),
     ],
 )
 def test_a_bad_configuration_is_named(change: dict[str, Any], named: str) -> None:

@@ -79,7 +79,7 @@ def everything(kv: PagedKV) -> list[torch.Tensor]:
 
 def pieces(layout: KVLayout, most: int) -> list[Slice]:
     found = [p for i in (0, 2) for h in ((0, 3), (3, 4)) for p in cut(layout, i, (7, TOKENS), h, most)]
-    return found + [p for state in (0, 1) for p in cut(layout, 1, (0, TOKENS), (0, 4), 300, state)]
+    return found + [p for part in (1, 2) for p in cut(layout, 1, (0, TOKENS), (0, 4), 300, part)]
 
 
 def moved(make: Callable[[PagedKV, Arena], Pool], sent: str, kept: str, order: str | None = None) -> PagedKV:

@@ -194,8 +194,8 @@ def of_hybrid(piece: Slice, seq: int, length: int | None = None) -> Header:
 def hybrid_frames() -> list[Header]:
     pieces = [*cut(HYBRID, 0, (0, 8), (0, 4), 4096)]
     for layer in (1, 2):
-        for state, heads in ((0, (0, 4)), (1, (0, 2))):
-            pieces += cut(HYBRID, layer, (0, 8), heads, 512, state)
+        for part, heads in ((1, (0, 4)), (2, (0, 2))):
+            pieces += cut(HYBRID, layer, (0, 8), heads, 512, part)
     return [of_hybrid(piece, seq) for seq, piece in enumerate(pieces)]
 
 

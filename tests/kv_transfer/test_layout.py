@@ -66,10 +66,10 @@ def test_intersect() -> None:
 
 
 def test_a_state_is_cut_by_heads() -> None:
-    pieces = [*cut(HYBRID, 3, (0, 77), (32, 128), 1 << 20, 1)]
+    pieces = [*cut(HYBRID, 3, (0, 77), (32, 128), 1 << 20, 2)]
     assert pieces == [Slice(3, first, 32, 77, 0, 2) for first in (32, 64, 96)]
     assert [slice_bytes(HYBRID, piece) for piece in pieces] == [1 << 20] * 3
-    assert [slice_bytes(HYBRID, piece) for piece in cut(HYBRID, 0, (0, 9), (0, 2), 4096, 0)] == [2 * 3 * 256]
+    assert [slice_bytes(HYBRID, piece) for piece in cut(HYBRID, 0, (0, 9), (0, 2), 4096, 1)] == [2 * 3 * 256]
     assert [HYBRID.parts[1].heads_of(rank, 4) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
 
 
