@@ -289,7 +289,8 @@ class PrefillSide:
                 case StartTransfer(prefill_id, transfer_id, number, fetch):
                     session = self._sessions[number]
                     transport = self._transports.get(number, "tcp")
-                    slots = window(session.lane_count, self._config.num_slots, transport)
+                    exported = not transport.startswith("tcp")
+                    slots = window(session.lane_count, self._config.num_slots, exported=exported)
                     self._channel.post(
                         local.StartOut(
                             prefill_id, transfer_id, number, session.slot_bytes, slots,
