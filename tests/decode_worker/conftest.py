@@ -135,12 +135,18 @@ def caching_workers(caching_workers_and_network: WorkersAndNetwork) -> Workers:
 
 
 @pytest.fixture
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    """A router's streams to `workers`, or to those that the module names. All pools are whole afterwards."""
-    workers: Workers = request.getfixturevalue(getattr(request.module, "WORKERS", "workers"))
+async def pair(workers: Workers) -> AsyncIterator[Pair]:
+    """A router's streams to both. All pools are whole afterwards."""
     async with paired(*workers) as pair:
         yield pair
         await assert_whole(*workers)
+
+
+@pytest.fixture
+async def caching_pair(caching_workers: Workers) -> AsyncIterator[Pair]:
+    async with paired(*caching_workers) as pair:
+        yield pair
+        await assert_whole(*caching_workers)
 
 
 def assert_traces(directory: Path) -> None:

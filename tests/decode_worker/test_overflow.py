@@ -17,11 +17,15 @@ from tests.cluster_helpers import (
 
 from .conftest import BLOCKS, ENDLESS, Workers, prompt, retarget, status
 
-WORKERS = "caching_workers"  # of `pair`
 PARAMS = [
     sampling(max_tokens=9, ignore_eos=True),
     sampling(max_tokens=9, ignore_eos=True, temperature=1.0, seed=5, logprobs=2, presence_penalty=1.0),
 ]
+
+
+@pytest.fixture
+def pair(caching_pair: Pair) -> Pair:
+    return caching_pair
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])

@@ -19,11 +19,15 @@ from tests.cluster_helpers import (
 
 from .conftest import Workers, retarget, status
 
-WORKERS = "caching_workers"  # of `pair`
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 """KV of one position in all layers: K and V, of two layers with two heads of 16 float32."""
 FETCHED = 'baton:prefix_fetched_tokens_total{tier="device"}'
 SHORT = sampling(max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture
+def pair(caching_pair: Pair) -> Pair:
+    return caching_pair
 
 
 def text(length: int, seed: int) -> list[int]:
