@@ -29,9 +29,7 @@ class OutgoingFrame:
 class SlotPipe:
     """The receiver's free slots that are laid out, where every process that serves lanes can take one.
 
-    A KV frame needs a slot the moment its header is read, in the process that reads it. So the slots of
-    granted credit lie in a pipe that all these processes read. The transfer process writes it before the
-    credit goes out. `ReceiverSlots` keeps the ledger."""
+    The transfer process writes the pipe before the credit goes out. `ReceiverSlots` keeps the ledger."""
 
     def __init__(self, arena: Arena) -> None:
         """Has room for all slots of the arena."""

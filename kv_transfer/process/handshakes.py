@@ -30,8 +30,7 @@ class _Place:
 class Handshakes:
     """Bounds the lanes that peers have opened and not proved.
 
-    When all places are taken, the address with the most lanes gives up its oldest. So connections that say
-    nothing never keep a peer out, and one address cannot take the places of others. Addresses from which a
+    When all places are taken, the address with the most lanes gives up its oldest. Addresses from which a
     peer has authenticated before share as many places of their own.
     """
 

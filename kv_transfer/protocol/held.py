@@ -1,9 +1,8 @@
 """Prefills as their sender sees them: READY → STREAMING → COMMITTED → RELEASED. Pure: events in, effects out.
 
 A prefill is *held* from `offer` until the ACK of its current transfer, a `close` by the engine, or a
-deadline. Only one transfer of it is open at a time. A new FETCH replaces it. An ABORT or a lost session makes
-the prefill READY again. FETCHes for ids that are not offered yet wait in a bounded table. Ended ids leave a
-tombstone.
+deadline. Only one transfer of it is open at a time. docs/protocol.md has the table of its states. FETCHes for
+ids that are not offered yet wait in a bounded table. Ended ids leave a tombstone.
 
 A FETCH_CONTENT is a FETCH for a *pin*. It waits until the engine has pinned the chunks, or has refused. The
 pin ends with the transfer, and at a deadline that no message extends. A pin waits for the peer's credits
