@@ -44,7 +44,8 @@ class Unreachable(Exception):
 
 
 class PeerMemory(Protocol):
-    """Memory of another process, or of all ranks of another worker, as a reader has it."""
+    """Memory of another process (`PeerArena`, `PeerDeviceMemory`), or of all ranks of another worker
+    (`PeerMemories`), as a reader has it."""
 
     def close(self) -> None:
         """No copy from it is under way."""

@@ -32,7 +32,8 @@ Outcome = Callable[[], list[Rest]]
 
 
 class Pool(Protocol):
-    """The KV cache of one rank. Of a slice it copies the heads that the rank holds."""
+    """The KV cache of one rank (`HostPool`, `CudaPool`), or of all ranks (`RankedPool`). Of a slice it copies
+    the heads that the ranks hold."""
 
     def enter_thread(self) -> None:
         """Call first in each thread that uses the pool."""

@@ -19,7 +19,7 @@ log = logging.getLogger("baton.kv")
 
 
 class SessionHandler(Protocol):
-    """Gets the events of the sessions of one side, each with its session."""
+    """Gets the events of the sessions of one side, each with its session: `PrefillSide`, `DecodeSide`."""
 
     def session_up(self, session: Any) -> None: ...
 
