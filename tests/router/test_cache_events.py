@@ -56,7 +56,7 @@ def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(chan
             has.pop(chunk, None)
         has.update(now)
         stream.unread_bytes += unread
-        for message in feed.changed([[c for c, at in now.items() if at is tier] for tier in Tier], evicted):
+        for message in feed.changed({**dict.fromkeys(evicted), **now}):
             stream.put_cache_events(message)
         stream.unread_bytes -= unread
 
@@ -86,7 +86,7 @@ def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(chan
 def test_large_changes_and_snapshots_travel_in_bounded_parts():
     feed, sequence = CacheFeed(), CacheSequence()
     added = list(range(2 * MAX_CHUNKS + 1))
-    for messages in ([*feed.snapshot()], feed.changed([added, [], []], []), [*feed.snapshot()]):
+    for messages in ([*feed.snapshot()], feed.changed(dict.fromkeys(added, Tier.DEVICE)), [*feed.snapshot()]):
         assert all(sequence.follow(message.cache) is CacheAction.APPLY for message in messages)
         assert all(len(message.cache.added) <= MAX_CHUNKS for message in messages)
     assert sorted(chunk for message in messages for chunk in message.cache.added) == added
