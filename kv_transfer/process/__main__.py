@@ -188,7 +188,7 @@ class TransferProcess:
             self._next_stats = now + 1.0
             self._tell(self._stats())
             self._trace.flush()
-        quiet = self._prefill.quiet and self._decode.quiet
+        quiet = self._prefill.quiet and not self._decode.transfers_open
         if self._drain_until is not None and (quiet or now >= self._drain_until):
             self._drain_until = None
             self._tell(spawn.Drained(self._transfers_open))

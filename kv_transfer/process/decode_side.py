@@ -51,11 +51,6 @@ class DecodeSide:
         return len(self._fetches.open)
 
     @property
-    def quiet(self) -> bool:
-        """No transfer is open."""
-        return not self._fetches.open
-
-    @property
     def busy(self) -> bool:
         return bool(self._peers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.kv_transfer.process.frames import LaneOwner
@@ -40,9 +40,6 @@ class Handshakes:
         self._most = most
         self._places: dict[Lane, _Place] = {}  # oldest first
         self._known: dict[str, None] = {}  # in order of the last proof
-
-    def __iter__(self) -> Iterator[Lane]:
-        return iter(list(self._places))
 
     def __len__(self) -> int:
         return len(self._places)

@@ -286,7 +286,7 @@ def test_what_is_complete_is_injected_whatever_becomes_of_its_peer(monkeypatch: 
     world.down("incarnation")
     assert [type(message) for message in world.told()] == [lm.Arrived, lm.Complete]
     side.engine(lm.InjectedIn(b"t" * 16))
-    assert side.quiet
+    assert side.transfers_open == 0
     assert side.slots_free() == 4
 
 
