@@ -28,7 +28,7 @@ from grpc.aio import Channel
 
 from baton.bench import contract, flip
 from baton.bench.chaos.cluster import LocalCluster
-from baton.bench.disagg import results, sides
+from baton.bench.disagg import __main__ as disagg
 from baton.bench.kv import __main__ as kv
 from baton.bench.kv import exported
 from baton.bench.kv.pair import Pair
@@ -51,7 +51,6 @@ ELSEWHERE = {
     "kernels": "tests/bench/test_kernels.py",
     "chaos": "tests/system/test_chaos.py",
 }
-RESULTS = {name: float(i) for i, name in enumerate(results.RESULTS, 1)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -155,14 +154,16 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def stand_in(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert line[:4] == [sys.executable, "-m", "baton.cluster.cli", "bench"], line
-        context = commands[line[4]].make_context(line[4], line[5:])
-        rows = [{"name": name, "value": value} for name, value in RESULTS.items()]
-        detail = {"valid": True, "invalid_reasons": [], "notes": [], "errors": {}}
-        Path(context.params["json"]).write_text(json.dumps({"results": rows, "detail": detail}))
+        asked = commands[line[4]].make_context(line[4], line[5:]).params
+        rows = [{"name": name, "value": 1.0} for name in disagg.TOTALS]
+        detail = {"valid": True, "invalid_reasons": [], "notes": []}
+        asked["json"].write_text(json.dumps({"results": rows, "detail": detail}))
+        if asked["jsonl"] is not None:
+            asked["jsonl"].write_text('{"ttft_ms": 50, "arrivals": [0.1, 0.2]}\n{"failure": "refused"}\n')
         sent.append(line[4:])
         return subprocess.CompletedProcess(line, 0)
 
-    monkeypatch.setattr(results, "subprocess", SimpleNamespace(run=stand_in, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr(disagg.subprocess, "run", stand_in)
     return sent
 
 
@@ -392,24 +393,24 @@ def test_runs_disagg(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def started(
-        directory: Path, *, worker_flags: list[str], router_flags: list[str], devices: list[str], **_: int
-    ) -> contextlib.nullcontext[SimpleNamespace]:
-        for device in devices:
-            check_flags("decode", *worker_flags, "--device", device)
-        check_flags("router", *router_flags)
-        return contextlib.nullcontext(SimpleNamespace(url="http://127.0.0.1:1"))
+    turns: list[str] = []
+
+    def started(side: disagg.Side, model: Path) -> contextlib.nullcontext[str]:
+        command = side.command.format(model=model, port=8000).split()
+        assert command[:4] == [sys.executable, "-m", "baton.cluster.cli", "serve"]
+        check_flags(*command[3:])
+        turns.append(side.name)
+        return contextlib.nullcontext("http://127.0.0.1:1")
 
     monkeypatch.setattr(contract, "gpus", lambda: ["a GPU"] * 2)
-    monkeypatch.setattr(sides, "LocalCluster", started)
-    before, vllm = tmp_path / "before.json", "vllm=http://a:1,http://b:2 --max-num-seqs 256"
-    run("disagg", "--against", vllm, "--only", "vllm")
-    (tmp_path / "report.json").rename(before)
-    assert len(loads) == 18 + 8  # levels and warm-ups
-    rows = run("disagg", "--with", str(before), "--html", str(tmp_path / "page.html"), "--seconds", "5")
-    assert {"disagg.1p1d.30000_100.r0.5.ttft.p50", "disagg.colocated.saturated.c256.requests.ok"} <= {*rows}
-    assert "--max-num-seqs 256" in (tmp_path / "page.html").read_text()
-    assert len(loads) == 3 * (18 + 8)
+    monkeypatch.setattr(disagg, "started", started)
+    monkeypatch.setattr(disagg, "DRAWS", 10)
+    rows = run("disagg", "--seeds", "2", "--model-shape", TINY, "--reports", str(tmp_path / "reports"))
+    assert turns == ["1p1d", "colocated", "colocated", "1p1d"]
+    assert len(loads) == 4 * (18 + 8)  # levels and warm-ups
+    assert rows["disagg.30000_100.r0.5.1p1d.answered"] == 2
+    assert rows["disagg.saturated.c256.gap.p99"] == rows["disagg.swing.r20.ttft.p50"] == 1
+    assert (tmp_path / "reports" / "500_500.r24.colocated.1.json").exists()
 
 
 def test_runs_flip(
