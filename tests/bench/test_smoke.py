@@ -215,17 +215,14 @@ def test_runs_kv(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr(kv, "SIZES", (1,))
     monkeypatch.setattr(exported, "SIZES", {"cpu": (1,)})
-    settings = kv.Settings(1, 4, MIB, MIB, device="cpu", exports=True)
+    settings = kv.Settings(1, 4, MIB, MIB, device="cpu", transport="shared_memory")
     monkeypatch.setattr(exported, "variants", lambda device: {"": settings})
     threads = torch.get_num_threads()
     flags = ("--short", "--lanes", "1", "--slots", "4", "--slot-bytes", str(MIB))
     # One pair for all variants, since each pair starts four processes.
     with contextlib.closing(Pair(settings)) as pair:
-        shared = SimpleNamespace(
-            seconds=pair.seconds, cpu_seconds=pair.cpu_seconds, transport=pair.transport, close=lambda: None
-        )
-        for module in (kv, exported):
-            monkeypatch.setattr(module, "Pair", lambda settings: shared)
+        shared = SimpleNamespace(seconds=pair.seconds, cpu_seconds=pair.cpu_seconds, close=lambda: None)
+        monkeypatch.setattr(kv, "Pair", lambda settings: shared)
         rows = run("kv", *flags)
     torch.set_num_threads(threads)
     assert rows["kv.tcp.lanes1.1MiB"] > 0
