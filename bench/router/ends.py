@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import psutil
 import uvloop
 
-from baton.bench.fakes.worker import FakeWorker, Lanes
+from baton.bench.router.stand_in import Lanes, StandIn
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
@@ -77,13 +77,10 @@ def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) ->
     async def serve() -> None:
         lanes, output_ids = Lanes(), list(range(1000, 1400))
         roles = (pb.POOL_PREFILL, pb.POOL_DECODE)
-        workers = [await FakeWorker(role, lanes, output_ids, secret=secret).start() for role in roles]
+        workers = [await StandIn(role, lanes, output_ids, secret=secret).start() for role in roles]
         pipe.send([worker.address for worker in workers])
         while True:
             workers[1].step_seconds = step.value
-            for worker in workers:  # these lists are for tests and would grow without bound
-                worker.submitted.clear()
-                worker.cancelled.clear()
             await asyncio.sleep(0.05)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

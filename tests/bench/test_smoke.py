@@ -452,7 +452,11 @@ def test_runs_flip(
         traced(writers[-1], f"{number}")
         return pb.WorkerStatus(prompt_tokens=1 + number)
 
+    async def set_pool(channel: Channel, pool: str, within: float) -> pb.WorkerStatus:
+        return pb.WorkerStatus()
+
     monkeypatch.setattr(flip, "_status", status)
+    monkeypatch.setattr(flip, "set_pool", set_pool)
     rows = run("flip", "--flips", "5", "--clients", "1")
     for writer in writers:
         writer.close()
