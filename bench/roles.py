@@ -14,7 +14,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, Self, TextIO
 
 import baton.bench.contract as contract

@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error("--only nixl: NIXL is not installed. Install the extra `nixl`.")
     torch.set_num_threads(1)
     pairs = 7 if args.short else 15
-    shown = {"lanes": args.lanes, "slots": args.slots, "slot_bytes": args.slot_bytes}
-    shown |= {"pairs": pairs, "block_size": BLOCK, "pools": args.device}
-    bench = Bench(Report("kv", shown, args.json), pairs, args.device)
+    bench = Bench(Report.of("kv", args, pairs=pairs, block_size=BLOCK), pairs, args.device)
     settings = Settings(args.lanes, args.slots, args.slot_bytes, max(SIZES) * MIB)
     parts = PARTS if args.only is None else (args.only,)
     if "tcp" in parts:

@@ -230,7 +230,7 @@ def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
     p.add_argument("--only", choices=PARTS, help="simulate this part")
     args = p.parse_args()
-    report = Report("routing_sim", {"short": args.short, "seed": SEED}, args.json)
+    report = Report.of("routing_sim", args, seed=SEED)
     adds = {
         "prefill": add_prefill, "decode": add_decode, "placement": add_placement, "swing": add_swing,
         "profiles": add_profiles,

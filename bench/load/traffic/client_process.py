@@ -26,7 +26,6 @@ _PROGRESS_PERIOD = 0.25
 
 
 class Progress(msgspec.Struct, tag=True):
-    sent: int
     in_flight: int
 
 
@@ -66,7 +65,7 @@ async def main() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(150, 1000, 100)
-    transport.write(line_of(Progress(0, 0)))
+    transport.write(line_of(Progress(0)))
     if not (told := await reader.readline()):
         return  # stopped before it began, or the parent has died
     start = msgspec.json.decode(told, type=float)
@@ -88,7 +87,7 @@ async def main() -> None:
     )
     for helper in helpers:
         helper.cancel()
-    transport.write(line_of(Progress(client.sent, client.in_flight)))
+    transport.write(line_of(Progress(client.in_flight)))
     transport.write(line_of(load))
     transport.write_eof()
     await output.closed.wait()
@@ -117,7 +116,7 @@ async def _watch_stalls(stalls: list[float]) -> None:
 async def _tell_progress(client: Client, transport: asyncio.WriteTransport) -> None:
     while True:
         await asyncio.sleep(_PROGRESS_PERIOD)
-        transport.write(line_of(Progress(client.sent, client.in_flight)))
+        transport.write(line_of(Progress(client.in_flight)))
 
 
 def _waited() -> float:

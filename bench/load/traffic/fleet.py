@@ -55,7 +55,6 @@ class Harvest:
     ended: float = 0.0
     records: list[Record] = field(default_factory=list)
     loads: list[ClientUsage] = field(default_factory=list)
-    sent: dict[int, int] = field(default_factory=dict)
     in_flight: dict[int, int] = field(default_factory=dict)
     interrupted: bool = False
     refused: str = ""
@@ -109,12 +108,12 @@ class Fleet:
                     harvest.refused = f"{message.error_class}, {message.detail!r}"
                     self.stop()
             elif isinstance(message, Progress):
-                harvest.sent[index], harvest.in_flight[index] = message.sent, message.in_flight
+                harvest.in_flight[index] = message.in_flight
             elif isinstance(message, ClientUsage):
                 harvest.loads.append(message)
                 return
         # A client that was stopped before its start reports nothing.
-        if not (self._stopping and index not in harvest.sent):
+        if not (self._stopping and index not in harvest.in_flight):
             harvest.died.append(f"client process {index} died ({await process.wait()})")
 
     async def _end(self) -> None:
