@@ -180,7 +180,7 @@ def measure(
         for side in sides if seed % 2 == 0 else sides[::-1]:
             with started(side, model) as url:
                 for load in loads:
-                    for arguments in warm_up(load, seed):
+                    for arguments in () if args.short else warm_up(load, seed):
                         run(url, arguments, reports / "warm-up.json")
                     for level in load.levels:
                         name = load.name_at(level)

@@ -1,4 +1,4 @@
-"""One run, from options to numbers: prepares it against the server, and reduces the records of the clients."""
+"""One run, from options to numbers: prepares it against the server, and reduces its records."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
+from typing import Self
 from urllib.parse import urlsplit
 
 import psutil
@@ -87,23 +88,35 @@ def _fake_workers(secret: bytes, step: Synchronized[float], pipe: Connection) ->
         runner.run(serve())
 
 
-class OpenStreams:
-    """Keeps `streams` completions open through the router, from a child process."""
+class Child:
+    """A context in which a child process runs `target(*args, value)`. It begins when `value` is not 0."""
 
-    def __init__(self, url: str, streams: int) -> None:
-        self.tokens = CONTEXT.Value("L", 0)
-        self._process = CONTEXT.Process(target=_load, args=(url, streams, self.tokens), daemon=True)
+    def __init__(self, kind: str, target: Callable[..., None], *args: object) -> None:
+        self._value = CONTEXT.Value(kind, 0)
+        self._process = CONTEXT.Process(target=target, args=(*args, self._value), daemon=True)
 
-    def __enter__(self) -> OpenStreams:
+    def __enter__(self) -> Self:
         self._process.start()
-        while not self.tokens.value:
-            time.sleep(0.05)
-        time.sleep(SPREAD_S)
+        while not self._value.value:
+            time.sleep(0.01)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.join()
+
+
+class OpenStreams(Child):
+    """Keeps `streams` completions open through the router."""
+
+    def __init__(self, url: str, streams: int) -> None:
+        super().__init__("L", _load, url, streams)
+        self.tokens = self._value
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        time.sleep(SPREAD_S)
+        return self
 
 
 def _load(url: str, streams: int, tokens: Synchronized[int]) -> None:
@@ -239,22 +252,12 @@ def longest_stalls(url: str, requests: dict[str, tuple[str, bytes]], repeats: in
     return found
 
 
-class Watch:
+class Watch(Child):
     """Asks for /health until it is closed. `longest` is in seconds and may be reset at any time."""
 
     def __init__(self, url: str) -> None:
-        self.longest = CONTEXT.Value("d", 0.0)
-        self._process = CONTEXT.Process(target=_watch, args=(url, self.longest), daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._process.start()
-        while not self.longest.value:
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.join()
+        super().__init__("d", _watch, url)
+        self.longest = self._value
 
 
 def longest_stall(watch: Watch, url: str, path: str, body: bytes) -> float:

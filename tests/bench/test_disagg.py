@@ -62,7 +62,19 @@ MOCK = f"{sys.executable} -m tests.bench.mock_server --port {{port}}"
 
 def test_a_side_that_is_twice_as_slow_has_half_the_ratio(tmp_path: Path) -> None:
     sides = [f"fast 1 {MOCK} --ttft-ms 60 --gaps-ms 10", f"slow 2 {MOCK} --ttft-ms 120 --gaps-ms 20"]
-    flags = ["--device", "cpu", "--seeds", "1", "--requests", "12", "--rates", "20", "--loads", "2000/150"]
+    flags = [
+        "--device",
+        "cpu",
+        "--seeds",
+        "1",
+        "--requests",
+        "12",
+        "--rates",
+        "20",
+        "--loads",
+        "2000/150",
+        "--short",
+    ]
     flags += ["--json", str(tmp_path / "report.json"), *(word for side in sides for word in ("--side", side))]
     done = subprocess.run(
         [sys.executable, "-m", "baton.bench.disagg", *flags],

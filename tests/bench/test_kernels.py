@@ -34,15 +34,10 @@ def cases(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Cases:
 def test_every_case_runs_and_makes_rows(cases: Cases) -> None:
     rows = {row.name: row for make in cases for row in bench.measure(make, one_second_each)}
     for name in (
-        "add_rms_norm.t1",
-        "silu_mul.t17",
-        "rope_and_write.t17",
-        "decode_attention.b2",
-        "decode_attention.b2.ragged",
-        "prefill_attention.70",
-        "prefill_attention.17.after51",
+        "add_rms_norm.t1", "silu_mul.t17", "rope_and_write.t17", "decode_attention.b2",
+        "decode_attention.b2.ragged", "prefill_attention.70", "prefill_attention.17.after51",
         "linear.gate_up.t2",
-    ):
+    ):  # fmt: skip
         assert rows[f"kernels.{name}.time"].value == 1e6, "a second, in µs"
     # 4 rows of 64 elements of 2 bytes: residual in and out, delta, result
     assert rows["kernels.add_rms_norm.t1"].value == pytest.approx(4 * 64 * 2 / 1e9)

@@ -101,8 +101,11 @@ def test_a_bench_refuses_a_gpu_that_is_not_there(
     assert wrong in capsys.readouterr().err
 
 
+Run = Callable[..., dict[str, Any]]
+
+
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs a bench as `python -m baton.bench.NAME FLAGS` does. Returns value by row of its JSON report."""
 
     def run(name: str, *flags: str) -> dict[str, Any]:
@@ -144,35 +147,10 @@ def check_flags(command: str, *flags: str) -> None:
     commands_of(app)[command].make_context(command, [*flags])
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The arguments of each `baton bench run` that a bench starts. A stand-in writes its report."""
-    from baton.bench.load.cli import app
-
-    sent: list[list[str]] = []
-    commands = commands_of(app)
-
-    def stand_in(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert line[:4] == [sys.executable, "-m", "baton.cluster.cli", "bench"], line
-        asked = commands[line[4]].make_context(line[4], line[5:]).params
-        rows = [{"name": name, "value": 1.0} for name in disagg.TOTALS]
-        detail = {"valid": True, "invalid_reasons": [], "notes": []}
-        asked["json"].write_text(json.dumps({"results": rows, "detail": detail}))
-        if asked["jsonl"] is not None:
-            asked["jsonl"].write_text('{"ttft_ms": 50, "arrivals": [0.1, 0.2]}\n{"failure": "refused"}\n')
-        sent.append(line[4:])
-        return subprocess.CompletedProcess(line, 0)
-
-    monkeypatch.setattr(disagg.subprocess, "run", stand_in)
-    return sent
-
-
 # ---------------------------------------------------------------- one process
 
 
-def test_runs_engine(
-    run: Callable[..., dict[str, Any]], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_engine(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
     from baton.bench.engine import on_cpu
@@ -211,7 +189,7 @@ def test_the_bench_of_a_mixture_counts_the_experts_that_a_step_reads(
     )
 
 
-def test_runs_kv(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_kv(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr(kv, "SIZES", (1,))
     monkeypatch.setattr(exported, "SIZES", {"cpu": (1,)})
@@ -234,7 +212,7 @@ def test_runs_kv(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyP
     } <= {*rows}
 
 
-def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_routing_sim(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from baton.bench.routing_sim import __main__ as sim
 
     monkeypatch.setattr(sim, "MAIN", 8)
@@ -243,7 +221,7 @@ def test_runs_routing_sim(run: Callable[..., dict[str, Any]], monkeypatch: pytes
     monkeypatch.setattr(sim, "PLACED_SHORT", (2,))
     monkeypatch.setattr(sim, "PLACED_REQUESTS_SHORT", 20)
     rows = run("routing_sim", "--short")
-    assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.mooncake.w4.bound"} <= {*rows}
+    assert {"routing_sim.multi_turn.w8.changes.sticky.hits", "routing_sim.shared_prefix.w4.bound"} <= {*rows}
     assert rows["routing_sim.placement.500_500.6.w2.ttft_p99"] > 0
 
 
@@ -269,9 +247,7 @@ def shared(
     """`bench.router` gets the router and the workers of `routed`."""
     cluster, workers = routed
 
-    def started(
-        directory: Path, *, prefill: int, decode: int, secret: str, router_flags: list[str]
-    ) -> contextlib.nullcontext[Any]:
+    def started(directory: Path, *, prefill: int, decode: int, secret: str, router_flags: list[str]) -> Any:
         check_flags("router", *router_flags)
         assert prefill == decode == 0
         stand_in = SimpleNamespace(
@@ -293,7 +269,7 @@ def shared(
 
 
 def test_runs_router(
-    run: Callable[..., dict[str, Any]],
+    run: Run,
     routed: tuple[LocalCluster, ends.FakeWorkers],
     shared: ends.FakeWorkers,
     monkeypatch: pytest.MonkeyPatch,
@@ -313,9 +289,7 @@ def test_runs_router(
 # ---------------------------------------------------------------- clusters
 
 
-def test_runs_overlap(
-    run: Callable[..., dict[str, Any]], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = import_module("baton.bench.overlap.__main__")
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr("gc.disable", lambda: None)
@@ -333,9 +307,7 @@ def test_runs_overlap(
     assert rows[f"{of}.long.n16.whole"] > rows[f"{of}.long.n16.ttft"]
 
 
-def test_runs_reuse(
-    run: Callable[..., dict[str, Any]], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_reuse(run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "gpus", list)
     rows = run("reuse", "--short", "--history", "150", "--answer", "20", "--model", str(checkpoint))
     turns = {"second_turn", "from_decode", "on_decode", "computed"}
@@ -347,25 +319,19 @@ def test_overlap_gives_each_rank_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overlap = import_module("baton.bench.overlap.__main__")
-    present = ["0", "1", "2", "3"]
-    monkeypatch.setattr("baton.bench.roles.visible_gpus", lambda: present)
 
-    def devices(prefill: int, decode: int) -> list[str]:
+    def devices(prefill: int, decode: int, present: int) -> list[str]:
+        monkeypatch.setattr("baton.bench.roles.visible_gpus", lambda: range(present))
         args = SimpleNamespace(
             device="cuda", prefill_ranks=prefill, decode_ranks=decode, prefill_kv_cache_dtype="auto",
             decode_kv_cache_dtype="fp8",
         )  # fmt: skip
-        return [flags[-1] for flags in overlap.groups(args)]
+        return [flags[-1].removeprefix("cuda:") for flags in overlap.groups(args)]
 
-    assert devices(2, 1) == ["cuda:0", "cuda:3"]
-    assert devices(2, 2) == ["cuda:0", "cuda:2"]
-    del present[2:]
-    assert devices(2, 1) == ["cuda:0", "cuda:1"]
-    assert devices(2, 2) == ["cuda:0", "cuda:0"]
-    del present[1:]
-    assert devices(1, 1) == ["cuda:0", "cuda:0"]
+    assert (devices(2, 1, 4), devices(2, 2, 4)) == (["0", "3"], ["0", "2"])
+    assert (devices(2, 1, 2), devices(2, 2, 2), devices(1, 1, 1)) == (["0", "1"], ["0", "0"], ["0", "0"])
     with pytest.raises(SystemExit):
-        devices(1, 2)
+        devices(1, 2, 1)
     assert "--prefill-ranks 1 --decode-ranks 2: needs 2 GPUs, and there are 1" in capsys.readouterr().err
 
 
@@ -384,13 +350,12 @@ def test_the_script_for_gpus_has_each_step_that_it_names() -> None:
     assert steps == set(re.findall(r"^([a-z0-9_]+)\(\) \{", script, re.M))
 
 
-def test_runs_disagg(
-    run: Callable[..., dict[str, Any]],
-    loads: list[list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_runs_disagg(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in writes the report of each `baton bench`, and another one starts no side."""
+    from baton.bench.load.cli import app
+
     turns: list[str] = []
+    loads: list[list[str]] = []
 
     def started(side: disagg.Side, model: Path) -> contextlib.nullcontext[str]:
         command = side.command.format(model=model, port=8000).split()
@@ -399,6 +364,18 @@ def test_runs_disagg(
         turns.append(side.name)
         return contextlib.nullcontext("http://127.0.0.1:1")
 
+    def measured(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert line[:4] == [sys.executable, "-m", "baton.cluster.cli", "bench"], line
+        asked = commands_of(app)[line[4]].make_context(line[4], line[5:]).params
+        rows = [{"name": name, "value": 1.0} for name in disagg.TOTALS]
+        detail = {"valid": True, "invalid_reasons": [], "notes": []}
+        asked["json"].write_text(json.dumps({"results": rows, "detail": detail}))
+        if asked["jsonl"] is not None:
+            asked["jsonl"].write_text('{"ttft_ms": 50, "arrivals": [0.1, 0.2]}\n{"failure": "refused"}\n')
+        loads.append(line[4:])
+        return subprocess.CompletedProcess(line, 0)
+
+    monkeypatch.setattr(disagg.subprocess, "run", measured)
     monkeypatch.setattr(contract, "gpus", lambda: ["a GPU"] * 2)
     monkeypatch.setattr(disagg, "started", started)
     monkeypatch.setattr(disagg, "DRAWS", 10)
@@ -411,7 +388,7 @@ def test_runs_disagg(
 
 
 def test_runs_flip(
-    run: Callable[..., dict[str, Any]],
+    run: Run,
     routed: tuple[LocalCluster, ends.FakeWorkers],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -423,13 +400,7 @@ def test_runs_flip(
     writers: list[TraceWriter] = []
     monkeypatch.setattr(contract, "gpus", list)
 
-    def started(
-        directory: Path,
-        *,
-        worker_flags: list[str],
-        router_flags: list[str],
-        **_: Any,
-    ) -> contextlib.nullcontext[SimpleNamespace]:
+    def started(directory: Path, *, worker_flags: list[str], router_flags: list[str], **_: Any) -> Any:
         check_flags("prefill", *worker_flags)
         check_flags("router", *router_flags)
         (directory / flip.TRACES).mkdir()
