@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -225,14 +224,6 @@ async def test_users_back_off_from_a_server_that_does_not_answer(monkeypatch: py
     records = await _answered(Behavior(ttft=0, faults=["500", "500", "none"]), sessions=6)
     assert len(records) == 6
     assert pauses() == [0.1, 0.2, 0.1, 0.2], "an answer ends the pause"
-
-
-async def test_a_port_without_a_listener_is_refused() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    records = await run_client(client_config(f"http://127.0.0.1:{port}", SAME, sessions=3, concurrency=1))
-    assert [r.error_class for r in records] == ["refused"] * 3
 
 
 async def test_an_unknown_host_is_unreachable() -> None:

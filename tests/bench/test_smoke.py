@@ -240,11 +240,9 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalClus
         yield cluster, workers
 
 
-@pytest.fixture
-def shared(
-    routed: tuple[LocalCluster, ends.FakeWorkers], monkeypatch: pytest.MonkeyPatch
-) -> ends.FakeWorkers:
-    """`bench.router` gets the router and the workers of `routed`."""
+def test_runs_router(
+    run: Run, routed: tuple[LocalCluster, ends.FakeWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster, workers = routed
 
     def started(directory: Path, *, prefill: int, decode: int, secret: str, router_flags: list[str]) -> Any:
@@ -255,35 +253,29 @@ def shared(
         )
         return contextlib.nullcontext(stand_in)
 
-    monkeypatch.setattr(router, "LocalCluster", started)
-    monkeypatch.setattr(router, "FakeWorkers", lambda secret: contextlib.nullcontext(workers))
+    large = {"message": ("/v1/chat/completions", b'{"messages": [], "a": "%b"}' % bytes(100_000))}
+    few = partial(router.decisions, 100, 2)
+    for name, smaller in {
+        "LocalCluster": started,
+        "FakeWorkers": lambda secret: contextlib.nullcontext(workers),
+        "WARM_UP": 1,
+        "PERIODS": 1,
+        # In such a short time the kernel may count no CPU time.
+        "cpu_seconds": lambda pid: ends.cpu_seconds(pid) + time.monotonic(),
+        "large_requests": lambda: large,
+        "decisions": lambda workers, count, busy: few(busy=busy),
+    }.items():
+        monkeypatch.setattr(router, name, smaller)
     monkeypatch.setattr(router.secrets, "token_hex", lambda count: cluster.secret)
-    monkeypatch.setattr(router, "WARM_UP", 1)
-    monkeypatch.setattr(router, "PERIODS", 1)
-    # In such a short time the kernel may count no CPU time.
-    monkeypatch.setattr(router, "cpu_seconds", lambda pid: ends.cpu_seconds(pid) + time.monotonic())
     monkeypatch.setattr(contextlib, "closing", lambda given: given)
     monkeypatch.setattr("gc.disable", lambda: None)
     monkeypatch.setattr(ends, "SPREAD_S", 0.0)
-    return workers
-
-
-def test_runs_router(
-    run: Run,
-    routed: tuple[LocalCluster, ends.FakeWorkers],
-    shared: ends.FakeWorkers,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    large = {"message": ("/v1/chat/completions", b'{"messages": [], "a": "%b"}' % bytes(100_000))}
-    monkeypatch.setattr(router, "large_requests", lambda: large)
-    few = partial(router.decisions, 100, 2)
-    monkeypatch.setattr(router, "decisions", lambda workers, count, busy: few(busy=busy))
-    with ends.OpenStreams(routed[0].url, 1) as load:  # one load for all, since each is a process
+    with ends.OpenStreams(cluster.url, 1) as load:  # one load for all, since each is a process
         monkeypatch.setattr(router, "OpenStreams", lambda url, streams: contextlib.nullcontext(load))
         rows = run("router", "--pairs", "100", "--streams", "1", "--seconds", "0.1")
     assert {"router.decision.w1000", "router.added.p99", "router.processes2.tokens_per_s"} <= {*rows}
     assert rows["router.stall.large_request"] > 0
-    shared.step.value = 0.0
+    workers.step.value = 0.0
 
 
 # ---------------------------------------------------------------- clusters
@@ -293,11 +285,9 @@ def test_runs_overlap(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: p
     overlap = import_module("baton.bench.overlap.__main__")
     monkeypatch.setattr(contract, "gpus", list)
     monkeypatch.setattr("gc.disable", lambda: None)
-    monkeypatch.setattr(overlap, "REST_S", 0.0)
-    monkeypatch.setattr(overlap, "PERIODS", 1)
-    monkeypatch.setattr(overlap, "PERIOD_S", 0.1)
-    monkeypatch.setattr(overlap, "CONTEXT", 100)
-    monkeypatch.setattr(overlap, "LONG_OUTPUT", 5)
+    smallest = {"REST_S": 0.0, "PERIODS": 1, "PERIOD_S": 0.1, "CONTEXT": 100, "LONG_OUTPUT": 5}
+    for name, value in smallest.items():
+        monkeypatch.setattr(overlap, name, value)
     rows = run(
         "overlap", "--short", "--tokens", "100", "--batch", "3", "--long", "16",
         "--lanes", "1", "--model", str(checkpoint), "--prefill-ranks", "2", "--decode-kv-cache-dtype", "fp8",
