@@ -75,7 +75,8 @@ overlap() {
 }
 overlap_8000() { python3 -m baton.bench.overlap --device cuda --tokens 8000 --batch 64 --json "$out/overlap_8000.json"; }
 disagg() { # Baton with a prefill and a decode worker, against Baton with two workers that do both
-    python3 -m baton.bench.disagg --device cuda --seeds 1 --requests 200 --reports "$out/disagg" --json "$out/disagg.json"
+    python3 -m baton.bench.disagg --device cuda --seeds 1 --seconds 20 --reports "$out/disagg" \
+        --json "$out/disagg.json"
 }
 groups() { # a handover between workers with several GPUs
     local prefill decode tokens

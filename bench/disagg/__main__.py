@@ -1,8 +1,8 @@
 """Two deployments under the same load, in turns: TTFT and gaps of each, and their ratios with intervals.
 
     python -m baton.bench.disagg [--side 'NAME COUNT COMMAND' --side 'NAME COUNT COMMAND'] [--seeds N]
-        [--loads L,L] [--rates R,R] [--requests N] [--model-shape NAME] [--reports DIR] [--json PATH]
-        [--device cpu|cuda] [--short]
+        [--loads L,L] [--rates R,R] [--requests N] [--seconds S] [--model-shape NAME] [--reports DIR]
+        [--json PATH] [--device cpu|cuda] [--short]
 
 Each turn starts one side, measures all loads with one seed, and ends the side. The side that begins changes
 with each seed. Both sides get the same prompts at the same times, and no prompt comes twice.
@@ -181,11 +181,12 @@ def measure(
             with started(side, model) as url:
                 for load in loads:
                     for arguments in () if args.short else warm_up(load, seed):
-                        run(url, arguments, reports / "warm-up.json")
+                        run(url, arguments, reports / "warm-up")
                     for level in load.levels:
                         name = load.name_at(level)
                         files = [reports / f"{name}.{side.name}.{seed}.{kind}" for kind in ("json", "jsonl")]
-                        arguments = command(load, level, args.requests, seed, reports)
+                        count = min(args.requests, round(level * args.seconds) or 1)
+                        arguments = command(load, level, count, seed, reports)
                         report = run(url, [*arguments, "--jsonl", str(files[1])], files[0])
                         values = {row["name"]: row["value"] for row in report["results"]}
                         measured = found.setdefault(name, {}).setdefault(side.name, Measured())
@@ -236,7 +237,9 @@ def main() -> int:
     add("--seeds", type=int, metavar="N", help="turns of each side (default: 3; 1 with --short)")
     add("--loads", type=_names, metavar="LOAD,…", help=", ".join(load.name for load in LOADS))
     add("--rates", type=_rates, metavar="R,…", help="requests/s, or users (default: those of each load)")
-    add("--requests", type=int, metavar="N", help="of each rate and seed, at least (default: 300 on GPUs)")
+    add("--requests", type=int, metavar="N", help="of each rate and seed (default: 300 on GPUs)")
+    most = "of each rate and seed, about, for fewer requests at low rates (default: 600)"
+    add("--seconds", type=float, default=600.0, metavar="S", help=most)
     add("--model-shape", choices=SHAPES, default=DENSE, metavar="NAME", help=f"{{model}} (default: {DENSE})")
     add("--reports", type=Path, metavar="DIR", help="keep the reports of all runs, for `baton bench report`")
     args = p.parse_args()
