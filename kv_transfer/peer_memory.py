@@ -33,7 +33,6 @@ _F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x0002
 _HANDLE = struct.Struct("<II")  # process, descriptor
 _MARK = struct.Struct("<QQ")
 assert _MARK.size == MARK
-_HANDLE_BYTES = {"shared_memory": _HANDLE.size, "cuda_ipc": 64}
 
 TCP_ONLY = "--kv-connector tcp"
 """Why memory is neither exported nor read."""
@@ -67,19 +66,19 @@ class PeerMemories(Generic[M]):
         open_one: Callable[[Export], M],
     ) -> None:
         """Opens those with any of `heads`, by part of the layout. Raises Unreachable."""
-        handles = _handles(export)
+        ranks = len(export.handles)
         needed: set[int] = set()
         try:
             for part, held in enumerate(heads):
-                needed |= {rank_of(layout, head, len(handles), part) for head in range(*held)}
+                needed |= {rank_of(layout, head, ranks, part) for head in range(*held)}
         except StopIteration:
-            raise Unreachable(f"{len(handles)} ranks do not share the heads of this model") from None
+            raise Unreachable(f"{ranks} ranks do not share the heads of this model") from None
         self.slot_bytes = export.slot_bytes
         self._num_slots = export.num_slots
         self._of_ranks: dict[int, M] = {}
         try:
             for rank in sorted(needed):
-                self._of_ranks[rank] = open_one(replace(export, handle=handles[rank]))
+                self._of_ranks[rank] = open_one(replace(export, handles=(export.handles[rank],)))
         except Unreachable:
             self.close()
             raise
@@ -96,22 +95,14 @@ class PeerMemories(Generic[M]):
             memory.close()
 
 
-def _handles(export: Export) -> Sequence[bytes]:
-    """Of each rank."""
-    size = _HANDLE_BYTES.get(export.kind)
-    if size is None:
-        return (export.handle,)
-    return [export.handle[at : at + size] for at in range(0, len(export.handle), size)]
-
-
 def count_slots(export: Export) -> int:
     """Of all ranks."""
-    return export.num_slots * len(_handles(export))
+    return export.num_slots * len(export.handles)
 
 
 def join(exports: Sequence[Export]) -> Export:
     """The memories of all ranks of a worker, as peers get them."""
-    return replace(exports[0], handle=b"".join(export.handle for export in exports))
+    return replace(exports[0], handles=tuple(handle for export in exports for handle in export.handles))
 
 
 @cache
@@ -137,7 +128,7 @@ def mark(arena: Arena, slot: int, generation: int, checksum: int) -> None:
 
 def export_arena(arena: Arena) -> Export:
     handle = _HANDLE.pack(os.getpid(), arena.fd)
-    return Export("shared_memory", host(), handle, arena.num_slots, arena.slot_bytes, arena.token)
+    return Export("shared_memory", host(), (handle,), arena.num_slots, arena.slot_bytes, arena.token)
 
 
 class PeerArena:
@@ -149,7 +140,7 @@ class PeerArena:
         slots = export.num_slots * export.slot_bytes
         size = exported_bytes(export.num_slots, export.slot_bytes)
         try:
-            pid, number = _HANDLE.unpack(export.handle)
+            pid, number = _HANDLE.unpack(export.handles[0])
             fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 if not fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK:

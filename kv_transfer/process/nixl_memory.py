@@ -155,7 +155,7 @@ class NixlMemory:
         metadata = self._agent.getLocalPartialMD(shown, True, self._backend)
         self._seal = Seal(secret, b"baton nixl metadata")
         handle = self._seal.seal(place + metadata, _name(incarnation))
-        self.export = Export(out.kind, "", handle, out.num_slots, out.slot_bytes, sending.token)
+        self.export = Export(out.kind, "", (handle,), out.num_slots, out.slot_bytes, sending.token)
         self.for_sender, self.for_receiver = out.export, here.export
         """Slots with marks, which the engine opens."""
         self._open: dict[int, _Peer] = {}  # by session
@@ -178,7 +178,7 @@ class NixlMemory:
     @property
     def why_not_exported(self) -> str:
         """Why no peer can be told of the memory; empty: peers can. UCX describes each network device."""
-        size = len(self.export.handle)
+        size = len(self.export.handles[0])
         if size <= MAX_HANDLE_BYTES:
             return ""
         return f"NIXL's metadata has {size} of at most {MAX_HANDLE_BYTES} bytes: name few UCX_NET_DEVICES"
@@ -189,7 +189,7 @@ class NixlMemory:
         """Starts to read the token of the memory. Returns why it cannot be read; empty: `opened` tells."""
         try:
             form = _PLACE if self._here.mark_bytes else _ADDRESS
-            handle = self._seal.open(export.handle, _name(incarnation))
+            handle = self._seal.open(export.handles[0], _name(incarnation))
             address, *device = form.unpack(handle[: form.size])
             token_at = address + export.num_slots * (export.slot_bytes + self._here.mark_bytes)
             if token_at + TOKEN > _END:
