@@ -13,19 +13,25 @@ import torch
 from baton.engine.api.config import EngineConfig
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Checkpoint, DeclaredWeights, PlainFormat, Weights
-from baton.engine.loader.by_rows import Glm4Checkpoint, Phi3Checkpoint, Qwen3NextCheckpoint
+from baton.engine.loader.families import (
+    Gemma3Checkpoint,
+    Glm4Checkpoint,
+    HybridCheckpoint,
+    Llama4Checkpoint,
+    Phi3Checkpoint,
+    Qwen3NextCheckpoint,
+)
 from baton.engine.loader.formats import choose_format
 from baton.engine.loader.gguf_file import GGUFCheckpoint
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
 from baton.engine.loader.hf import OTHER_FORMATS, DummyCheckpoint, HFCheckpoint, read_config
-from baton.engine.loader.hybrid import HybridCheckpoint
 from baton.engine.loader.hybrid_config import GRANITE, QWEN3_NEXT
-from baton.engine.loader.text_models import Gemma3Checkpoint, Llama4Checkpoint
+from baton.engine.loader.rearranged import Rearranged
 from baton.engine.model_config import LongRopeScaling
 from baton.engine.models import model_class
 from baton.engine.models.llama import Llama
 
-REARRANGED: dict[str, Callable[[Checkpoint], Checkpoint]] = {
+REARRANGED: dict[str, type[Rearranged]] = {
     "Phi3ForCausalLM": Phi3Checkpoint,
     "Glm4ForCausalLM": Glm4Checkpoint,
     "Gemma3ForCausalLM": Gemma3Checkpoint,
