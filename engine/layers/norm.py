@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.engine.layers.linear import LinearMethod
+from baton.engine.kernels import LinearMethod
 from baton.engine.layers.ranks import Ranks
 from baton.engine.layers.weights import Weights
 
@@ -40,10 +40,8 @@ class InputNorm:
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Any:
         """As `RMSNorm`. Returns what the product takes: a tensor, or `Quantized`."""
         norm = self.norm
-        if norm is not None and norm.ranks.size == 1 and self.grouped is not None:
-            return self.kernels.add_rms_norm_quantized(
-                residual, delta, norm.weight, norm.eps, grouped=self.grouped
-            )
+        if norm is not None and norm.ranks.size == 1:
+            return self.kernels.add_rms_norm(residual, delta, norm.weight, norm.eps, self.grouped)
         x = residual
         if norm is not None:
             x = norm(residual, delta)

@@ -20,7 +20,7 @@ from torch import Tensor
 from baton.engine.kernels import Fp8Experts
 from baton.engine.layers.grouped_linear import GroupsFormat, bytes_per_parameter
 from baton.engine.layers.ranks import Part, whole
-from baton.engine.layers.weights import Groups, Weights, stacked
+from baton.engine.layers.weights import Groups, Stack, Weights, stacked
 
 WORD = 8
 """Integers in a word."""
@@ -48,9 +48,8 @@ class Int4Format(GroupsFormat):
     def bytes_per_parameter(self, dtype: torch.dtype, *, output: bool = False) -> float:
         return dtype.itemsize if output else bytes_per_parameter(4, self.size, dtype, self.device)
 
-    def read_groups(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[Part], columns: Part
-    ) -> Groups | None:
+    def read_groups(self, weights: Weights, stack: Stack) -> Groups | None:
+        names, rows, columns, _ = stack
         quantized = [name for name in names if weights.has(f"{name}.{self.marker}")]
         if not quantized:
             return None
@@ -62,12 +61,10 @@ class Int4Format(GroupsFormat):
         assert groups is not None, "all are read with one size"
         return groups
 
-    def experts(
-        self, weights: Weights, names: Sequence[Sequence[str]], rows: Sequence[Part], columns: Part
-    ) -> Tensor | Fp8Experts:
-        if any(weights.has(f"{name}.{self.marker}") for expert in names for name in expert):
+    def experts(self, weights: Weights, experts: Sequence[Stack]) -> Tensor | Fp8Experts:
+        if any(weights.has(f"{name}.{self.marker}") for stack in experts for name in stack.names):
             raise ValueError(f"{weights.source}: experts in the format {self.name} are not supported")
-        return super().experts(weights, names, rows, columns)
+        return super().experts(weights, experts)
 
 
 def gptq(settings: Mapping[str, Any], source: str, device: torch.device) -> Int4Format:

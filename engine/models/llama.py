@@ -6,8 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import HeadNorm
-from baton.engine.layers.linear import LinearMethod
+from baton.engine.kernels import HeadNorm, LinearMethod
 from baton.engine.layers.mlp import GatedMLP, MoE
 from baton.engine.layers.norm import InputNorm, OutputNorm, RMSNorm
 from baton.engine.layers.ranks import whole

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from baton.engine.kernels import Kernels
 from baton.engine.layers.weights import Groups
 from tests.engine.test_groups import random_groups
 
@@ -25,12 +26,18 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
     ],
 )
 def test_int4_products(
-    size: int, columns: int, out: int, rows: int, symmetric: bool, dtype: torch.dtype, kernel_device: str
+    size: int,
+    columns: int,
+    out: int,
+    rows: int,
+    symmetric: bool,
+    dtype: torch.dtype,
+    kernel_device: str,
+    triton_kernels: Kernels,
 ) -> None:
     """By each of the kernels: up to 2 rows, few rows, which may be split, and many rows. SwiGLU at the end of
     a product gives the same as SwiGLU of its result."""
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
-    from baton.engine.kernels.silu import silu_mul
 
     codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(kernel_device))
     rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), bits)
@@ -49,4 +56,5 @@ def test_int4_products(
         error += 0.006 * expected.square().mean().sqrt().item()
     for _ in range(2):  # the second one finds the counters of the splits as the first one left them
         torch.testing.assert_close(linear(x).float(), expected, rtol=2 * ulp, atol=error)
-    torch.testing.assert_close(linear.silu_mul(x), silu_mul(linear(x)), rtol=2 * ulp, atol=0)
+    gated = linear.silu_mul(x, triton_kernels)
+    torch.testing.assert_close(gated, triton_kernels.silu_mul(linear(x)), rtol=2 * ulp, atol=0)

@@ -46,7 +46,9 @@ def test_silu_mul_and_gelu_mul(
 ) -> None:
     gate_up = (4 * normal(rows, 2 * size)).to(dtype)
     close(triton_kernels.silu_mul(gate_up.to(kernel_device)), Kernels().silu_mul(gate_up))
-    close(triton_kernels.gelu_mul(gate_up.to(kernel_device)), Kernels().gelu_mul(gate_up))
+    close(
+        triton_kernels.silu_mul(gate_up.to(kernel_device), gelu=True), Kernels().silu_mul(gate_up, gelu=True)
+    )
 
 
 # Products

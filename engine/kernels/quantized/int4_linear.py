@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.engine.kernels import Kernels, LinearMethod
 from baton.engine.kernels.launch import COMPILED, inputs_ready, launch_options
 from baton.engine.kernels.quantized import int4_gemv
-from baton.engine.kernels.silu import silu_mul
 from baton.engine.kernels.split_k import SHARED_BYTES, add_parts, counters, parts_of, store_transposed
 
 MAX_FEW_ROWS = 256
@@ -60,7 +60,7 @@ def tiling(rows: int, blocks: int, words: int, size: int, multiprocessors: int) 
     return Tiling(block_m, block_n, splits, warps, max(2, min(MAX_STAGES, stages)))
 
 
-class Int4Linear:
+class Int4Linear(LinearMethod):
     """A linear product with INT4 weights. Its calls must be in one stream."""
 
     def __init__(
@@ -97,11 +97,10 @@ class Int4Linear:
             return self.triton(x)
         return F.linear(x, self.dequantized(), self._bias)
 
-    def silu_mul(self, x: Tensor) -> Tensor:
-        """`Kernels.silu_mul` of the product."""
+    def silu_mul(self, x: Tensor, kernels: Kernels) -> Tensor:
         if len(x) <= int4_gemv.MAX_ROWS:
             return self._gemv(x, gated=True)
-        return silu_mul(self(x))
+        return super().silu_mul(x, kernels)
 
     def _gemv(self, x: Tensor, *, gated: bool) -> Tensor:
         weight = self._packed, self._scales, self._zeros, self._bias
