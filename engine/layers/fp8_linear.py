@@ -151,9 +151,6 @@ def block_reader(suffix: str) -> Reader:
     """From a checkpoint with a scale for each block of 128 × 128, `suffix`: [out / 128, in / 128], rounded
     up."""
 
-    def blocks(part: Part) -> Part:
-        return Part(part.start // FP8_GROUP, -(-part.stop // FP8_GROUP), -(-part.size // FP8_GROUP))
-
     def read(weights: Weights, name: str, rows: Part, columns: Part) -> Scaled | None:
         if not weights.has(f"{name}.{suffix}"):
             return None
@@ -163,9 +160,8 @@ def block_reader(suffix: str) -> Reader:
                 f"a rank's columns begin at {columns.start}, no multiple of {FP8_GROUP}"
             )
         values = weights.stored(f"{name}.weight", (rows, columns), FP8)
-        scales = weights.stored(
-            f"{name}.{suffix}", (blocks(rows), blocks(columns)), torch.float32, torch.bfloat16
-        )
+        blocks = rows.in_groups(FP8_GROUP), columns.in_groups(FP8_GROUP)
+        scales = weights.stored(f"{name}.{suffix}", blocks, torch.float32, torch.bfloat16)
         first = rows.start % FP8_GROUP
         by_row = scales.float().T.repeat_interleave(FP8_GROUP, dim=1)
         return Scaled(values, by_row[:, first : first + rows.length])

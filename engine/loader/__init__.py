@@ -98,18 +98,10 @@ def load_model(
     config = replace(checkpoint.config, max_model_len=max_model_len)
     model = model_class(config.architecture, checkpoint.source)(config, weights)
     identity = replace(checkpoint.config, max_model_len=0, eos_ids=(), dtype=None)
-    beside: tuple[object, ...] = ()  # what is not in the repr
-    if identity.experts:
-        beside = (identity.experts, identity.spans, identity.nope)
-    if identity.state:
-        beside += (identity.state, identity.rotary_dim, identity.multipliers)
-    elif identity.rotary_dim is not None:
-        beside += (identity.rotary_dim,)
-    if identity.local_rope:
-        beside += (identity.spans, identity.multipliers, identity.local_rope)
+    factors = None
     if isinstance(identity.rope_scaling, LongRopeScaling):
-        beside += (identity.rope_scaling.factors(max_model_len),)
-    digest = hashlib.sha256(" ".join(map(str, [identity, *beside])).encode()).hexdigest()[:32]
+        factors = identity.rope_scaling.factors(max_model_len)
+    digest = hashlib.sha256(f"{identity} {factors}".encode()).hexdigest()[:32]
     form = weight_format.identity or "plain"
     return model, f"model={digest}; weights={weights.finish()[:32]}; format={form}"
 

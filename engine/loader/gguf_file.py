@@ -170,15 +170,12 @@ class GGUFFile:
         return None
 
     def _string(self) -> str:
+        (length,) = LENGTH.unpack_from(self._data, self._at)
         begin = self._at + LENGTH.size
-        self._skip_string()
+        self._at = begin + length
         if self._at > len(self._data):
             raise OverflowError("a string is longer than the file")
         return self._data[begin : self._at].decode("utf-8")
-
-    def _skip_string(self) -> None:
-        (length,) = LENGTH.unpack_from(self._data, self._at)
-        self._at += LENGTH.size + length
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + layout, self._data, self._at)
@@ -217,8 +214,7 @@ class GGUFCheckpoint(Checkpoint):
         def read(parts: Sequence[Part]) -> Tensor:
             return torch.from_numpy(stored[tuple(part.indices for part in parts)].copy())
 
-        blocks = [rows, Part(columns.start // values, columns.stop // values, columns.size // values)]
-        return UNPACK[info.kind.name](self._in_order(name, read, blocks))
+        return UNPACK[info.kind.name](self._in_order(name, read, [rows, columns.in_groups(values)]))
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
         def read(parts: Sequence[Part]) -> Tensor:

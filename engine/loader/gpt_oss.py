@@ -66,9 +66,7 @@ class GptOssCheckpoint(Rearranged):
     def _read_blocks(self, stored: str, expert: Part, rows: range, parts: Sequence[Part]) -> Tensor:
         """As `_read_expert`."""
         columns = parts[1]
-        first = columns.start // GROUP
-        groups = Part(first, -(-columns.stop // GROUP), columns.size // GROUP)
-        own = span(rows[parts[0].indices])
+        groups, own = columns.in_groups(GROUP), span(rows[parts[0].indices])
         names = stored, f"{stored.removesuffix(BLOCKS)}_scales"
         blocks, scales = (
             self._files.read(name, [expert, own, groups, *inside])[0, :: rows.step]
@@ -81,4 +79,5 @@ class GptOssCheckpoint(Rearranged):
                 )
         values = PAIRS.index_select(0, blocks.flatten().int()).view(*scales.shape, GROUP)
         values *= SCALES[scales.int()][..., None]
-        return values.flatten(1)[:, columns.start - first * GROUP : columns.stop - first * GROUP]
+        before = groups.start * GROUP
+        return values.flatten(1)[:, columns.start - before : columns.stop - before]

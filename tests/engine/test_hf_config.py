@@ -283,6 +283,7 @@ def test_what_a_family_does_not_support_is_refused(
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
+        ("Mistral", {"sliding_window": 24}),
         ("Gemma3Text", {"query_pre_attn_scalar": 25}),
         ("Gemma3Text", {"sliding_window": 24}),
         ("Gemma3Text", {"layer_types": ["full_attention"] * 4}),

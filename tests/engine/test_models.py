@@ -211,7 +211,6 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path: Path, save_tiny: Call
         save_tiny(tmp_path, "Mistral", sliding_window=window)
         model = read_config(tmp_path)
         assert (model.max_model_len, model.spans) == (256, spans)
-        assert "Span" not in repr(model), "fingerprints of older workers would differ"
 
 
 @pytest.mark.parametrize(
