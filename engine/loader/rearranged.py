@@ -88,7 +88,8 @@ class Rearranged(Checkpoint):
         if rows := self._rows(kind):
             yield from self._by_rows(stored, {f"{module}.{part}.{what}": rows[part] for part in rows})
         else:
-            yield name, Piece(stored, self._files.shape(stored), partial(self._files.read, stored))
+            shape = self._files.shape(stored)
+            yield name, Piece(stored, shape, lambda parts: self._files.read(stored, parts))
 
     def _rows(self, kind: str) -> Mapping[str, Tensor]:
         """The rows of each tensor in a stored one of this kind, by its kind. Empty: it is one, in order."""
@@ -102,9 +103,12 @@ class Rearranged(Checkpoint):
         shape = self._files.shape(stored)
         if shape[:1] != (sum(map(len, rows.values())),):
             raise self._unfit(stored)
+
+        def read(parts: Sequence[Part]) -> Tensor:
+            return self._files.read(stored, parts)
+
         for name, own in rows.items():
-            read = partial(read_rows, partial(self._files.read, stored), own, shape[0])
-            yield name, Piece(stored, (len(own), *shape[1:]), read)
+            yield name, Piece(stored, (len(own), *shape[1:]), partial(read_rows, read, own, shape[0]))
 
     def _by_expert(
         self,

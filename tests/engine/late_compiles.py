@@ -77,10 +77,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         save_tiny(Path(directory), "Llama", max_position_embeddings=4096)
         warm = build_engine(EngineConfig(directory, dtype="float32", **SIZES))
-    rehearsal = Rehearsal(
-        seats=SIZES["max_num_seqs"], budget=SIZES["max_num_batched_tokens"], max_model_len=4096,
-        block_size=SIZES["block_size"],
-    )  # fmt: skip
+    rehearsal = Rehearsal(EngineConfig(directory, **SIZES), 4096, SIZES["block_size"])
     warm_up(warm._runner, rehearsal, lambda *_: None)
     print(f"{len(compiled)} kernels compiled by the rehearsal", *compiled, sep="\n  ")
     compiled.clear()

@@ -152,7 +152,8 @@ def test_no_step_changes_the_states_of_a_held_request(
 
 def test_a_rehearsal_with_fewer_states_than_requests(path: Path, tiny_engine: Callable[..., Engine]) -> None:
     """As before the pools are made, when the layers of a kind share memory."""
-    rehearsal = Rehearsal(seats=4, budget=16, max_model_len=32, block_size=4, num_slots=3)
+    limits = EngineConfig(str(path), max_num_seqs=4, max_num_batched_tokens=16)
+    rehearsal = Rehearsal(limits, 32, 4, num_slots=3)
     runner = tiny_engine(model=str(path), max_num_seqs=4)._runner
     runner.open(rehearsal.num_blocks, 3, shared=True)
     assert len({state.ssm.data_ptr() for state in runner.states}) == 1 < len(runner.states)

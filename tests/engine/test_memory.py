@@ -247,7 +247,8 @@ def computed(step: Step) -> tuple[int, int, int]:
 def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
     tiny_engine: Callable[..., Engine], seats: int, budget: int, context: int
 ) -> None:
-    rehearsal = Rehearsal(seats=seats, budget=budget, max_model_len=context, block_size=4)
+    limits = EngineConfig("m", max_num_seqs=seats, max_num_batched_tokens=budget)
+    rehearsal = Rehearsal(limits, context, 4)
     engine = tiny_engine(
         num_blocks=max(rehearsal.num_blocks, context // 4), max_num_seqs=seats,
         max_num_batched_tokens=budget, max_model_len=context,
@@ -277,7 +278,8 @@ def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
 
 
 def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: Callable[..., Engine]) -> None:
-    rehearsal = Rehearsal(seats=8, budget=64, max_model_len=48, block_size=4, pool=12)
+    limits = EngineConfig("m", max_num_seqs=8, max_num_batched_tokens=64)
+    rehearsal = Rehearsal(limits, 48, 4, pool=12)
     assert rehearsal.num_blocks > 12
     steps = list(rehearsal.steps(None))
     assert {int(step.slots.max()) // 4 for step in steps} <= set(range(12))
@@ -287,7 +289,7 @@ def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: Callable[..., 
 
 
 def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: Callable[..., Engine]) -> None:
-    rehearsal = Rehearsal(seats=2, budget=8, max_model_len=32, block_size=4)
+    rehearsal = Rehearsal(EngineConfig("m", max_num_seqs=2, max_num_batched_tokens=8), 32, 4)
     runner = tiny_engine(num_blocks=rehearsal.num_blocks)._runner
     runner.model.embedding.weight = runner.model.embedding.weight * torch.nan
     with pytest.raises(ValueError, match="the model's logits are not finite numbers"):

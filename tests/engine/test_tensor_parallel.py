@@ -23,7 +23,7 @@ import torch
 
 from baton.engine import Engine, EngineConfig
 from baton.engine.execution import host_ranks
-from baton.engine.execution.commands import SLOTS, Commands
+from baton.engine.execution.commands import SLOTS, Commands, Kind
 from baton.engine.execution.host_ranks import HostRanks
 from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Fp8Experts, parts
@@ -257,13 +257,13 @@ def test_a_command_arrives_as_it_was_sent() -> None:
     threads = [threading.Thread(target=read, args=(rank,)) for rank in (1, 2)]
     for sent in steps[: SLOTS // 2]:  # before the readers begin
         writer.run(sent)
-        writer.sample()
+        writer.send(Kind.SAMPLE)
     for thread in threads:
         thread.start()
     for sent in steps[SLOTS // 2 :]:
         writer.run(sent)
-        writer.sample()
-    writer.stop()
+        writer.send(Kind.SAMPLE)
+    writer.send(Kind.STOP)
     for thread in threads:
         thread.join(10)
     files.close()
