@@ -41,14 +41,15 @@ class GptOssCheckpoint(Rearranged):
         shape = self._files.shape(stored)
         if suffix == "_scales":  # read with the blocks
             return
-        if len(shape) != {"": 3, BLOCKS: 4, "_bias": 2}[suffix]:
-            raise self._unfit(stored)
         read = self._read_expert
         if suffix == BLOCKS:
+            if len(shape) != 4:
+                raise self._unfit(stored)
             self._check_scales(f"{experts}.{projection}_proj", shape)
             shape, read = (*shape[:2], shape[2] * GROUP), self._read_blocks
         elif suffix == "":
-            shape, read = (shape[0], shape[2], shape[1]), partial(self._read_expert, transposed=True)
+            shape = (*shape[:1], *reversed(shape[1:]))
+            read = partial(self._read_expert, transposed=True)
         what = "bias" if suffix == "_bias" else "weight"
         names = [f"{experts}.{{}}.{part}_proj.{what}" for part in projections(projection)]
         yield from self._by_expert(stored, shape, names, read, in_turns=True)

@@ -122,9 +122,10 @@ class Rearranged(Checkpoint):
         """The tensors of each expert in a stored one. `names` have {} for the number of the expert, and equal
         shares of the rows: one after the other, or in turns.
 
-        `shape` [experts, rows] or [experts, rows, columns]: as other families would have it. `read`: as
-        `_read_expert`."""
-        if len(shape) not in (2, 3) or 0 in shape or shape[1] % len(names):
+        `shape` [experts, rows, columns], or [experts, rows] of biases: as other families would have it.
+        `read`: as `_read_expert`."""
+        dims = 2 if names[0].endswith("bias") else 3
+        if len(shape) != dims or 0 in shape or shape[1] % len(names):
             raise self._unfit(stored)
         count, rows, *columns = shape
         size = rows // len(names)

@@ -177,9 +177,9 @@ def test_a_llama4_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("name", "change", "shape"),
     [
-        ("down_proj", lambda experts: experts.flatten(1), r"\(8, 1536\)"),
-        ("down_proj", lambda experts: torch.empty(1 << 40, 0, 64), r"\(1099511627776, 0, 64\)"),
-        ("gate_up_proj", lambda experts: experts.repeat(1, 1, 2)[:, :, :49].contiguous(), r"\(8, 64, 49\)"),
+        ("down_proj", lambda experts: experts.flatten(1), r"\[8, 1536\]"),
+        ("down_proj", lambda experts: torch.empty(1 << 40, 0, 64), r"\[1099511627776, 0, 64\]"),
+        ("gate_up_proj", lambda experts: experts.repeat(1, 1, 2)[:, :, :49].contiguous(), r"\[8, 64, 49\]"),
     ],
 )
 def test_experts_of_llama4_must_be_in_one_tensor_of_three_dimensions(
@@ -190,7 +190,7 @@ def test_experts_of_llama4_must_be_in_one_tensor_of_three_dimensions(
     name = f"model.layers.1.feed_forward.experts.{name}"
     tensors[name] = change(tensors[name])
     save_file(tensors, copy / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {name} is {shape}, not of exp"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {name} is {shape}$"):
         check_model(EngineConfig(str(copy)))
 
 
