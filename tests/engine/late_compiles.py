@@ -61,7 +61,7 @@ def main() -> int:
     def kernels_for(_: torch.device, head_dim: int) -> TritonKernels:
         return TritonKernels(torch.device("cpu"), head_dim)
 
-    original: Any = race._race
+    original: Any = race.draw
 
     def made_up(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, finite = original(*args)
@@ -70,7 +70,8 @@ def main() -> int:
     for module, name, instead in (
         (start, "kernels_for", kernels_for),
         (weights, "kernels_for", kernels_for),
-        (race, "_race", made_up),
+        (race, "draw", made_up),
+        (TritonKernels, "draw", staticmethod(made_up)),
     ):
         setattr(module, name, instead)
 
