@@ -59,11 +59,6 @@ def run(engine: Engine, requests: Iterable[EngineRequest] = (), **add: Any) -> d
     return results
 
 
-@pytest.fixture(name="run", scope="session")
-def run_fixture() -> Callable[..., dict[bytes, Result]]:
-    return run
-
-
 def request_of(
     number: int, prompt_ids: Iterable[int], output_ids: Iterable[int] = (), /, **sampling: Any
 ) -> EngineRequest:
@@ -72,11 +67,6 @@ def request_of(
     settings: dict[str, Any] = {"temperature": 0.0, **sampling}
     params = SamplingParams(**settings)
     return EngineRequest(number.to_bytes(16), list(prompt_ids), list(output_ids), params, priority)
-
-
-@pytest.fixture(name="request_of", scope="session")
-def request_fixture() -> Callable[..., EngineRequest]:
-    return request_of
 
 
 @pytest.fixture(scope="module")
@@ -280,11 +270,6 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(directory)
     return model
-
-
-@pytest.fixture(name="save_tiny", scope="session")
-def save_tiny_fixture() -> Callable[..., Any]:
-    return save_tiny
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ class Everything:
         return True
 
 
-def requests_of(request_of: Any) -> list[EngineRequest]:
+def requests_of() -> list[EngineRequest]:
     rng = random.Random(3)
     kinds: list[dict[str, Any]] = [
         {"logprobs": 2},
@@ -119,8 +119,8 @@ def requests_of(request_of: Any) -> list[EngineRequest]:
 
 
 @pytest.fixture(scope="module")
-def requests(request_of: Any) -> list[EngineRequest]:
-    return requests_of(request_of)
+def requests() -> list[EngineRequest]:
+    return requests_of()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from baton.engine.kernels import FP8, Experts, Fp8Experts, Kernels, Quantized
 from baton.engine.model_config import Scoring
 from tests.device import DEVICE
 from tests.engine import kernel_checks
+from tests.engine.conftest import save_tiny
 from tests.engine.kernel_checks import BF16, DTYPES, F16, F32, normal
 from tests.engine.test_fp8 import SIZES, save_quantized
 
@@ -221,11 +222,7 @@ def test_cublas_and_the_kernel_multiply_the_same_numbers(
 )
 @pytest.mark.parametrize("kind", ["Llama", "Gemma3Text", "Olmo2", "blocks"])
 def test_an_engine_on_these_kernels(
-    kind: str,
-    tmp_path: Path,
-    save_tiny: Any,
-    check_tokens_of_kernels: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, tmp_path: Path, check_tokens_of_kernels: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The torch kernels quantize activations, too. A kind of model is quantized on load."""
     monkeypatch.setattr("baton.engine.loader.fp8_formats.from_hopper_on", lambda device: True)
@@ -233,5 +230,5 @@ def test_an_engine_on_these_kernels(
         save_tiny(tmp_path, kind, num_hidden_layers=1)
         check_tokens_of_kernels(tmp_path, quantization="fp8")
     else:
-        save_quantized(tmp_path, save_tiny, kind, **SIZES, num_key_value_heads=1)
+        save_quantized(tmp_path, kind, **SIZES, num_key_value_heads=1)
         check_tokens_of_kernels(tmp_path)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from baton.engine.kernels import FP8, Fp8KV, Kernels
 from baton.engine.model_config import Span
 from baton.engine.models import cache_bytes_per_token
 from tests.engine.attention_step import RAGGED, Step
+from tests.engine.conftest import request_of, run, save_tiny
 from tests.engine.kernel_checks import BF16, F16, F32, close
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
@@ -160,16 +160,14 @@ def test_rows_that_pad_a_graph_write_nothing(triton_kernels: Kernels, kernel_dev
     assert int(written.sum()) == 9 + 40 + 42
 
 
-def test_an_engine_on_these_kernels(
-    tmp_path: Path, save_tiny: Any, check_tokens_of_kernels: Callable[..., None]
-) -> None:
+def test_an_engine_on_these_kernels(tmp_path: Path, check_tokens_of_kernels: Callable[..., None]) -> None:
     """A model with windows and sinks."""
     save_tiny(tmp_path, "GptOss", num_hidden_layers=1)
     check_tokens_of_kernels(tmp_path, kv_cache_dtype="fp8")
 
 
 def test_a_token_does_not_depend_on_chunks_blocks_and_other_requests(
-    tiny_engine: Callable[..., Engine], run: Any, request_of: Any
+    tiny_engine: Callable[..., Engine],
 ) -> None:
     requests = [request_of(i, range(3, 7 + 19 * i), max_tokens=12, ignore_eos=True) for i in range(4)]
     alone = [

@@ -1,7 +1,6 @@
 """GGUF files: they give the same model, and broken files are refused by name."""
 
 import struct
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from baton.engine.loader import check_model
 from baton.engine.loader.gguf_file import GGUFCheckpoint, GGUFFile
 from baton.engine.loader.hf import DummyCheckpoint, HFCheckpoint
 from tests.engine.checkpoints import is_refused, load
+from tests.engine.conftest import request_of, run, save_tiny
 from tests.engine.test_models import LLAMA3_ROPE
 
 
@@ -59,9 +59,7 @@ def write_gguf(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_a_gguf_file_gives_the_same_model(
-    architecture: str, tmp_path: Path, save_tiny: Callable[..., Any], run: Any, request_of: Any
-) -> None:
+def test_a_gguf_file_gives_the_same_model(architecture: str, tmp_path: Path) -> None:
     kind, changes = ("Llama", {"rope_parameters": LLAMA3_ROPE}) if architecture == "llama" else ("Qwen3", {})
     reference = save_tiny(tmp_path, kind, head_dim=16, **changes)
     freqs = None
@@ -78,7 +76,7 @@ def test_a_gguf_file_gives_the_same_model(
 
 
 @pytest.fixture(scope="module")
-def tiny_gguf(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[..., Any]) -> bytes:
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     directory = tmp_path_factory.mktemp("gguf")
     write_gguf(directory / "model.gguf", save_tiny(directory, "Llama"), "llama")
     return (directory / "model.gguf").read_bytes()

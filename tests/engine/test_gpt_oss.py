@@ -15,6 +15,7 @@ from baton.engine.layers.ranks import Part, whole
 from baton.engine.loader.gpt_oss import GptOssCheckpoint
 from baton.engine.loader.hf import HFCheckpoint
 from tests.device import DEVICE
+from tests.engine.conftest import request_of, run, save_tiny
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -44,7 +45,7 @@ def quantize(directory: Path, to: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> tuple[Path, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same weights, plain and with MXFP4 experts."""
     directory = tmp_path_factory.mktemp("gpt_oss")
     save_tiny(directory / "plain", "GptOss")
@@ -57,7 +58,7 @@ def config_of(path: Path, **changes: Any) -> EngineConfig:
 
 
 def test_mxfp4_weights_give_the_tokens_and_the_fingerprint_of_plain_ones(
-    checkpoints: tuple[Path, Path], run: Any, request_of: Any
+    checkpoints: tuple[Path, Path],
 ) -> None:
     def outputs(path: Path) -> Any:
         engine = build_engine(config_of(path))
@@ -68,9 +69,7 @@ def test_mxfp4_weights_give_the_tokens_and_the_fingerprint_of_plain_ones(
     assert outputs(mxfp4) == outputs(plain)
 
 
-def test_a_cached_prefix_gives_the_same_tokens(
-    checkpoints: tuple[Path, Path], run: Any, request_of: Any
-) -> None:
+def test_a_cached_prefix_gives_the_same_tokens(checkpoints: tuple[Path, Path]) -> None:
     """The cached part is longer than a window."""
     prefix, plain = [*range(3, 70)], checkpoints[0]
 

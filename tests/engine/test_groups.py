@@ -29,6 +29,7 @@ from baton.engine.layers.ranks import Part, Ranks, whole
 from baton.engine.layers.weights import Groups, PlainFormat, Weights
 from baton.engine.loader import choose_format, open_checkpoint
 from baton.engine.loader.gguf_groups import UNPACK
+from tests.engine.conftest import request_of, run
 from tests.engine.test_disaggregation import Pair
 
 PACKS = packs(4, torch.bfloat16, torch.device("cpu"))
@@ -203,9 +204,7 @@ def test_the_fingerprint_of_a_packed_matrix_is_that_of_its_parts(name: str, shal
 
 
 @needs_packing
-def test_a_disaggregated_run_gives_the_tokens_of_a_single_engine(
-    shallow_model_path: Path, run: Any, request_of: Callable[..., Any]
-) -> None:
+def test_a_disaggregated_run_gives_the_tokens_of_a_single_engine(shallow_model_path: Path) -> None:
     """Alone and in a batch, in whole prompts and in chunks: a token's bits do not depend on its step."""
 
     def engine(**settings: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from baton.engine.loader.hf_config import model_config_from_hf
 from baton.engine.model_config import LocalRope, RopeScaling, Span
 from baton.router.text.model_files import context_length
 from tests.engine.checkpoints import edited_copy, is_refused, load
+from tests.engine.conftest import save_tiny
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,7 @@ def test_a_configuration_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Llama4Text", "GptOss", "Gemma3Text", "Phi3"])
-def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(
-    kind: str, tmp_path: Path, save_tiny: Callable[..., Any]
-) -> None:
+def test_any_value_in_a_configuration_is_accepted_or_refused_by_name(kind: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, kind)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"rope_scaling": None, "sliding_window": None, "partial_rotary_factor": None}
@@ -115,7 +113,7 @@ def test_any_value_in_a_quantization_config_is_accepted_or_refused_by_name(tiny_
 
 
 @pytest.fixture(scope="module")
-def experts_path(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[..., Any]) -> Path:
+def experts_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("experts")
     save_tiny(directory, "Qwen3Moe")
     return directory
@@ -146,7 +144,7 @@ def test_experts_that_do_not_fit_are_refused(
 
 
 @pytest.fixture(scope="module")
-def llama4_path(tmp_path_factory: pytest.TempPathFactory, save_tiny: Callable[..., Any]) -> Path:
+def llama4_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama4")
     save_tiny(directory, "Llama4Text", attention_chunk_size=20)
     return directory
@@ -273,7 +271,7 @@ def transformers_gemma3_config(text: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_what_a_family_does_not_support_is_refused(
-    kind: str, change: dict[str, Any], message: str, tmp_path: Path, save_tiny: Callable[..., Any]
+    kind: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     save_tiny(tmp_path / "whole", kind)
     with pytest.raises(ValueError, match=message):
@@ -292,7 +290,7 @@ def test_what_a_family_does_not_support_is_refused(
     ids=repr,
 )
 def test_the_fingerprint_covers_the_attention_of_a_family(
-    kind: str, change: dict[str, Any], tmp_path: Path, save_tiny: Callable[..., Any]
+    kind: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
     save_tiny(tmp_path / "whole", kind)
     copy = edited_copy(tmp_path / "whole", tmp_path, **change)

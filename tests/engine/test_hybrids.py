@@ -19,6 +19,7 @@ from baton.engine.core.step_builder import Schedule
 from baton.engine.execution import memory_plan
 from baton.engine.execution.warmup import Rehearsal, warm_up
 from baton.engine.loader import check_model
+from tests.engine.conftest import request_of, run, save_tiny
 from tests.engine.test_overlap import land_one
 
 KINDS = ("Bamba", "Qwen3Next")
@@ -27,7 +28,7 @@ PROMPTS = [[RNG.randrange(3, 199) for _ in range(n)] for n in (1, 2, 3, 5, 21, 7
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, save_tiny: Any) -> Path:
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     save_tiny(directory, request.param)
     return directory
@@ -37,9 +38,7 @@ def tokens(results: Any) -> list[list[int]]:
     return [result.tokens for result in results.values()]
 
 
-def test_a_prompt_may_be_cut_anywhere(
-    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_a_prompt_may_be_cut_anywhere(path: Path, tiny_engine: Callable[..., Engine]) -> None:
     request = request_of(0, PROMPTS[4], max_tokens=4, ignore_eos=True)
     expected = tokens(run(tiny_engine(model=str(path)), [request]))
     for budget in (1, 2, 3, 4, 5, 7, 8, 10, 13, 20):
@@ -49,14 +48,14 @@ def test_a_prompt_may_be_cut_anywhere(
 
 
 @pytest.fixture(scope="module")
-def requests(request_of: Any) -> list[Any]:
+def requests() -> list[Any]:
     return [
         request_of(i, prompt, max_tokens=9 + i, ignore_eos=i % 2 > 0) for i, prompt in enumerate(PROMPTS * 2)
     ]
 
 
 @pytest.fixture(scope="module")
-def alone(path: Path, tiny_engine: Callable[..., Engine], run: Any, requests: list[Any]) -> list[list[int]]:
+def alone(path: Path, tiny_engine: Callable[..., Engine], requests: list[Any]) -> list[list[int]]:
     """The tokens of each of `requests`, computed one after another."""
     engine = tiny_engine(model=str(path))
     return [tokens(run(engine, [request]))[0] for request in requests]
@@ -83,7 +82,6 @@ def test_tokens_do_not_depend_on_other_requests(
     path: Path,
     tiny_engine: Callable[..., Engine],
     late_engine: Callable[..., Engine],
-    run: Any,
     requests: list[Any],
     alone: list[list[int]],
     config: dict[str, Any],
@@ -97,9 +95,7 @@ def test_tokens_do_not_depend_on_other_requests(
 
 
 @pytest.mark.gpu
-def test_graphs_change_no_tokens(
-    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_graphs_change_no_tokens(path: Path, tiny_engine: Callable[..., Engine]) -> None:
     """Graphs of decodes, of chunks, and of both are padded with rows and chunks that have no state."""
     requests = [
         request_of(i, prompt, max_tokens=20 + i, ignore_eos=True) for i, prompt in enumerate(PROMPTS * 3)
@@ -113,9 +109,7 @@ def test_graphs_change_no_tokens(
         engine.assert_whole()
 
 
-def test_a_request_goes_on_from_its_output(
-    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_a_request_goes_on_from_its_output(path: Path, tiny_engine: Callable[..., Engine]) -> None:
     engine = tiny_engine(model=str(path))
     prompt = PROMPTS[5]
     whole = tokens(run(engine, [request_of(0, prompt, max_tokens=8, ignore_eos=True)]))[0]
@@ -124,9 +118,7 @@ def test_a_request_goes_on_from_its_output(
         assert tokens(run(engine, [request]))[0] == whole[given:]
 
 
-def test_no_step_changes_the_states_of_a_held_request(
-    path: Path, late_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> None:
+def test_no_step_changes_the_states_of_a_held_request(path: Path, late_engine: Callable[..., Engine]) -> None:
     """They stay those after the prompt, while steps run ahead and other requests come and go."""
     engine = late_engine(model=str(path))
     held = request_of(0, PROMPTS[4], max_tokens=5, ignore_eos=True)
@@ -173,7 +165,7 @@ def caching(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     return make
 
 
-def chats(run: Any, request_of: Any, engine: Engine, turns: int = 4) -> tuple[list[Any], list[int]]:
+def chats(engine: Engine, turns: int = 4) -> tuple[list[Any], list[int]]:
     """Several chats at the same time: each prompt has the turns before it. Returns the tokens of all turns,
     and how many tokens of each prompt came from the cache."""
     rng = random.Random(3)
@@ -196,11 +188,9 @@ def chats(run: Any, request_of: Any, engine: Engine, turns: int = 4) -> tuple[li
 
 
 @pytest.fixture(scope="module")
-def chats_without_a_cache(
-    path: Path, tiny_engine: Callable[..., Engine], run: Any, request_of: Any
-) -> list[Any]:
+def chats_without_a_cache(path: Path, tiny_engine: Callable[..., Engine]) -> list[Any]:
     """The tokens of all turns of `chats`."""
-    found, none = chats(run, request_of, tiny_engine(model=str(path), num_blocks=200))
+    found, none = chats(tiny_engine(model=str(path), num_blocks=200))
     assert not any(none)
     return found
 
@@ -220,8 +210,6 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
     tiny_engine: Callable[..., Engine],
     late_engine: Callable[..., Engine],
     caching: Callable[..., dict[str, Any]],
-    run: Any,
-    request_of: Any,
     chats_without_a_cache: list[Any],
     num_copies: int,
     config: dict[str, Any],
@@ -229,7 +217,7 @@ def test_chats_with_a_prefix_cache_get_the_same_tokens(
 ) -> None:
     """Also when copies or blocks are evicted, and with requests that are preempted."""
     engine = (late_engine if overlap else tiny_engine)(model=str(path), **caching(num_copies, **config))
-    found, cached = chats(run, request_of, engine)
+    found, cached = chats(engine)
     assert found == chats_without_a_cache
     assert any(cached)
     assert all(count % 4 == 0 for count in cached), "whole blocks"
@@ -244,20 +232,14 @@ def test_each_rank_copies_its_states(
     tiny_engine: Callable[..., Engine],
     ranks: Callable[..., Engine],
     caching: Callable[..., dict[str, Any]],
-    run: Any,
-    request_of: Any,
 ) -> None:
-    one = chats(run, request_of, tiny_engine(model=str(path), **caching(99), num_blocks=200), 2)
-    assert chats(run, request_of, ranks(path, 2, **caching(99), num_blocks=200), 2) == one
+    one = chats(tiny_engine(model=str(path), **caching(99), num_blocks=200), 2)
+    assert chats(ranks(path, 2, **caching(99), num_blocks=200), 2) == one
     assert any(one[1])
 
 
 def test_a_hit_needs_blocks_and_a_copy_at_their_end(
-    path: Path,
-    tiny_engine: Callable[..., Engine],
-    caching: Callable[..., dict[str, Any]],
-    run: Any,
-    request_of: Any,
+    path: Path, tiny_engine: Callable[..., Engine], caching: Callable[..., dict[str, Any]]
 ) -> None:
     """A prompt of 30 tokens gets copies at 8, 16, 24 and 28, but keeps at most a quarter of all slots."""
     engine = tiny_engine(model=str(path), **caching(12))
@@ -280,8 +262,6 @@ def test_a_prompt_goes_on_from_copies_that_a_scan_made(
     tiny_engine: Callable[..., Engine],
     late_engine: Callable[..., Engine],
     caching: Callable[..., dict[str, Any]],
-    run: Any,
-    request_of: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Copies at 64 and 128 are made within the step of a prompt, also by graphs. On a GPU this step ends at
@@ -339,16 +319,14 @@ def test_copies_need_memory(
         assert any(message in said for said in caplog.messages)
 
 
-def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path, save_tiny: Any) -> None:
+def test_ranks_that_do_not_divide_the_mamba_heads_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Bamba", mamba_n_heads=2, mamba_d_head=64)
     check_model(EngineConfig(str(tmp_path), tensor_parallel_size=2))
     with pytest.raises(ValueError, match=r"size 4: .* 2 state heads in 2 groups; choose one of 1, 2$"):
         check_model(EngineConfig(str(tmp_path), tensor_parallel_size=4))
 
 
-def test_each_rank_holds_the_states_of_its_heads(
-    tmp_path: Path, save_tiny: Any, ranks: Callable[..., Engine]
-) -> None:
+def test_each_rank_holds_the_states_of_its_heads(tmp_path: Path, ranks: Callable[..., Engine]) -> None:
     """x of the heads of the rank, and one of the two groups, which four ranks hold twice."""
     save_tiny(tmp_path, "Bamba")
     states = [ranks(tmp_path, size, max_num_seqs=3)._runner.states[0] for size in (1, 4)]
@@ -372,7 +350,7 @@ def test_each_rank_holds_the_states_of_its_heads(
     ],
 )
 def test_what_is_not_supported_is_refused(
-    tmp_path: Path, save_tiny: Any, kind: str, change: dict[str, Any], message: str
+    tmp_path: Path, kind: str, change: dict[str, Any], message: str
 ) -> None:
     save_tiny(tmp_path, kind)
     config = json.loads((tmp_path / "config.json").read_text())

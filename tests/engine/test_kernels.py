@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.engine.kernels import Kernels
+from tests.engine.conftest import save_tiny
 from tests.engine.kernel_checks import BF16, DTYPES, close, normal
 
 # Pointwise
@@ -124,11 +125,7 @@ def test_a_head_dim_that_no_tile_fits_is_refused(kernel_device: str) -> None:
     ],
 )
 def test_an_engine_on_these_kernels(
-    kind: str,
-    changes: dict[str, Any],
-    tmp_path: Path,
-    save_tiny: Any,
-    check_tokens_of_kernels: Callable[..., None],
+    kind: str, changes: dict[str, Any], tmp_path: Path, check_tokens_of_kernels: Callable[..., None]
 ) -> None:
     save_tiny(tmp_path, kind, head_dim=16, **changes)
     check_tokens_of_kernels(tmp_path)

@@ -18,10 +18,11 @@ from baton.engine.kernels import parts
 from baton.engine.loader import check_model
 from baton.engine.loader.hf import HFCheckpoint
 from tests.engine.checkpoints import edit_json, edited_copy, flip_last_tensor, load
+from tests.engine.conftest import request_of, run, save_tiny
 
 
 @pytest.fixture
-def sharded(tmp_path: Path, save_tiny: Callable[..., Any]) -> Path:
+def sharded(tmp_path: Path) -> Path:
     save_tiny(tmp_path / "whole", "Llama").save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     return tmp_path / "sharded"
@@ -115,9 +116,7 @@ def test_the_weights_in_the_format_of_mistral_are_not_read(tiny_path: Path, tmp_
     assert load(copy).model_fingerprint == load(tiny_path).model_fingerprint
 
 
-def test_dummy_weights_need_the_configuration_only(
-    tiny_path: Path, tmp_path: Path, run: Any, request_of: Any
-) -> None:
+def test_dummy_weights_need_the_configuration_only(tiny_path: Path, tmp_path: Path) -> None:
     shutil.copy(tiny_path / "config.json", tmp_path)
     one, same, other = (load(tmp_path, load_format="dummy", seed=seed) for seed in (1, 1, 2))
     assert one.model_fingerprint == same.model_fingerprint != other.model_fingerprint
@@ -223,9 +222,7 @@ def test_a_model_is_checked_without_reading_a_weight(
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Llama4", "GptOss"])
-def test_a_whole_model_passes_its_check(
-    kind: str, tmp_path: Path, save_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_model_passes_its_check(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path, kind)
     monkeypatch.setattr(HFCheckpoint, "read", None)
     check_model(EngineConfig(model=str(tmp_path)))

@@ -28,6 +28,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_spec
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
+from tests.engine.conftest import request_of, run, save_tiny
 
 LLAMA = ModelConfig(
     "LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False, False, (), None
@@ -206,7 +207,7 @@ def test_an_engine_has_no_more_threads_than_usable_cpus(
     ],
 )
 def test_the_weights_of_a_plan_are_those_of_the_model(
-    kind: str, changes: dict[str, Any], tmp_path: Path, save_tiny: Callable[..., Any]
+    kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     parameters = save_tiny(tmp_path, kind, **changes).named_parameters()
     vectors = ("norm.weight", "bias", "sinks")
@@ -300,9 +301,7 @@ def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: Callable[..
 
 
 @pytest.mark.gpu
-def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(
-    embedded_model_path: Path, run: Any, request_of: Any
-) -> None:
+def test_a_started_engine_stays_within_its_share_and_compiles_nothing_more(embedded_model_path: Path) -> None:
     """Two engines on one GPU."""
     from triton import knobs
 

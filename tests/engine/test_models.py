@@ -3,7 +3,6 @@
 import inspect
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from baton.engine.model_config import Span
 from baton.router.text.model_files import context_length
 from tests.device import DEVICE
 from tests.engine.checkpoints import load
+from tests.engine.conftest import request_of, run, save_tiny
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -115,9 +115,7 @@ def known_to_transformers(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
-def test_greedy_tokens_equal_transformers(
-    kind: str, changes: dict[str, Any], tmp_path: Path, save_tiny: Any, run: Any, request_of: Any
-) -> None:
+def test_greedy_tokens_equal_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, kind, **known_to_transformers(kind), **changes)
     reference.save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -144,15 +142,14 @@ def test_greedy_tokens_equal_transformers(
         expected = scores(reference, prompt, output.tokens)
         assert output.tokens == expected.argmax(-1).tolist()
         for ours, logprobs in zip(output.outputs, expected, strict=True):
+            assert ours.logprobs is not None
             assert ours.logprobs.logprob == pytest.approx(float(logprobs.max()), abs=CLOSE)
             top = logprobs.topk(5)
             assert ours.logprobs.top_ids == tuple(top.indices.tolist())
             assert ours.logprobs.top_logprobs == pytest.approx(top.values.tolist(), abs=CLOSE)
 
 
-def test_a_cached_prefix_ends_within_an_attention_chunk(
-    tmp_path: Path, save_tiny: Any, run: Any, request_of: Any
-) -> None:
+def test_a_cached_prefix_ends_within_an_attention_chunk(tmp_path: Path) -> None:
     """Of Llama 4, in which some layers see the chunk alone, and some the whole prefix."""
     reference = save_tiny(tmp_path, "Llama4", attention_chunk_size=20)
     rng = random.Random(7)
@@ -179,7 +176,7 @@ def test_a_cached_prefix_ends_within_an_attention_chunk(
 
 @pytest.mark.gpu
 def test_a_shared_expert_beside_the_others_gives_the_same_tokens(
-    tmp_path: Path, save_tiny: Any, run: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, with CUDA graphs, and without. Two streams that raced would give other tokens."""
     save_tiny(tmp_path, "Llama4", hidden_size=512, head_dim=64, intermediate_size=256)
@@ -206,7 +203,7 @@ def scores(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1)
 
 
-def test_a_window_as_long_as_the_context_is_none(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
     for window, spans in ((64, (Span(64),) * 3), (256, ())):
         save_tiny(tmp_path, "Mistral", sliding_window=window)
         model = read_config(tmp_path)
@@ -223,9 +220,7 @@ def test_a_window_as_long_as_the_context_is_none(tmp_path: Path, save_tiny: Call
         ({"use_sliding_window": False}, []),
     ],
 )
-def test_layers_with_a_window(
-    tmp_path: Path, save_tiny: Callable[..., Any], changes: dict[str, Any], windows: list[bool]
-) -> None:
+def test_layers_with_a_window(tmp_path: Path, changes: dict[str, Any], windows: list[bool]) -> None:
     """Older versions of transformers write no layer_types."""
     save_tiny(tmp_path, "Qwen2", **QWEN2_WINDOWS)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -233,7 +228,7 @@ def test_layers_with_a_window(
     assert [span == Span(20) for span in spans] == windows
 
 
-def test_unsupported_layers_are_refused(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
+def test_unsupported_layers_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Qwen2")
     config = json.loads((tmp_path / "config.json").read_text())
     for types, message in (
@@ -260,9 +255,7 @@ def test_unsupported_layers_are_refused(tmp_path: Path, save_tiny: Callable[...,
     ],
     ids=repr,
 )
-def test_yarn_equals_transformers(
-    tmp_path: Path, save_tiny: Callable[..., Any], changes: dict[str, Any]
-) -> None:
+def test_yarn_equals_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     reference = save_tiny(tmp_path, "Llama", head_dim=32, rope_parameters={**YARN_ROPE, **changes})
     check_rotary(tmp_path, reference, context=256)
 
@@ -292,7 +285,7 @@ ORIGINAL = {"original_max_position_embeddings": 32}
 
 @pytest.mark.parametrize("changes", [{}, {"attention_factor": 1.25}, {"factor": 4.0}], ids=repr)
 def test_longrope_equals_transformers_for_the_context_that_is_served(
-    tmp_path: Path, save_tiny: Callable[..., Any], changes: dict[str, Any]
+    tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     reference = save_tiny(tmp_path, "Phi3", rope_parameters={**LONG_ROPE, **changes}, **ORIGINAL)
     check_rotary(tmp_path, reference, context=32)
@@ -302,7 +295,7 @@ def test_longrope_equals_transformers_for_the_context_that_is_served(
     assert long == longer
 
 
-def test_older_phi3_checkpoints_name_longrope_differently(tmp_path: Path, save_tiny: Any) -> None:
+def test_older_phi3_checkpoints_name_longrope_differently(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Phi3", rope_parameters=LONG_ROPE, **ORIGINAL)
     config = json.loads((tmp_path / "config.json").read_text())
     names = ("short_factor", "long_factor")
@@ -316,13 +309,13 @@ def test_older_phi3_checkpoints_name_longrope_differently(tmp_path: Path, save_t
         assert model_config_from_hf(older, {}, "older") == model_config_from_hf(config, {}, "newer")
 
 
-def test_yarn_extends_the_context(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
+def test_yarn_extends_the_context(tmp_path: Path) -> None:
     """Checkpoints of Qwen name the context before scaling. Routers, which have no engine, read the same."""
     save_tiny(tmp_path, "Qwen3", rope_parameters={**YARN_ROPE, "factor": 16.0}, max_position_embeddings=40)
     assert read_config(tmp_path).max_model_len == context_length(str(tmp_path), None) == 512
 
 
-def test_unsupported_models_are_refused(tmp_path: Path, save_tiny: Callable[..., Any]) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     kinds = "default, linear, llama3, longrope, yarn"
     message = rf"config\.json: rope scaling 'dynamic' is not supported \({kinds} are\)"

@@ -29,6 +29,7 @@ from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Fp8Experts, parts
 from baton.engine.loader import check_model
 from baton.engine.step import NOT_SCORED, Draws, Scored, Step, Variant, arrange
+from tests.engine.conftest import request_of, run, save_tiny
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -56,14 +57,7 @@ tokens."""
 
 @pytest.mark.parametrize(("kind", "changes", "sizes"), FAMILIES)
 def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
-    kind: str,
-    changes: dict[str, Any],
-    sizes: tuple[int, ...],
-    tmp_path: Path,
-    ranks: Callable[..., Engine],
-    save_tiny: Any,
-    run: Any,
-    request_of: Any,
+    kind: str, changes: dict[str, Any], sizes: tuple[int, ...], tmp_path: Path, ranks: Callable[..., Engine]
 ) -> None:
     save_tiny(tmp_path, kind, **changes)
     rng = random.Random(7)
@@ -102,9 +96,6 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
     sizes: tuple[int, ...],
     tmp_path: Path,
     ranks: Callable[..., Engine],
-    save_tiny: Any,
-    run: Any,
-    request_of: Any,
 ) -> None:
     save_tiny(tmp_path, kind, **changes)
     requests = [
@@ -136,7 +127,7 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
 
 
 def test_every_kind_of_request_gets_the_tokens_of_one_rank(
-    spelled_path: Path, ranks: Callable[..., Engine], run: Any
+    spelled_path: Path, ranks: Callable[..., Engine]
 ) -> None:
     requests = mixed_requests()
 
@@ -295,7 +286,7 @@ def step(seed: int) -> Step:
     )  # fmt: skip
 
 
-def test_expert_parallel_that_does_not_fit_the_model_is_refused(tmp_path: Path, save_tiny: Any) -> None:
+def test_expert_parallel_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Qwen3Moe", num_experts=6)
     with pytest.raises(ValueError, match=r"--enable-expert-parallel: needs --tensor-parallel-size above 1"):
         EngineConfig(str(tmp_path), enable_expert_parallel=True)

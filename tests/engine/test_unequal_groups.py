@@ -31,7 +31,7 @@ from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
 from baton.worker.messages import Origin
 from tests.device import DEVICE
-from tests.engine.conftest import run
+from tests.engine.conftest import run, save_tiny
 from tests.engine.scheduling import hooks_to
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
@@ -251,9 +251,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def models(
-    tmp_path_factory: pytest.TempPathFactory, save_tiny: Any, run: Any
-) -> Callable[[int], tuple[Path, list[list[int]]]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, list[list[int]]]]:
     """The path of a tiny model with so many KV heads, and the tokens of an engine with one rank."""
     made: dict[int, tuple[Path, list[list[int]]]] = {}
 
@@ -395,12 +393,7 @@ LAYOUTS = {"Qwen3Next": kv.KVLayout(3, 2, 32, "float32", states(4, 32), (0, 2))}
     [("Bamba", 1, 1), ("GraniteMoeHybrid", 1, 1), ("Bamba", 1, 2), ("Bamba", 4, 1), ("Qwen3Next", 2, 4)],
 )
 def test_states_are_handed_over(
-    tmp_path: Path,
-    save_tiny: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    prefill_ranks: int,
-    decode_ranks: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, prefill_ranks: int, decode_ranks: int
 ) -> None:
     """The tokens are those of transformers, wherever a prompt ends within a chunk. 4 ranks share 2 groups.
     From 2 to 4 ranks KV and states go through exported memory.
