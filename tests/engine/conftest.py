@@ -77,9 +77,7 @@ def triton_kernels(kernel_device: str) -> Kernels:
 
 
 @pytest.fixture
-def check_tokens_of_kernels(
-    triton_kernels: Kernels, kernel_device: str, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+def check_tokens_of_kernels(triton_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Asserts that an engine with `triton_kernels` gives the tokens of an engine with torch kernels."""
     requests = [request_of(i, range(3 + i, 8 + i), max_tokens=2, ignore_eos=True) for i in range(2)]
 
@@ -100,7 +98,7 @@ def check_tokens_of_kernels(
         expected = tokens(path, "cpu", **formats)
         for module in ("baton.engine.execution.start", "baton.engine.layers.weights"):
             monkeypatch.setattr(f"{module}.kernels_for", lambda device, head_dim: triton_kernels)
-        assert tokens(path, kernel_device, **formats) == expected
+        assert tokens(path, DEVICE, **formats) == expected
 
     return check
 

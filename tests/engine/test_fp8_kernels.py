@@ -41,12 +41,12 @@ def same(ours: Quantized, reference: Quantized) -> None:
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 200), (2, 4096)])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_quantized_results(
-    triton_kernels: Kernels, kernel_device: str, dtype: torch.dtype, rows: int, size: int, grouped: bool
+    triton_kernels: Kernels, dtype: torch.dtype, rows: int, size: int, grouped: bool
 ) -> None:
     """Rows of different sizes, one of them zeros. The norm adds to the residual, as without FP8."""
     x = (normal(rows, size) * 100 ** torch.arange(rows)[:, None]).to(dtype)
     x[-1] *= rows == 1
-    put = lambda tensor: tensor.to(kernel_device, copy=True)  # noqa: E731
+    put = lambda tensor: tensor.to(DEVICE, copy=True)  # noqa: E731
     expected = Kernels().quantize(x, grouped=grouped)
     assert expected.scales.shape == (rows, -(-size // 128) if grouped else 1)
     same(triton_kernels.quantize(put(x), grouped=grouped), expected)
@@ -64,12 +64,10 @@ def test_quantized_results(
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_row_that_is_not_finite_spoils_no_other(
-    triton_kernels: Kernels, kernel_device: str, grouped: bool
-) -> None:
-    x = normal(4, 256).to(kernel_device)
+def test_a_row_that_is_not_finite_spoils_no_other(triton_kernels: Kernels, grouped: bool) -> None:
+    x = normal(4, 256).to(DEVICE)
     expected = triton_kernels.quantize(x.clone(), grouped=grouped)
-    linear = fp8_linear(triton_kernels, kernel_device, 256, 64, grouped)
+    linear = fp8_linear(triton_kernels, DEVICE, 256, 64, grouped)
     product = linear(expected)
     x[1, 3], x[2, 200] = torch.inf, torch.nan
     spoilt = triton_kernels.quantize(x, grouped=grouped)
@@ -155,7 +153,6 @@ def test_many_rows_take_the_kernel_if_all_tiles_run_at_once() -> None:
 )
 def test_mix_experts(
     triton_kernels: Kernels,
-    kernel_device: str,
     dtype: torch.dtype,
     scales_of: str,
     tokens: int,
@@ -179,7 +176,7 @@ def test_mix_experts(
         return kernels.mix_experts(rows, routes, Experts(one, other, chosen, scoring, first), counts)
 
     expected = mix(Kernels(), "cpu", F32)
-    ours = mix(triton_kernels, kernel_device, dtype)
+    ours = mix(triton_kernels, DEVICE, dtype)
     close(ours, expected, 0.05)  # values between two FP8 numbers may be rounded to either
 
 

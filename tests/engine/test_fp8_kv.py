@@ -12,6 +12,7 @@ from baton.engine import Engine
 from baton.engine.kernels import FP8, Fp8KV, Kernels
 from baton.engine.model_config import Span
 from baton.engine.models import cache_bytes_per_token
+from tests.device import DEVICE
 from tests.engine.attention_step import RAGGED, Step
 from tests.engine.conftest import request_of, run, save_tiny
 from tests.engine.kernel_checks import BF16, F16, F32, close
@@ -72,20 +73,23 @@ def test_torch_kernels(seed: int) -> None:
     ],
 )
 def test_triton_kernels(
-    triton_kernels: Kernels, kernel_device: str, head_dim: int, block_size: int, dtype: torch.dtype,
-    span: Span | None, with_sinks: bool,
-) -> None:  # fmt: skip
+    triton_kernels: Kernels,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    span: Span | None,
+    with_sinks: bool,
+) -> None:
     """Products of FP8 are in float16, so the interpreter computes bfloat16, too."""
     spans = [(0, 1), (70, 71), (3, 20), (150, 190)]
     step = Step(spans, (3, 1), head_dim, block_size, dtype, span=span, with_sinks=with_sinks)
-    check(step, triton_kernels, kernel_device)
+    check(step, triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), [(24, F32), (128, F16)])
 def test_long_chunks_gather_their_blocks(
-    triton_kernels: Kernels, kernel_device: str, block_size: int, dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    triton_kernels: Kernels, block_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from baton.engine.kernels.attention.gather_kv import gather
 
     used: list[int] = []
@@ -95,7 +99,7 @@ def test_long_chunks_gather_their_blocks(
         return gather(kv, blocks, to)
 
     monkeypatch.setattr("baton.engine.kernels.triton_kernels.gather", counted)
-    check(Step([(70, 71), (3, 20), (150, 400)], (3, 1), 64, block_size, dtype), triton_kernels, kernel_device)
+    check(Step([(70, 71), (3, 20), (150, 400)], (3, 1), 64, block_size, dtype), triton_kernels, DEVICE)
     assert used == [-(-20 // block_size) + -(-400 // block_size)]
 
 
@@ -107,20 +111,18 @@ def test_which_chunks_gather_their_blocks() -> None:
         assert (plan_gather([chunk], 1, tables, 128) is not None) is gathers
 
 
-def test_scales_may_be_very_different(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_scales_may_be_very_different(triton_kernels: Kernels) -> None:
     """Float16 does not hold these values. The largest are in the last tile of keys."""
     step = Step([(90, 91), (10, 60)], (4, 2), 64, 16, BF16)
     step.kv[1] *= 1e-6
     step.qkv[:, 4:6] *= 1e-3
     step.qkv[:, :4] *= 1e3
     step.qkv[-1, 6:] *= 1e6
-    check(step, triton_kernels, kernel_device)
+    check(step, triton_kernels, DEVICE)
 
 
 @pytest.mark.parametrize("part", [slice(4, 5), slice(6, 7)], ids=["key", "value"])
-def test_numbers_that_are_not_finite_spoil_their_request_alone(
-    triton_kernels: Kernels, kernel_device: str, part: slice
-) -> None:
+def test_numbers_that_are_not_finite_spoil_their_request_alone(triton_kernels: Kernels, part: slice) -> None:
     step = Step([(20, 21), (40, 41), (0, 9), (5, 20)], (4, 2), 64, 16, F32)
     rows = {0: slice(0, 1), 1: slice(1, 2), 2: slice(2, 11), 3: slice(11, 26)}
 
@@ -136,7 +138,7 @@ def test_numbers_that_are_not_finite_spoil_their_request_alone(
         )
         return kernels.attention(q, kv, kernels.plan(metadata, 4, 2, F32), None, step.scale).cpu()
 
-    for kernels, device in ((Kernels(), "cpu"), (triton_kernels, kernel_device)):
+    for kernels, device in ((Kernels(), "cpu"), (triton_kernels, DEVICE)):
         before = run(kernels, device)
         sound = step.qkv.clone()
         for request, broken in ((0, torch.nan), (1, torch.inf), (3, -torch.inf)):
@@ -150,11 +152,11 @@ def test_numbers_that_are_not_finite_spoil_their_request_alone(
                 assert torch.equal(after[its], before[its])
 
 
-def test_rows_that_pad_a_graph_write_nothing(triton_kernels: Kernels, kernel_device: str) -> None:
+def test_rows_that_pad_a_graph_write_nothing(triton_kernels: Kernels) -> None:
     step = Step([(8, 9), (40, 41), (41, 42)], (2, 1), 64, 16)
     step.metadata.slots[1] = -1
-    kv = Fp8KV(*(part.to(kernel_device) for part in quantized(step.kv)))
-    qkv, rotary, slots = (x.to(kernel_device) for x in (step.qkv, step.rotary, step.metadata.slots))
+    kv = Fp8KV(*(part.to(DEVICE) for part in quantized(step.kv)))
+    qkv, rotary, slots = (x.to(DEVICE) for x in (step.qkv, step.rotary, step.metadata.slots))
     triton_kernels.rope_and_write(qkv, rotary, None, kv, slots)
     written = exact(Fp8KV(*(part.cpu() for part in kv))).isfinite().all(dim=-1).all(dim=0)
     assert int(written.sum()) == 9 + 40 + 42

@@ -5,6 +5,7 @@ import torch
 
 from baton.engine.kernels import Kernels
 from baton.engine.layers.weights import Groups
+from tests.device import DEVICE
 from tests.engine.test_groups import random_groups
 
 F16 = torch.float16
@@ -26,30 +27,23 @@ DTYPES = [F16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
     ],
 )
 def test_int4_products(
-    size: int,
-    columns: int,
-    out: int,
-    rows: int,
-    symmetric: bool,
-    dtype: torch.dtype,
-    kernel_device: str,
-    triton_kernels: Kernels,
+    size: int, columns: int, out: int, rows: int, symmetric: bool, dtype: torch.dtype, triton_kernels: Kernels
 ) -> None:
     """By each of the kernels: up to 2 rows, few rows, which may be split, and many rows. SwiGLU at the end of
     a product gives the same as SwiGLU of its result."""
     from baton.engine.kernels.quantized.int4_linear import Int4Linear
 
-    codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(kernel_device))
+    codes, scales, zeros, bits = random_groups(out, columns, size).on(torch.device(DEVICE))
     rounded = Groups(codes, scales.to(dtype).float(), zeros.mul_(not symmetric).to(dtype).float(), bits)
     assert Int4Linear.suits(codes, scales, dtype)
-    bias = torch.randn(out, device=kernel_device).to(dtype)
+    bias = torch.randn(out, device=DEVICE).to(dtype)
     linear = Int4Linear(codes, scales, zeros, bias, dtype, 3)
     weight = linear.dequantized()
     ulp = torch.finfo(dtype).eps  # the interpreter has no fused multiplication and addition
     torch.testing.assert_close(
         weight, rounded.values().to(dtype), rtol=ulp, atol=8 * ulp * scales.max().item()
     )
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(kernel_device, dtype)
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     expected = x.float() @ weight.float().T + bias.float()
     error = 2e-3
     if rows <= 2:  # it sums in float16
