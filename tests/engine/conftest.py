@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,13 @@ def run(engine: Engine, requests: Iterable[EngineRequest] = (), **add: Any) -> d
     return results
 
 
+def tokens_of(engine: Engine, requests: Iterable[EngineRequest]) -> list[list[int]]:
+    """The tokens that `run` gets for each request."""
+    results = run(engine, requests)
+    engine.assert_whole()
+    return [result.tokens for result in results.values()]
+
+
 def request_of(
     number: int, prompt_ids: Iterable[int], output_ids: Iterable[int] = (), /, **sampling: Any
 ) -> EngineRequest:
@@ -92,7 +100,7 @@ def check_tokens_of_kernels(triton_kernels: Kernels, monkeypatch: pytest.MonkeyP
             max_num_batched_tokens=6,
             max_num_seqs=2,
         )
-        return [result.tokens for result in run(build_engine(config), requests).values()]
+        return tokens_of(build_engine(config), requests)
 
     def check(path: Path, **formats: Any) -> None:
         expected = tokens(path, "cpu", **formats)
@@ -270,12 +278,26 @@ def save_tiny(directory: Path, kind: str, **changes: Any) -> Any:
     return model
 
 
+TinyOf = Callable[[str], Path]
+
+
 @pytest.fixture(scope="session")
-def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> TinyOf:
+    """Checkpoints of tiny random models, by kind. No test changes them."""
+
+    @cache
+    def make(kind: str) -> Path:
+        directory = tmp_path_factory.mktemp(kind)
+        save_tiny(directory, kind)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tiny_of: TinyOf) -> Path:
     """A tiny random Llama with grouped queries."""
-    directory = tmp_path_factory.mktemp("tiny")
-    save_tiny(directory, "Llama")
-    return directory
+    return tiny_of("Llama")
 
 
 @pytest.fixture(scope="session")

@@ -196,23 +196,6 @@ def test_resuming_ends_a_request_with_its_last_token(tiny_engine: MakeEngine) ->
     engine.assert_whole()
 
 
-def test_resuming_waits_for_a_seat(tiny_engine: MakeEngine) -> None:
-    engine = tiny_engine(max_num_seqs=1)
-    engine.add(request_of(1, [3, 4, 5], max_tokens=2), handover=True)
-    engine.step()
-    reserved = request_of(2, [3])
-    assert engine.reserve(reserved) is not None
-    assert engine.resume(request_of(1, []).id, b"decode") is None
-    assert (engine.stats().held, engine.stats().running) == (1, 0)
-    engine.add(request_of(3, [3, 4, 5]))
-    engine.cancel(reserved.id)
-    assert engine.resume(request_of(1, []).id, b"decode") is not None, "before the waiting request"
-    assert not engine.has_work or engine.step().outputs[0].id == b"decode"
-    for request_id in (b"decode", request_of(3, []).id):
-        engine.cancel(request_id)
-    engine.assert_whole()
-
-
 def test_time_before_the_engine_counts(tiny_engine: MakeEngine) -> None:
     """A request may have waited for a prefix from another worker."""
     engine = tiny_engine()

@@ -1,8 +1,8 @@
 """FP8 weights: checkpoints of each kind, quantizing on load, ranks, and what cannot be used."""
 
-import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine import Engine, EngineConfig, build_engine
+from baton.engine import Engine, EngineConfig
 from baton.engine.kernels import FP8
 from baton.engine.layers.ranks import Part, whole
 from baton.engine.layers.weights import DeclaredWeights
 from baton.engine.loader import check_model, choose_format, open_checkpoint
-from tests.engine.conftest import request_of, run, save_tiny
+from tests.engine.checkpoints import assert_refused, edit_json, edited_tensors, load
+from tests.engine.conftest import request_of, run, save_tiny, tokens_of
 from tests.engine.test_disaggregation import Pair
 from tests.engine.test_models import scores
 
@@ -107,8 +108,7 @@ def save_quantized(directory: Path, kind: str, model: str = "Llama", **changes: 
         if settings.get("activation_scheme") == "static":
             tensors[stem + "input_scale"] = torch.ones(())
     save_file(tensors, path)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    edit_json(directory / "config.json", quantization_config=settings)
     save_file(exact, directory / "exact" / "model.safetensors", {"format": "pt"})
     from transformers import AutoModelForCausalLM
 
@@ -123,9 +123,7 @@ def prompts() -> list[list[int]]:
 
 def tokens(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     requests = [request_of(i, prompt, max_tokens=10, ignore_eos=True) for i, prompt in enumerate(prompts)]
-    results = run(engine, requests)
-    engine.assert_whole()
-    return [results[request.id].tokens for request in requests]
+    return tokens_of(engine, requests)
 
 
 def assert_greedy(reference: Any, prompts: list[list[int]], found: list[list[int]]) -> None:
@@ -134,9 +132,7 @@ def assert_greedy(reference: Any, prompts: list[list[int]], found: list[list[int
         assert answer == scores(reference, prompt, answer).argmax(-1).tolist()
 
 
-def engine_of(path: Path, **config: Any) -> Engine:
-    settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 64, "block_size": 4, **config}
-    return build_engine(EngineConfig(str(path), **settings))
+engine_of = partial(load, num_blocks=64, block_size=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,10 +229,8 @@ UNSUPPORTED = [
 @pytest.mark.parametrize(("settings", "message"), UNSUPPORTED)
 def test_unsupported_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     save_quantized(tmp_path, "static")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    with pytest.raises(ValueError, match=message):
-        check_model(EngineConfig(str(tmp_path)))
+    edit_json(tmp_path / "config.json", quantization_config=settings)
+    assert_refused(tmp_path, message)
 
 
 def test_plans_for_gpus_elsewhere_know_the_size_of_fp8_weights(
@@ -266,20 +260,16 @@ def test_a_rank_that_would_cut_a_block_is_refused(tmp_path: Path) -> None:
 def test_experts_with_only_some_matrices_in_fp8_are_refused(tmp_path: Path) -> None:
     save_quantized(tmp_path, "compressed-channel", "Qwen3Moe", **RANKED, moe_intermediate_size=32)
     check_model(EngineConfig(str(tmp_path)))
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if ".1.mlp." in name and "down_proj.weight" in name]:
-        tensors[name] = tensors[name].float()
-        if name.endswith("_scale"):
-            del tensors[name]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"experts of model\.layers\.1\.mlp only some matrices are in FP8"):
-        check_model(EngineConfig(str(tmp_path)))
+    with edited_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if ".1.mlp." in name and "down_proj.weight" in name]:
+            tensors[name] = tensors[name].float()
+            if name.endswith("_scale"):
+                del tensors[name]
+    assert_refused(tmp_path, r"experts of model\.layers\.1\.mlp only some matrices are in FP8")
 
 
 def test_a_checkpoint_without_its_scales_is_refused(tmp_path: Path) -> None:
     save_quantized(tmp_path, "static")
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"of .*layers.1.self_attn.k_proj.* only some are in FP8"):
-        check_model(EngineConfig(str(tmp_path)))
+    with edited_tensors(tmp_path) as tensors:
+        del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
+    assert_refused(tmp_path, r"of .*layers.1.self_attn.k_proj.* only some are in FP8")

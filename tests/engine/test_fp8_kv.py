@@ -1,30 +1,28 @@
 """A KV cache in FP8: kernels against attention over the numbers that the cache stands for, and engines."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.engine import Engine
 from baton.engine.kernels import FP8, Fp8KV, Kernels
 from baton.engine.model_config import Span
 from baton.engine.models import cache_bytes_per_token
 from tests.device import DEVICE
 from tests.engine.attention_step import RAGGED, Step
-from tests.engine.conftest import request_of, run, save_tiny
+from tests.engine.conftest import MakeEngine, request_of, save_tiny, tokens_of
 from tests.engine.kernel_checks import BF16, F16, F32, close
 
 pytestmark = pytest.mark.usefixtures("exact_casts")
 
 
-def quantized(kv: Tensor) -> Fp8KV:
-    """The cache with these numbers. Slots with NaN stay NaN, and so do their scales."""
+def quantized(kv: Tensor, device: str = "cpu") -> Fp8KV:
+    """A cache with these numbers. Slots with NaN stay NaN, and so do their scales."""
     scales = kv.float().abs().amax(dim=-1).clamp_min(2.0**-100) / 448
     values = (kv.float() / scales[..., None]).to(FP8)
-    return Fp8KV(values, scales.transpose(2, 3).contiguous())
+    return Fp8KV(values.to(device), scales.transpose(2, 3).contiguous().to(device))
 
 
 def exact(kv: Fp8KV) -> Tensor:
@@ -33,16 +31,8 @@ def exact(kv: Fp8KV) -> Tensor:
 
 def check(step: Step, kernels: Kernels, device: str) -> None:
     """Compares the cache with the rounded keys and values, and the result with attention over the cache."""
-    m = step.metadata
-    metadata = replace(
-        m, slots=m.slots.to(device), block_tables=m.block_tables.to(device), contexts=m.contexts.to(device)
-    )
-    kv = Fp8KV(*(part.to(device) for part in quantized(step.kv)))
-    sinks = None if step.sinks is None else step.sinks.to(device)
-    qkv, rotary = step.qkv.to(device, copy=True), step.rotary.to(device)
-    q = kernels.rope_and_write(qkv, rotary, None, kv, metadata.slots)
-    plan = kernels.plan(metadata, *step.heads, step.dtype, step.span)
-    out = kernels.attention(q, kv, plan, sinks, step.scale)
+    m, kv = step.metadata, quantized(step.kv, device)
+    out, q = step.run_on(kv, kernels, device)
     kv = Fp8KV(*(part.cpu() for part in kv))
 
     plain = step.kv.double()
@@ -126,24 +116,12 @@ def test_numbers_that_are_not_finite_spoil_their_request_alone(triton_kernels: K
     step = Step([(20, 21), (40, 41), (0, 9), (5, 20)], (4, 2), 64, 16, F32)
     rows = {0: slice(0, 1), 1: slice(1, 2), 2: slice(2, 11), 3: slice(11, 26)}
 
-    def run(kernels: Kernels, device: str) -> Tensor:
-        kv = Fp8KV(*(part.to(device) for part in quantized(step.kv)))
-        m = step.metadata
-        metadata = replace(
-            m, slots=m.slots.to(device), block_tables=m.block_tables.to(device),
-            contexts=m.contexts.to(device),
-        )  # fmt: skip
-        q = kernels.rope_and_write(
-            step.qkv.to(device, copy=True), step.rotary.to(device), None, kv, metadata.slots
-        )
-        return kernels.attention(q, kv, kernels.plan(metadata, 4, 2, F32), None, step.scale).cpu()
-
     for kernels, device in ((Kernels(), "cpu"), (triton_kernels, DEVICE)):
-        before = run(kernels, device)
+        before, _ = step.run_on(quantized(step.kv, device), kernels, device)
         sound = step.qkv.clone()
         for request, broken in ((0, torch.nan), (1, torch.inf), (3, -torch.inf)):
             step.qkv[rows[request].stop - 1, part, 5] = broken
-        after = run(kernels, device)
+        after, _ = step.run_on(quantized(step.kv, device), kernels, device)
         step.qkv = sound
         for request, its in rows.items():
             if request != 2:
@@ -155,9 +133,8 @@ def test_numbers_that_are_not_finite_spoil_their_request_alone(triton_kernels: K
 def test_rows_that_pad_a_graph_write_nothing(triton_kernels: Kernels) -> None:
     step = Step([(8, 9), (40, 41), (41, 42)], (2, 1), 64, 16)
     step.metadata.slots[1] = -1
-    kv = Fp8KV(*(part.to(DEVICE) for part in quantized(step.kv)))
-    qkv, rotary, slots = (x.to(DEVICE) for x in (step.qkv, step.rotary, step.metadata.slots))
-    triton_kernels.rope_and_write(qkv, rotary, None, kv, slots)
+    kv = quantized(step.kv, DEVICE)
+    step.run_on(kv, triton_kernels, DEVICE)
     written = exact(Fp8KV(*(part.cpu() for part in kv))).isfinite().all(dim=-1).all(dim=0)
     assert int(written.sum()) == 9 + 40 + 42
 
@@ -169,18 +146,16 @@ def test_an_engine_on_these_kernels(tmp_path: Path, check_tokens_of_kernels: Cal
 
 
 def test_a_token_does_not_depend_on_chunks_blocks_and_other_requests(
-    tiny_engine: Callable[..., Engine],
+    tiny_engine: MakeEngine,
 ) -> None:
     requests = [request_of(i, range(3, 7 + 19 * i), max_tokens=12, ignore_eos=True) for i in range(4)]
     alone = [
-        run(tiny_engine(kv_cache_dtype="fp8", num_blocks=64), [request])[request.id].tokens
-        for request in requests
+        tokens_of(tiny_engine(kv_cache_dtype="fp8", num_blocks=64), [request])[0] for request in requests
     ]
     engine = tiny_engine(
         kv_cache_dtype="fp8", num_blocks=200, block_size=8, max_num_batched_tokens=13, max_num_seqs=4
     )
-    together = run(engine, requests)
-    assert [together[request.id].tokens for request in requests] == alone
+    assert tokens_of(engine, requests) == alone
     assert isinstance(engine.kv_cache[0], Fp8KV)
     assert cache_bytes_per_token(engine.cache_spec[:1]) == 2 * 2 * (16 + 4)
     plain = tiny_engine(num_blocks=64)

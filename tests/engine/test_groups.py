@@ -31,6 +31,7 @@ from baton.engine.loader import choose_format, open_checkpoint
 from baton.engine.loader.gguf_groups import UNPACK
 from tests.engine.conftest import request_of, run
 from tests.engine.test_disaggregation import Pair
+from tests.engine.test_gguf import write
 
 PACKS = packs(4, torch.bfloat16, torch.device("cpu"))
 needs_packing = pytest.mark.skipif(not PACKS, reason="this CPU has no AVX-512")
@@ -151,10 +152,7 @@ def test_memory_planning_counts_the_products_of_each_type(
         stored = gguf.GGMLQuantizationType[kind]
         raw = np.zeros((count, gguf.GGML_QUANT_SIZES[stored][1]), np.uint8)
         file.add_tensor(f"blk.0.{name}.weight", raw, raw_dtype=stored)
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
+    write(file)
     config, cpu = EngineConfig(str(tmp_path / "model.gguf")), torch.device("cpu")
     checkpoint = open_checkpoint(config, cpu)
     found = choose_format(config, checkpoint.config, torch.device("cuda")).bytes_per_parameter(torch.bfloat16)

@@ -1,7 +1,6 @@
 """Memory planning: the arithmetic for imaginary GPUs, and measurements on a real one."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models import cache_spec
 from baton.engine.models.cache_spec import StateCache
 from baton.engine.step import Step
-from tests.engine.conftest import request_of, run, save_tiny
+from tests.engine.conftest import MakeEngine, request_of, run, save_tiny
 
 LLAMA = ModelConfig(
     "LlamaForCausalLM", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False, False, (), None
@@ -224,7 +223,7 @@ def test_an_out_of_memory_error_names_purpose_and_remedy(monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
 
-def test_context_and_pool_must_fit_each_other(tiny_engine: Callable[..., Engine]) -> None:
+def test_context_and_pool_must_fit_each_other(tiny_engine: MakeEngine) -> None:
     assert tiny_engine(num_blocks=4, block_size=8).model_config.max_model_len == 32
     assert tiny_engine(num_blocks=99).model_config.max_model_len == 256
     with pytest.raises(ValueError, match=r"--max-model-len 40: .* holds 32 tokens, .* or raise --num-blocks"):
@@ -246,7 +245,7 @@ def computed(step: Step) -> tuple[int, int, int]:
     [(8, 64, 256), (8, 64, 40), (5, 5, 256), (1, 1, 256), (1, 64, 256), (64, 2048, 4)],
 )
 def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
-    tiny_engine: Callable[..., Engine], seats: int, budget: int, context: int
+    tiny_engine: MakeEngine, seats: int, budget: int, context: int
 ) -> None:
     limits = EngineConfig("m", max_num_seqs=seats, max_num_batched_tokens=budget)
     rehearsal = Rehearsal(limits, context, 4)
@@ -278,7 +277,7 @@ def test_a_rehearsal_runs_the_largest_steps_within_all_limits(
         assert (1, 33, 2) in map(computed, steps), "and beside the rest of the prompt"
 
 
-def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: Callable[..., Engine]) -> None:
+def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: MakeEngine) -> None:
     limits = EngineConfig("m", max_num_seqs=8, max_num_batched_tokens=64)
     rehearsal = Rehearsal(limits, 48, 4, pool=12)
     assert rehearsal.num_blocks > 12
@@ -289,7 +288,7 @@ def test_a_rehearsal_on_a_small_pool_stays_within_it(tiny_engine: Callable[..., 
     warm_up(engine._runner, rehearsal, lambda *_: None)
 
 
-def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: Callable[..., Engine]) -> None:
+def test_a_rehearsal_refuses_logits_that_are_not_finite(tiny_engine: MakeEngine) -> None:
     rehearsal = Rehearsal(EngineConfig("m", max_num_seqs=2, max_num_batched_tokens=8), 32, 4)
     runner = tiny_engine(num_blocks=rehearsal.num_blocks)._runner
     runner.model.embedding.weight = runner.model.embedding.weight * torch.nan

@@ -29,7 +29,8 @@ from baton.engine.execution.rank_files import RankFiles
 from baton.engine.kernels import Fp8Experts, parts
 from baton.engine.loader import check_model
 from baton.engine.step import NOT_SCORED, Draws, Scored, Step, Variant, arrange
-from tests.engine.conftest import request_of, run, save_tiny
+from tests.engine.checkpoints import assert_refused
+from tests.engine.conftest import request_of, run, save_tiny, tokens_of
 from tests.engine.mixed_requests import SMALL_POOL, mixed_requests
 
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
@@ -70,9 +71,7 @@ def test_the_tokens_and_the_fingerprint_are_those_of_one_rank(
 
     def tokens(size: int) -> tuple[str, list[list[int]]]:
         engine = ranks(tmp_path, size, max_num_batched_tokens=24, max_num_seqs=5)
-        results = run(engine, requests)
-        engine.assert_whole()
-        return engine.model_fingerprint, [results[request.id].tokens for request in requests]
+        return engine.model_fingerprint, tokens_of(engine, requests)
 
     expected = tokens(1)
     for size in sizes:
@@ -113,12 +112,11 @@ def test_whole_experts_on_each_rank_give_the_same_tokens(
             enable_expert_parallel=size > 1,
             **config,
         )
-        results = run(engine, requests)
+        tokens = tokens_of(engine, requests)
         load, gate_up = engine._runner.expert_load, engine._runner.model.layers[-1].mlp.experts.gate_up
         experts = gate_up.values if isinstance(gate_up, Fp8Experts) else gate_up
         assert load is not None
         assert len(experts) * size == 8
-        tokens = [results[request.id].tokens for request in requests]
         return engine.model_fingerprint, tokens, load.totals.tolist()
 
     expected = outcome(1)
@@ -165,11 +163,8 @@ def test_two_gpus_compute_the_tokens_of_one(spelled_path: Path) -> None:
 
 
 def test_a_size_that_does_not_divide_the_heads_is_refused(tiny_path: Path) -> None:
-    config = EngineConfig(str(tiny_path), tensor_parallel_size=3)
-    with pytest.raises(
-        ValueError, match=r"size 3: the model has 4 query .* 2 KV heads; choose one of 1, 2, 4"
-    ):
-        check_model(config)
+    message = r"size 3: the model has 4 query .* 2 KV heads; choose one of 1, 2, 4"
+    assert_refused(tiny_path, message, tensor_parallel_size=3)
 
 
 def test_each_rank_holds_its_share_of_the_memory(tiny_path: Path, ranks: Callable[..., Engine]) -> None:

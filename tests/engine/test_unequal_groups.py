@@ -31,7 +31,8 @@ from baton.worker.engine_process.attempts import Attempts
 from baton.worker.engine_process.paged_kv import kv_layout, paged_kv
 from baton.worker.messages import Origin
 from tests.device import DEVICE
-from tests.engine.conftest import run, save_tiny
+from tests.engine.checkpoints import load
+from tests.engine.conftest import save_tiny, tokens_of
 from tests.engine.scheduling import hooks_to
 from tests.engine.test_models import scores
 from tests.kv_transfer.ranks import positions, rows_of
@@ -262,12 +263,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Pa
                 path, "Llama", hidden_size=12 * HEAD_DIM, num_attention_heads=12,
                 num_key_value_heads=kv_heads, max_position_embeddings=512,
             )  # fmt: skip
-            engine = build_engine(
-                EngineConfig(str(path), dtype="float32", device=DEVICE, num_blocks=200, num_threads=1)
-            )
-            requests = [request for wave in waves() for request in wave]
-            results = run(engine, requests)
-            made[kv_heads] = path, [results[request.id].tokens for request in requests]
+            engine = load(path, device=DEVICE, num_blocks=200, num_threads=1)
+            made[kv_heads] = path, tokens_of(engine, [request for wave in waves() for request in wave])
         return made[kv_heads]
 
     return make
@@ -350,10 +347,9 @@ def test_kv_in_fp8(
     """Of equal formats the tokens are those of one engine. Else KV is converted, and the first token is that
     of an engine in the format of the prefill worker."""
     path, plain = models(12)
-    settings: dict[str, Any] = {"dtype": "float32", "num_blocks": 200, "num_threads": 1}
     requests = [request for wave in waves() for request in wave]
-    single = run(build_engine(EngineConfig(str(path), kv_cache_dtype="fp8", **settings)), requests)
-    expected = [single[request.id].tokens for request in requests] if prefill_dtype == "fp8" else plain
+    single = load(path, kv_cache_dtype="fp8", num_blocks=200, num_threads=1)
+    expected = tokens_of(single, requests) if prefill_dtype == "fp8" else plain
     both: dict[str, Any] = {"num_blocks": 99, "enable_prefix_caching": prefill_dtype == decode_dtype}
     prefill = Side(
         path,
