@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from baton.cluster.autoscaling.balancer import Balancer, Sample
 from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
-from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky
 from baton.rpc import worker_pb2 as pb
 
@@ -37,12 +35,6 @@ POLICIES: dict[str, PrefillPolicy] = {
     "pure_hash": pure_hash,
     "prefix_only": prefix_only,
 }
-
-
-def emptiest(loads: list[DecodeLoad], *, tokens: int, rng: random.Random) -> str | None:
-    """The decode worker with the least pressure of all, by its last report."""
-    found = [load for load in loads if load.fits(tokens)]
-    return min(found, key=lambda load: load.pressure).worker if found else None
 
 
 class Flips:

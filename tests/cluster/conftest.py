@@ -15,7 +15,6 @@ import typer.testing
 
 from baton.cluster.supervision.processes import PACKAGES
 from baton.cluster.supervision.role_process import RoleProcess, RoleState
-from baton.cluster.supervision.runner import RoleRunner
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_role.py")))
 
@@ -28,7 +27,7 @@ def commands_are_made_once() -> Iterator[None]:
         yield
 
 
-async def until(changing: RoleProcess | RoleRunner, condition: Callable[[RoleState], bool]) -> RoleState:
+async def until(changing: RoleProcess, condition: Callable[[RoleState], bool]) -> RoleState:
     """The next state, from now on, that meets the condition."""
 
     async def wait() -> RoleState:
@@ -55,7 +54,7 @@ def up(state: RoleState) -> Up:
     return Up(state.pid, state.ready, state)
 
 
-async def until_ready(changing: RoleProcess | RoleRunner) -> Up:
+async def until_ready(changing: RoleProcess) -> Up:
     return up(await until(changing, lambda state: state.phase == "ready"))
 
 
@@ -84,9 +83,9 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture
-async def stopping() -> AsyncIterator[Callable[[RoleProcess | RoleRunner], None]]:
+async def stopping() -> AsyncIterator[Callable[[RoleProcess], None]]:
     """Gives a function that registers what to stop after the test."""
-    started: list[RoleProcess | RoleRunner] = []
+    started: list[RoleProcess] = []
     yield started.append
     for each in started:
         await each.stop(9, 0)
