@@ -66,10 +66,10 @@ class Port(msgspec.Struct):
 
 
 class EndpointSlice(msgspec.Struct, rename="camel"):
-    """The fields of a `discovery.k8s.io/v1` EndpointSlice that this module reads."""
+    """The fields of a `discovery.k8s.io/v1` EndpointSlice that are read. A bookmark has no address."""
 
     metadata: Metadata
-    address_type: str
+    address_type: str = ""
     endpoints: list[Endpoint] | None = None
     ports: list[Port] | None = None
 
@@ -126,21 +126,18 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
-class _Versioned(msgspec.Struct):
-    metadata: Metadata
-
-
 class _Status(msgspec.Struct):
     code: int = 0
     message: str = ""
 
 
-class _Gone(Exception):
-    """The server no longer has the version from which the watch should start."""
-
-
 class _Refused(Exception):
     """The server answered with an error."""
+
+    def __init__(self, code: int, message: str) -> None:
+        right = " (the pod's ServiceAccount needs list and watch of endpointslices)" if code == 403 else ""
+        super().__init__(f"{code}: {message}{right}")
+        self.code = code
 
 
 _RETRIED = (
@@ -216,14 +213,13 @@ class _Source:
                 async for line in response.content:
                     if self._take(line):
                         yield self._slices.addresses()
-        except _Gone:
-            log.debug("the API server no longer has version %s: listing again", self._version)
-            self._resync_at = 0.0
         except _RETRIED as error:
-            trouble = str(error) or type(error).__name__
-            if trouble != self._trouble:
+            if isinstance(error, _Refused) and error.code == 410:
+                log.debug("the API server no longer has version %s: listing again", self._version)
+                self._resync_at = 0.0
+            elif (trouble := str(error) or type(error).__name__) != self._trouble:
                 log.warning("cannot watch the endpoints: %s; keeping the last list", trouble)
-            self._trouble = trouble
+                self._trouble = trouble
         # A watch that ends within a second counts as a failure, so that no tight loop of requests can form.
         lasted = time.monotonic() - opened >= 1.0
         self._backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
@@ -252,19 +248,18 @@ class _Source:
         """Applies one event. Returns whether it was about endpoints."""
         event = msgspec.json.decode(line, type=_Event)
         if event.type == "ERROR":
-            raise _error(msgspec.json.decode(event.object, type=_Status))
-        self._version = msgspec.json.decode(event.object, type=_Versioned).metadata.resource_version
-        if event.type == "BOOKMARK":
-            return False
+            status = msgspec.json.decode(event.object, type=_Status)
+            raise _Refused(status.code, status.message)
         changed = msgspec.json.decode(event.object, type=EndpointSlice)
+        self._version = changed.metadata.resource_version
         if event.type == "DELETED":
             self._slices.remove(changed.metadata.name)
-        else:
+        elif event.type != "BOOKMARK":
             self._slices.put(changed)
-        return True
+        return event.type != "BOOKMARK"
 
     async def _ask(self, **parameters: Any) -> aiohttp.ClientResponse:
-        """Sends a list or watch request. The caller closes the response. Raises _Gone or one of _RETRIED."""
+        """Sends a list or watch request. The caller closes the response. Raises one of _RETRIED."""
         response = await self._api.list_namespaced_endpoint_slice_without_preload_content(
             self._namespace, label_selector=self._selector, **parameters
         )
@@ -274,22 +269,13 @@ class _Source:
                     status = msgspec.json.decode(await response.read(), type=_Status)
                 except msgspec.MsgspecError:
                     status = _Status()
-            raise _error(_Status(response.status, status.message or str(response.reason)))
+            raise _Refused(response.status, status.message or str(response.reason))
         return response
 
     def _succeeded(self) -> None:
         if self._trouble:
             self._trouble = ""
             log.info("the API server answers again: watching the endpoints")
-
-
-def _error(status: _Status) -> Exception:
-    if status.code == 410:
-        return _Gone()
-    remedy = (
-        " (the pod's ServiceAccount needs list and watch of endpointslices)" if status.code == 403 else ""
-    )
-    return _Refused(f"{status.code}: {status.message}{remedy}")
 
 
 async def _load_configuration() -> tuple[Any, str]:

@@ -12,9 +12,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from baton.cluster.options.parameters import role_environment, to_argv
 from baton.cluster.supervision.calls import tokens_held, until_silent
@@ -91,21 +90,17 @@ class RoleRunner(RoleProcess):
             OMP_NUM_THREADS=str(spec.cpus),
             **spec.environment,
         )
+        secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
         super().__init__(
             [*program, spec.role, *spec.args, *to_argv(**own)],
             environment,
             logs / f"{spec.role}-{spec.index}.log",
             policy or RestartPolicy(),
-            self._until_silent,
+            lambda ready: until_silent(ready, secret, spec.tls),
             node or socket.gethostname(),
         )
         self._unwritten: dict[Path, str] = {}  # a router's files with news that they do not have yet
         self._retrying: asyncio.Task[None] | None = None
-        self._tls = spec.tls
-        self._secret = spec.environment["BATON_CLUSTER_SECRET"].encode()
-
-    async def _until_silent(self, ready: Mapping[str, Any]) -> str:
-        return await until_silent(ready, self._secret, self._tls)
 
     async def start(self) -> RoleState:
         """Starts the role unless it runs already, as after the loss of an earlier supervisor."""
