@@ -95,7 +95,7 @@ class Autoscaler:
                 "why": need.why if need else "no worker has measured its speed yet",
             }
         self._supervisor.pools = {**self._supervisor.pools, **shown}
-        await self._supervisor.refresh()
+        await self._supervisor.tell_routers()
 
     async def _resize(
         self, sizes: Mapping[Pool, int], wanted: Mapping[Pool, int], samples: Mapping[str, Sample]

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -175,7 +174,10 @@ class DetachedStart:
         }
         supervisor = ray.remote(ClusterActor).options(**options).remote(self._cluster)
         with self._display:
-            failure = await _unless(signals.stop, self._follow(supervisor))
+            following = asyncio.create_task(self._follow(supervisor))
+            await signals.unless_stopped(following)
+            failure = following.result() if following.done() else None
+            following.cancel()
         if failure is None and not signals.stop.is_set():
             logs = self._cluster.logs or "on each node, in its run directory"
             stop = f"baton stop --ray-address {self._plan.ray.ray_address}"
@@ -200,12 +202,3 @@ class DetachedStart:
                     return f"{role.name}: {state.error}"
             if all(state.phase == "ready" for _, state in states):
                 return None
-
-
-async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, str | None]) -> str | None:
-    """The result of `what`, or None if `stop` is set first."""
-    task, stopped = asyncio.create_task(what), asyncio.create_task(stop.wait())
-    done, pending = await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    for unfinished in pending:
-        unfinished.cancel()
-    return task.result() if task in done else None

@@ -18,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PACKAGES = str(Path(__file__).parents[3])
 
@@ -92,6 +93,14 @@ class StopSignals:
         # A closed terminal sends SIGHUP. Under nohup it is ignored, and must stay so.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGHUP, self._received, signal.SIGTERM)
+
+    async def unless_stopped(self, *tasks: asyncio.Task[Any]) -> None:
+        """Waits until one of the tasks has ended, or `stop` is set. Raises what a task raised."""
+        stopped = asyncio.create_task(self.stop.wait())
+        done, _ = await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        for ended in done:
+            ended.result()
 
     def _received(self, signum: int) -> None:
         if self.stop.is_set():
