@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from baton.cluster.autoscaling.balancer import Balancer, Sample
+from baton.cluster.autoscaling.balancer import Balancer
+from baton.cluster.autoscaling.scaling import Sample
 from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.plan import Pool
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot, round_robin, sticky

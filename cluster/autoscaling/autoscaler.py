@@ -15,8 +15,8 @@ from typing import Any
 from grpc import RpcError
 from grpc.aio import Channel
 
-from baton.cluster.autoscaling.balancer import Balancer, Sample
-from baton.cluster.autoscaling.scaling import Needed
+from baton.cluster.autoscaling.balancer import Balancer
+from baton.cluster.autoscaling.scaling import Needed, Sample
 from baton.cluster.options.pools import PoolOptions
 from baton.cluster.supervision.calls import named_pool, set_pool, status_of
 from baton.cluster.supervision.plan import Pool

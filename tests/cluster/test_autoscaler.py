@@ -16,7 +16,6 @@ import baton.cluster.autoscaling.balancer
 import baton.cluster.autoscaling.scaling
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.autoscaling.autoscaler import Autoscaler
-from baton.cluster.autoscaling.balancer import Sample, decode_load, prefill_load
 from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.calls import tokens_held
 from baton.cluster.supervision.plan import Pool, RoleSpec
@@ -270,20 +269,3 @@ async def test_a_router_that_does_not_answer_holds_what_it_held(pools: Pools) ->
     pools.router.held = None
     pools.load("prefill", tokens_waiting=9000, requests_waiting=9, requests_running=1)
     await eventually(lambda: "prefill 1" in pools.names())
-
-
-def test_loads_are_sums_over_workers() -> None:
-    busy = pb.WorkerStatus(
-        tokens_waiting=3000, requests_waiting=2, requests_running=1, prefill_tokens_per_s=900,
-        blocks_free=25, blocks_total=100, step_seconds=0.03, fastest_step_seconds=0.02,
-    )  # fmt: skip
-    new = pb.WorkerStatus(blocks_free=100, blocks_total=100)
-    prefill = prefill_load([busy, new], done=5, held=0)
-    assert (prefill.done, prefill.waiting, prefill.queued, prefill.speed) == (5, 3000, 2000, 900)
-    prefill = prefill_load([busy, new], done=5, held=700)
-    assert (prefill.waiting, prefill.queued) == (3700, 2700)
-    decode = decode_load([Sample(busy, 0, 0), Sample(new, 0, 0)])
-    assert decode.kv_used == (0.75, 0.0)
-    assert decode_load([Sample(busy, 0, 1), Sample(new, 0, 0)]).kv_used == (1.0, 0.0), "no room for the next"
-    assert decode.steps == (0.03,), "who runs nothing has no step"
-    assert decode.fastest == 0.02, "the new worker has not measured one"
