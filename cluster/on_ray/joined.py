@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import re
 import signal
 import time
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -23,12 +26,23 @@ from baton.cluster.supervision.processes import StopSignals
 from baton.cluster.supervision.role_process import RoleState
 
 STOP_GRACE = 10.0  # seconds for a role to cancel its requests and end
+REACHED_WITHIN = 5.0  # seconds for the address of Ray to accept a connection
 ANSWERS_WITHIN = 30.0  # seconds for a supervisor to answer; Ray may be restarting it
 _POLL = 0.1
 
 
 def connect(address: str) -> None:
     """Joins the Ray cluster as a driver. Raises ValueError if that fails."""
+    if re.fullmatch(r"[^/]+:\d+", address) and os.environ.get("RAY_USE_TLS", "0") == "0":
+        # Ray itself would try for minutes.
+        with grpc.insecure_channel(address, (("grpc.enable_http_proxy", 0),)) as channel:
+            try:
+                grpc.channel_ready_future(channel).result(REACHED_WITHIN)
+            except grpc.FutureTimeoutError as error:
+                raise ValueError(
+                    f"--ray-address {address}: no Ray cluster answers there; start one with "
+                    "`ray start --head`, or correct the address"
+                ) from error
     try:
         ray.init(
             address=address,

@@ -46,6 +46,24 @@ def test_an_address_of_another_machine_is_refused() -> None:
         check_ports(FrontOptions(host="192.0.2.1", port=0))
 
 
+@pytest.mark.parametrize("listens", [False, True])
+@pytest.mark.parametrize("command", ["stop", "restart"])
+def test_an_address_without_ray_is_told_within_seconds(
+    command: str, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would try for minutes. Another program may listen there."""
+    monkeypatch.setattr("baton.cluster.on_ray.joined.REACHED_WITHIN", 0.5)
+    monkeypatch.setattr("ray.init", None)  # it is not asked
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if listens:
+            other.listen()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        result = CliRunner().invoke(app, [command, "--ray-address", address])
+    assert result.exit_code == 2
+    assert f"--ray-address {address}: no Ray cluster answers there; start one with" in result.stderr
+
+
 def test_keys_and_certificates_are_checked_before_the_start(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("[a]\nkey = 7")
@@ -138,6 +156,7 @@ def test_what_a_role_would_refuse_is_refused_before_the_start(monkeypatch: pytes
         (["--allowed-origins", "chat.example"], "--allowed-origins must be * or an origin such as"),
         (["--prefill", "0", "--no-overflow"], "--no-overflow: without prefill workers"),
         (["--generation-config", "gone"], "gone/generation_config.json cannot be read: No such file or"),
+        (["--device", "3"], "--device '3': choose cpu, cuda or cuda:N"),
         (["--kv-slots", "7"], "--kv-slots: 7 is out of range (at least two for each of the 4 lanes"),
     ):
         result = CliRunner().invoke(app, ["serve", "--port", "0", "--device", "cpu", *flags])
