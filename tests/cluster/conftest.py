@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,29 @@ async def until(changing: RoleProcess, condition: Callable[[RoleState], bool]) -
         return state
 
     return await asyncio.wait_for(wait(), 20)
+
+
+class AnyRole:
+    """A `RoleHandle` whose role starts and says nothing. Tests override what they need."""
+
+    async def start(self) -> RoleState:
+        return await self.changed("")
+
+    async def changed(self, token: str) -> RoleState:
+        raise AssertionError("not asked")
+
+    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
+        raise AssertionError("only routers are told")
+
+    async def tokens_held(self) -> int:
+        raise AssertionError("only routers hold something")
+
+    async def restart(self, signum: int, grace: float) -> None:
+        raise AssertionError("not asked")
+
+    async def stop(self, signum: int, grace: float) -> None: ...
+
+    def forget(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -23,60 +23,49 @@ from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.rpc import worker_pb2 as pb
 
-from .conftest import eventually
+from .conftest import AnyRole, eventually
 
 ROLES = {"prefill": pb.POOL_PREFILL, "decode": pb.POOL_DECODE}
 
 
 @dataclass
-class Handle:
-    """A `RoleHandle` whose role is a worker in this process."""
+class Handle(AnyRole):
+    """Its role is ready until it is stopped."""
 
-    worker: FakeWorker
-    token: int = 0
+    ready: dict[str, Any]
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def changed(self, token: str) -> RoleState:
+        if token == "1":
+            await self.stopped.wait()
+            return RoleState(token="2", phase="stopped")
+        return RoleState(token="1", phase="ready", ready=self.ready)
+
+    async def stop(self, signum: int, grace: float) -> None:
+        self.stopped.set()
+
+
+class WorkerHandle(Handle):
+    """Its role is a worker in this process."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        super().__init__({})
+        self.worker = worker
 
     async def start(self) -> RoleState:
         await self.worker.start()
+        self.ready["address"] = self.worker.address
         return await self.changed("")
-
-    async def changed(self, token: str) -> RoleState:
-        if token == "1":
-            await self.stopped.wait()
-            return RoleState(token="2", phase="stopped")
-        return RoleState(token="1", phase="ready", ready={"address": self.worker.address})
-
-    async def set_workers(self, addresses: Sequence[str], report: str) -> None:
-        raise AssertionError("there is no router here")
-
-    async def tokens_held(self) -> int:
-        raise AssertionError("there is no router here")
-
-    async def restart(self, signum: int, grace: float) -> None:
-        raise AssertionError("the autoscaler does not ask for that")
 
     async def stop(self, signum: int, grace: float) -> None:
         await self.worker.kill()
-        self.stopped.set()
-
-    def forget(self) -> None: ...
+        await super().stop(signum, grace)
 
 
-@dataclass
-class RouterHandle:
+class RouterHandle(Handle):
     """A router that says what it holds back; None: it does not answer."""
 
     held: int | None = 0
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def start(self) -> RoleState:
-        return await self.changed("")
-
-    async def changed(self, token: str) -> RoleState:
-        if token == "1":
-            await self.stopped.wait()
-            return RoleState(token="2", phase="stopped")
-        return RoleState(token="1", phase="ready", ready={"url": "http://127.0.0.1:1"})
 
     async def set_workers(self, addresses: Sequence[str], report: str) -> None: ...
 
@@ -85,31 +74,23 @@ class RouterHandle:
             raise ConnectionError("it hangs")
         return self.held
 
-    async def restart(self, signum: int, grace: float) -> None:
-        raise AssertionError("the autoscaler does not ask for that")
-
-    async def stop(self, signum: int, grace: float) -> None:
-        self.stopped.set()
-
-    def forget(self) -> None: ...
-
 
 class Pools:
     def __init__(self) -> None:
-        self.handles: dict[str, Handle] = {}
-        self.router = RouterHandle()
+        self.handles: dict[str, WorkerHandle] = {}
+        self.router = RouterHandle({"url": "http://127.0.0.1:1"})
         roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {}), RoleSpec("router", 0, (), {})]
         self.supervisor = Supervisor(roles, self.place)
         pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=1.0)
         self.autoscaler = Autoscaler(self.supervisor, pools, SECRET)
         self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
 
-    def place(self, spec: RoleSpec) -> Handle | RouterHandle:
+    def place(self, spec: RoleSpec) -> Handle:
         if spec.role == "router":
             return self.router
         worker = FakeWorker(ROLES[spec.role], Lanes(), [1], index=spec.index)
         worker.status.prefill_tokens_per_s = 1000
-        self.handles[spec.name] = handle = Handle(worker)
+        self.handles[spec.name] = handle = WorkerHandle(worker)
         return handle
 
     def names(self) -> list[str]:
@@ -176,13 +157,14 @@ async def test_the_last_ready_worker_of_a_pool_does_not_move(
     monkeypatch.setattr(baton.cluster.autoscaling.balancer, "FLIP_EVERY", 0.1)
     starts = asyncio.Event()
 
-    async def start(self: Handle) -> RoleState:
+    start = WorkerHandle.start
+
+    async def late(self: WorkerHandle) -> RoleState:
         await starts.wait()
-        await self.worker.start()
-        return await self.changed("")
+        return await start(self)
 
     await eventually(lambda: bool(pools.supervisor.pools))
-    monkeypatch.setattr(Handle, "start", start)
+    monkeypatch.setattr(WorkerHandle, "start", late)
     asked = pools.autoscaler._balancer.decide
     flips: list[int] = []
 
