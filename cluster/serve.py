@@ -98,7 +98,7 @@ class LocalCluster:
         self._signals.install()
         adopt_orphans()
         reap_orphans()
-        run_dir = RunDir.create(self._plan.run_dir.run_dir)
+        run_dir = RunDir.create(self._plan.files.run_dir)
         janitor = Janitor(run_dir.path, f"{self._plan.title}: janitor")
         self._logs = (self._plan.logs.log_dir or run_dir.path / "logs").absolute()
         try:

@@ -15,6 +15,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -233,102 +234,96 @@ class Router:
         self._dispatch()
 
 
+@dataclass
 class _Cluster:
     """All workers and routers, and the requests that arrive."""
 
-    def __init__(
-        self,
-        arrivals: Sequence[Arrival],
-        kind: Kind,
-        workers: list[Worker],
-        routers: list[Router],
-        clock: Clock,
-        rng: random.Random,
-        outcome: PlacementOutcome,
-    ) -> None:
-        self._outcome = outcome
-        self._kind: Kind = kind
-        self._clock = clock
-        self._rng = rng
-        self._arrivals = arrivals
+    arrivals: Sequence[Arrival]
+    kind: Kind
+    workers: list[Worker]
+    routers: list[Router]
+    clock: Clock
+    rng: random.Random
+    outcome: PlacementOutcome
+
+    def __post_init__(self) -> None:
         self._followers: dict[int, list[int]] = {}
-        for number, arrival in enumerate(arrivals):
+        for number, arrival in enumerate(self.arrivals):
             if arrival.before is not None:
                 self._followers.setdefault(arrival.before, []).append(number)
         self._arrived = 0
-        self._workers = workers
-        self._routers = routers
-        self._turns = [itertools.count(i * len(workers) // len(routers)) for i in range(len(routers))]
-        self._pools: dict[int, Pool] = dict.fromkeys(range(len(workers)), "decode")
+        count, routers = len(self.workers), len(self.routers)
+        self._turns = [itertools.count(router * count // routers) for router in range(routers)]
+        self._pools: dict[int, Pool] = dict.fromkeys(range(count), "decode")
 
     def run(self, prefills: int, flips: FlipPolicy | None) -> None:
         for row in range(prefills):
             self._move(row, "prefill")
-        for number, arrival in enumerate(self._arrivals):
+        for number, arrival in enumerate(self.arrivals):
             if arrival.before is None:
-                self._clock.after(arrival.at, partial(self._arrive, number))
-        for row in range(len(self._workers)):
-            self._clock.after(0.0, partial(self._report, row))
+                self.clock.after(arrival.at, partial(self._arrive, number))
+        for row in range(len(self.workers)):
+            self.clock.after(0.0, partial(self._report, row))
         if flips is not None:
-            self._clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
-        self._clock.run()
-        assert all(worker.idle for worker in self._workers), "requests left at workers"
-        assert all(router.idle for router in self._routers), "requests left in the view of a router"
+            self.clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
+        self.clock.run()
+        assert all(worker.idle for worker in self.workers), "requests left at workers"
+        assert all(router.idle for router in self.routers), "requests left in the view of a router"
 
     def _arrive(self, number: int) -> None:
-        now, outcome = self._clock.now, self._outcome
+        now, outcome = self.clock.now, self.outcome
         self._arrived += 1
-        outcome.measures = self._arrived > WARM_UP * len(self._arrivals)
-        arrival = self._arrivals[number]
+        outcome.measures = self._arrived > WARM_UP * len(self.arrivals)
+        arrival = self.arrivals[number]
         request = Request(
             number, arrival.prompt, arrival.answer, now, outcome.measures, arrival.session, arrival.chunks
         )
         if number in self._followers:
             request.over = partial(self._continue, number)
-        router = self._rng.randrange(len(self._routers))
-        if self._kind != "colocated":
-            self._routers[router].add(request)
+        router = self.rng.randrange(len(self.routers))
+        if self.kind != "colocated":
+            self.routers[router].add(request)
             return
-        worker = self._workers[next(self._turns[router]) % len(self._workers)]
+        worker = self.workers[next(self._turns[router]) % len(self.workers)]
         request.first_token = partial(worker.decode, request)
         worker.prefill(request)
 
     def _continue(self, number: int) -> None:
         """The answer of a request is over. The request that continues it comes at its time, or now."""
         for follower in self._followers[number]:
-            wait = max(0.0, self._arrivals[follower].at - self._clock.now)
-            self._clock.after(wait, partial(self._arrive, follower))
+            wait = max(0.0, self.arrivals[follower].at - self.clock.now)
+            self.clock.after(wait, partial(self._arrive, follower))
 
     def _report(self, row: int) -> None:
-        status = self._workers[row].status()
-        for router in self._routers:
+        status = self.workers[row].status()
+        for router in self.routers:
             router.reported(row, status)
-        if self._arrived < len(self._arrivals) or not all(worker.idle for worker in self._workers):
-            interval = report_interval(len(self._workers), len(self._routers))
-            self._clock.after(interval, partial(self._report, row))
+        if self._arrived < len(self.arrivals) or not all(worker.idle for worker in self.workers):
+            interval = report_interval(len(self.workers), len(self.routers))
+            self.clock.after(interval, partial(self._report, row))
 
     # ------------------------------------------------------------ pools
 
     def _move(self, row: int, pool: Pool) -> None:
         self._pools[row] = pool
-        for router in self._routers:
+        for router in self.routers:
             router.move(row, pool)
 
     def _balance(self, flips: FlipPolicy) -> None:
         """Moves the worker with the least work if one pool should shrink and the other grow."""
-        statuses = [worker.status() for worker in self._workers]
+        statuses = [worker.status() for worker in self.workers]
         rows: dict[Pool, list[int]] = {"prefill": [], "decode": []}
         for row, pool in self._pools.items():
             rows[pool].append(row)
-        wanted = flips(self._clock.now, {pool: [statuses[row] for row in rows[pool]] for pool in rows})
+        wanted = flips(self.clock.now, {pool: [statuses[row] for row in rows[pool]] for pool in rows})
         more = wanted["prefill"] - len(rows["prefill"])
         if more and wanted["decode"] - len(rows["decode"]) == -more:
             source, target = POOLS if more < 0 else POOLS[::-1]
             row = min(rows[source], key=lambda r: (statuses[r].tokens_waiting, statuses[r].requests_running))
             self._move(row, target)
-            self._outcome.flips += 1
-        if self._arrived < len(self._arrivals):
-            self._clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
+            self.outcome.flips += 1
+        if self._arrived < len(self.arrivals):
+            self.clock.after(AUTOSCALER_INTERVAL, partial(self._balance, flips))
 
 
 def simulate(

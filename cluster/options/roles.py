@@ -78,14 +78,9 @@ class RouterProcessOptions:
 
 
 @dataclass(frozen=True)
-class RunDirOptions:
+class FileOptions:
     panel: ClassVar[str] = "Files"
     run_dir: Path | None = directory("Parent of a new directory for sockets and logs.", shown="$TMPDIR")
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    panel: ClassVar[str] = "Files"
     trace_dir: Path | None = directory("Write Chrome traces of KV transfers here.")
 
 
@@ -327,8 +322,7 @@ class WorkerRole:
     drain: DrainOptions = DrainOptions()
     secret: SecretOptions = SecretOptions()
     process: RoleOptions = RoleOptions()
-    run_dir: RunDirOptions = RunDirOptions()
-    traces: TraceOptions = TraceOptions()
+    files: FileOptions = FileOptions()
     observe: ObserveOptions = ObserveOptions()
 
 

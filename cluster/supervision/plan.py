@@ -18,14 +18,13 @@ from baton.cluster.options.pools import PoolOptions, RayOptions, StartOptions
 from baton.cluster.options.roles import (
     DeadlineOptions,
     DrainOptions,
+    FileOptions,
     FrontOptions,
     LogOptions,
     MembershipOptions,
     ObserveOptions,
     RouterRole,
-    RunDirOptions,
     SecretOptions,
-    TraceOptions,
     TransferOptions,
     WorkerRole,
 )
@@ -81,9 +80,8 @@ class Plan:
     deadlines: DeadlineOptions
     drain: DrainOptions
     secret: SecretOptions
-    run_dir: RunDirOptions
+    files: FileOptions
     logs: LogOptions
-    traces: TraceOptions
     observe: ObserveOptions
 
     @property
@@ -143,7 +141,7 @@ class Plan:
         own: dict[str, Any] = {
             "engine": self.engine_of(pool),
             "pace": PaceOptions(self.pool.ttit_target),
-            "run_dir": RunDirOptions(),  # the runner of a worker names its own
+            "files": replace(self.files, run_dir=None),  # the runner of a worker names its own
         }
         return WorkerRole(**self._shared(WorkerRole) | own)
 

@@ -364,7 +364,7 @@ def test_roles_accept_the_arguments_that_serve_passes(
     assert result.exit_code == 0, result.output
     [(name, given)] = workers
     assert (name, given.process.index) == ("decode", 1)
-    for group in ("engine", "transfer", "deadlines", "drain", "traces", "observe"):
+    for group in ("engine", "transfer", "deadlines", "drain", "files", "observe"):
         assert getattr(given, group) == getattr(plan, group)
     assert given.model.served_model_name == ["SmolLM2-135M-Instruct"]
     assert Path(given.model.model).is_file()

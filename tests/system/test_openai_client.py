@@ -147,3 +147,8 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, model_id: str) -> Non
         client.completions.create(model="no-such-model", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model=model_id, prompt="x", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 8192 tokens"):
+        client.completions.create(model=model_id, prompt="x", max_tokens=100_000)
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        now: Any = {"type": "function", "function": {"name": "now"}}
+        client.chat.completions.create(model=model_id, messages=QUESTION, tools=[now])
