@@ -185,11 +185,15 @@ class KubernetesDiscovery:
                         if addresses != known:
                             known = addresses
                             yield addresses
-                await source.pause()
+                await asyncio.sleep(source.backoff * random.uniform(0.5, 1))
 
 
 class _Source:
-    """Follows the EndpointSlices of the API server. Owns their table and its version."""
+    """Follows the EndpointSlices of the API server. Owns their table and its version.
+
+    Attributes:
+        backoff: seconds until the next call of `changes`.
+    """
 
     def __init__(self, api: DiscoveryV1Api, namespace: str, selector: str, port: str) -> None:
         self._api = api
@@ -198,7 +202,7 @@ class _Source:
         self._slices = EndpointSlices(port)
         self._version = ""
         self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
-        self._backoff = 0.0
+        self.backoff = 0.0
         self._trouble = ""  # why the last request failed; "" if it succeeded
 
     async def changes(self) -> AsyncGenerator[frozenset[str], None]:
@@ -208,7 +212,14 @@ class _Source:
             if opened >= self._resync_at:
                 await self._list()
                 yield self._slices.addresses()
-            async with await self._watch() as response:
+            watch = self._ask(
+                watch=True,
+                resource_version=self._version,
+                allow_watch_bookmarks=True,  # bookmarks keep our version recent when no endpoint changes
+                timeout_seconds=WATCH_SECONDS,
+                _request_timeout=WATCH_SECONDS + TIMEOUT,
+            )
+            async with await watch as response:
                 self._succeeded()
                 async for line in response.content:
                     if self._take(line):
@@ -222,10 +233,7 @@ class _Source:
                 self._trouble = trouble
         # A watch that ends within a second counts as a failure, so that no tight loop of requests can form.
         lasted = time.monotonic() - opened >= 1.0
-        self._backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self._backoff))
-
-    async def pause(self) -> None:
-        await asyncio.sleep(self._backoff * random.uniform(0.5, 1))
+        self.backoff = 0.0 if lasted else min(LAST_BACKOFF, max(FIRST_BACKOFF, 2 * self.backoff))
 
     async def _list(self) -> None:
         async with await self._ask(_request_timeout=TIMEOUT) as response:
@@ -234,15 +242,6 @@ class _Source:
         self._version = found.metadata.resource_version
         self._resync_at = time.monotonic() + RESYNC_SECONDS
         self._succeeded()
-
-    async def _watch(self) -> aiohttp.ClientResponse:
-        return await self._ask(
-            watch=True,
-            resource_version=self._version,
-            allow_watch_bookmarks=True,  # bookmarks keep our version recent when no endpoint changes
-            timeout_seconds=WATCH_SECONDS,
-            _request_timeout=WATCH_SECONDS + TIMEOUT,
-        )
 
     def _take(self, line: bytes) -> bool:
         """Applies one event. Returns whether it was about endpoints."""
