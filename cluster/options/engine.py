@@ -20,17 +20,20 @@ def _given_once(context: typer.Context, value: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model to serve. Router and workers must have the same model."""
+    """Which model to serve. A router refuses workers with another tokenizer."""
 
     panel: ClassVar[str] = "Model"
     model: str | None = opt(
         None,
-        "A Hugging Face directory, a GGUF file, or a name on the Hugging Face hub.",
+        "A Hugging Face directory, a GGUF file, or a name on the Hugging Face hub. A router reads only its "
+        "tokenizer.",
         "PATH_OR_HUB_ID",
-        shown="the embedded SmolLM2-135M-Instruct",
+        shown="the embedded SmolLM2-135M-Instruct; of a router its workers' model",
         check=_given_once,
     )
-    revision: str | None = opt(None, "Branch, tag or commit of a model on the hub.", "NAME")
+    revision: str | None = opt(
+        None, "Branch, tag or commit of a model on the hub.", "NAME", shown="none; of a router its workers'"
+    )
     served_model_name: list[str] = opt(
         [],
         "The model's name for clients; repeat it for more names. Responses and metrics have the first one.",
@@ -45,21 +48,6 @@ class ModelOptions:
     )
     download_dir: Path | None = directory(
         "Keep models of the hub here.", shown="HF_HUB_CACHE, or the hub's default"
-    )
-
-
-@dataclass(frozen=True)
-class RouterModelOptions(ModelOptions):
-    """Which model's tokenizer a router uses. It refuses workers with another tokenizer."""
-
-    model: str | None = opt(
-        None,
-        "The workers' model. The router reads only its tokenizer.",
-        "PATH_OR_HUB_ID",
-        shown="the workers' --model",
-    )
-    revision: str | None = opt(
-        None, "Branch, tag or commit of a model on the hub.", "NAME", shown="the workers' --revision"
     )
 
 

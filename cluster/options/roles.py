@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
+from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions
 from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, between, directory, opt
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class WorkerRole:
 class RouterRole:
     """The options of `baton router`."""
 
-    model: RouterModelOptions
+    model: ModelOptions
     front: FrontOptions
     membership: MembershipOptions
     drain: DrainOptions

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from baton.cluster import model
 from baton.cluster.gpus import default_device, visible_gpus
-from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions, RouterModelOptions
+from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions
 from baton.cluster.options.parameters import to_argv
 from baton.cluster.options.pools import PoolOptions, RayOptions, StartOptions
 from baton.cluster.options.roles import (
@@ -153,7 +153,6 @@ class Plan:
         if front.admin_port is None and (front.router_processes > 1 or front.ssl_certfile is not None):
             front = replace(front, admin_port=0)
         own: dict[str, Any] = {
-            "model": RouterModelOptions(**vars(shared["model"])),
             "front": front,
             "membership": MembershipOptions(decode_only=not self.pool.prefill.most),
         }
