@@ -148,10 +148,11 @@ class Change:
 
     def quantiles(self, metric: str) -> tuple[float, float] | None:
         """p50 and p99 of a histogram; None without samples."""
-        bounds = [bound for name, bound in self.after if name == f"{metric}_bucket" and bound]
-        buckets = sorted((float(bound), self.added(f"{metric}_bucket", bound)) for bound in bounds)
-        counts = [(bound, count) for bound, count in buckets if count is not None]
-        if not self.added(f"{metric}_count") or len(counts) < len(buckets):
+        bucket = f"{metric}_bucket"
+        bounds = sorted({bound for name, bound in self.after if name == bucket and bound}, key=float)
+        added = [(float(bound), self.added(bucket, bound)) for bound in bounds]
+        counts = [(bound, count) for bound, count in added if count is not None]
+        if not counts or len(counts) < len(bounds) or not self.added(f"{metric}_count"):
             return None
         return quantile(counts, 0.5), quantile(counts, 0.99)
 
