@@ -6,7 +6,7 @@ Life of a cluster (`baton serve`):
    `model` finds and verifies the model before any process starts.
 2. `supervision.rundir` makes a private directory for all files of the cluster.
 3. `serve` makes one `supervision.runner` per worker and router in its process. With `--ray-address`,
-   `on_ray.actors` makes one Ray actor per role, each of them a runner; `on_ray.placement` chooses the machine.
+   `on_ray.actors` makes one Ray actor per role, which is a runner; `on_ray.placement` chooses the machine.
 4. Each runner is a `role_process`. It runs the command that a user would type (`baton prefill …`) as a
    child. The child reports its progress and its addresses over a pipe.
 5. A child that dies, or that gives no answer (`calls`), restarts as a new incarnation after a growing delay.
