@@ -21,7 +21,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,46 +74,23 @@ class EndpointSlice(msgspec.Struct, rename="camel"):
     ports: list[Port] | None = None
 
 
-class EndpointSlices:
-    """The table of present slices, by name. Takes lists and watch events; does no I/O.
+def ready_addresses(slices: Iterable[EndpointSlice], port: str) -> frozenset[str]:
+    """The "HOST:PORT" of every ready endpoint, for the Service port of this name.
 
     The endpoints of a Service are spread over several slices. While Kubernetes moves an endpoint, two slices
-    contain it. A dual-stack Service has an endpoint for each address family.
+    contain it. A dual-stack Service has an endpoint for each address family: of these, "IPv4" sorts first.
     """
-
-    def __init__(self, port: str) -> None:
-        """`port`: the name of the Service port that the addresses are for."""
-        self._port = port
-        self._slices: dict[str, EndpointSlice] = {}
-
-    def replace(self, slices: Iterable[EndpointSlice]) -> None:
-        """Replaces the table by a list. A slice that is missing in the list was deleted."""
-        self._slices = {each.metadata.name: each for each in slices}
-
-    def put(self, changed: EndpointSlice) -> None:
-        self._slices[changed.metadata.name] = changed
-
-    def remove(self, name: str) -> None:
-        self._slices.pop(name, None)
-
-    def addresses(self) -> frozenset[str]:
-        """The "HOST:PORT" of every ready endpoint, once for a pod with several addresses."""
-        of_pod: dict[str, tuple[str, str]] = {}
-        for family, pod, address in self._ready():
-            pod = pod or address
-            of_pod[pod] = min((family, address), of_pod.get(pod, (family, address)))
-        return frozenset(address for _, address in of_pod.values())
-
-    def _ready(self) -> Iterator[tuple[str, str, str]]:
-        """Family, pod uid and address of ready endpoints. "IPv4" sorts first, so `addresses` prefers it."""
-        for each in self._slices.values():
-            port = next((p.port for p in each.ports or () if p.name == self._port), None)
-            for endpoint in each.endpoints or ():
-                if port is not None and endpoint.addresses and endpoint.conditions.ready is not False:
-                    host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"
-                    pod = endpoint.target_ref.uid if endpoint.target_ref else ""
-                    shown = f"[{host}]" if each.address_type == "IPv6" else host
-                    yield each.address_type, pod, f"{shown}:{port}"
+    of_pod: dict[str, tuple[str, str]] = {}  # pod or address → family and address
+    for each in slices:
+        number = next((p.port for p in each.ports or () if p.name == port), None)
+        for endpoint in each.endpoints or ():
+            if number is None or not endpoint.addresses or endpoint.conditions.ready is False:
+                continue
+            host = endpoint.addresses[0]  # "the addresses of an endpoint are fungible"
+            found = each.address_type, f"{f'[{host}]' if each.address_type == 'IPv6' else host}:{number}"
+            pod = (endpoint.target_ref or TargetRef()).uid or found[1]
+            of_pod[pod] = min(found, of_pod.get(pod, found))
+    return frozenset(address for _, address in of_pod.values())
 
 
 class _List(msgspec.Struct):
@@ -199,7 +176,8 @@ class _Source:
         self._api = api
         self._namespace = namespace
         self._selector = selector
-        self._slices = EndpointSlices(port)
+        self._port = port
+        self._slices: dict[str, EndpointSlice] = {}  # by name
         self._version = ""
         self._resync_at = 0.0  # seconds of time.monotonic(); 0: list with the next call
         self.backoff = 0.0
@@ -211,7 +189,7 @@ class _Source:
         try:
             if opened >= self._resync_at:
                 await self._list()
-                yield self._slices.addresses()
+                yield ready_addresses(self._slices.values(), self._port)
             watch = self._ask(
                 watch=True,
                 resource_version=self._version,
@@ -223,7 +201,7 @@ class _Source:
                 self._succeeded()
                 async for line in response.content:
                     if self._take(line):
-                        yield self._slices.addresses()
+                        yield ready_addresses(self._slices.values(), self._port)
         except _RETRIED as error:
             if isinstance(error, _Refused) and error.code == 410:
                 log.debug("the API server no longer has version %s: listing again", self._version)
@@ -238,7 +216,7 @@ class _Source:
     async def _list(self) -> None:
         async with await self._ask(_request_timeout=TIMEOUT) as response:
             found = msgspec.json.decode(await response.read(), type=_List)
-        self._slices.replace(found.items or ())
+        self._slices = {each.metadata.name: each for each in found.items or ()}
         self._version = found.metadata.resource_version
         self._resync_at = time.monotonic() + RESYNC_SECONDS
         self._succeeded()
@@ -252,9 +230,9 @@ class _Source:
         changed = msgspec.json.decode(event.object, type=EndpointSlice)
         self._version = changed.metadata.resource_version
         if event.type == "DELETED":
-            self._slices.remove(changed.metadata.name)
+            self._slices.pop(changed.metadata.name, None)
         elif event.type != "BOOKMARK":
-            self._slices.put(changed)
+            self._slices[changed.metadata.name] = changed
         return event.type != "BOOKMARK"
 
     async def _ask(self, **parameters: Any) -> aiohttp.ClientResponse:
