@@ -52,7 +52,7 @@ def worker_config(
 
     device = given.engine.device or default_device()
     memory = None if device == "cpu" else gpu_gib()
-    chosen = choose(given.engine, given.pace.ttit_target, device, memory)
+    chosen = choose(given.engine, device, memory)
     return _configured(
         WorkerConfig,
         given,
@@ -71,7 +71,7 @@ def worker_config(
             enable_prefix_caching=given.engine.enable_prefix_caching is not False,
             host_cache_size=size_in_bytes(given.engine.host_cache_size),
             disk_cache_size=size_in_bytes(given.engine.disk_cache_size),
-            ttit_target=given.pace.ttit_target and given.pace.ttit_target / 1000,
+            ttit_target=given.engine.ttit_target and given.engine.ttit_target / 1000,
             ttit_target_steps=chosen.target_steps,
         ),
         settings=chosen.summary,

@@ -19,6 +19,7 @@ import setproctitle
 
 from baton.cluster import model
 from baton.cluster.autoscaling.autoscaler import Autoscaler
+from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.check_model import check_files
 from baton.cluster.roles import router_config, worker_config
 from baton.cluster.supervision.display import Display
@@ -141,9 +142,8 @@ class LocalCluster:
         self._up = True
         self._display.ready(self._plan, self._plan.admin_url(supervisor.states()), self._logs)
         secret = self._roles[0].environment["BATON_CLUSTER_SECRET"].encode()
-        scaling = asyncio.create_task(
-            Autoscaler(supervisor, self._plan.pool, secret, self._roles[0].tls).run()
-        )
+        balancer = Balancer(self._plan.pool, self._plan.engine.ttit_target)
+        scaling = asyncio.create_task(Autoscaler(supervisor, balancer, secret, self._roles[0].tls).run())
         to_stop.callback(scaling.cancel)
         restarting = asyncio.create_task(self._restart_when_told(supervisor))
         to_stop.callback(restarting.cancel)

@@ -17,7 +17,6 @@ from grpc.aio import Channel
 
 from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.autoscaling.scaling import Needed, Sample
-from baton.cluster.options.pools import PoolOptions
 from baton.cluster.supervision.calls import named_pool, set_pool, status_of
 from baton.cluster.supervision.plan import Pool
 from baton.cluster.supervision.supervisor import Supervisor
@@ -35,12 +34,12 @@ class Autoscaler:
     """Owns the connections to the workers and the last status of each."""
 
     def __init__(
-        self, supervisor: Supervisor, pools: PoolOptions, secret: bytes, tls: TlsFiles | None = None
+        self, supervisor: Supervisor, balancer: Balancer, secret: bytes, tls: TlsFiles | None = None
     ) -> None:
         self._supervisor = supervisor
         self._secret = secret
         self._tls = tls
-        self._balancer = Balancer(pools)
+        self._balancer = balancer
         self._channels: dict[str, Channel] = {}
         self._last: dict[str, pb.WorkerStatus] = {}
         self._held = 0  # prompt tokens in the routers, as far as known

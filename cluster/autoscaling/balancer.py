@@ -26,7 +26,8 @@ class Balancer:
         scalers: one for each pool that is given as a range; other pools keep their size.
     """
 
-    def __init__(self, pools: PoolOptions) -> None:
+    def __init__(self, pools: PoolOptions, ttit_target: float | None) -> None:
+        """`ttit_target`: in ms, as given."""
         given: dict[Pool, PoolSize] = {"prefill": pools.prefill, "decode": pools.decode}
         self.scalers: dict[Pool, Scaler] = {
             pool: Scaler(size.least, size.most, pools.shrink_after)
@@ -34,7 +35,7 @@ class Balancer:
             if size.least < size.most
         }
         self._prefill = PrefillDemand(pools.ttft_target / 1000)
-        self._decode = DecodeDemand((pools.ttit_target or TTIT_TARGET) / 1000)
+        self._decode = DecodeDemand((ttit_target or TTIT_TARGET) / 1000)
         self._flipped = -math.inf
 
     def needed(self, now: float, pool: Pool, samples: Sequence[Sample], held: int) -> Needed | None:

@@ -72,6 +72,7 @@ def serve(plan: Plan, roles: list[RoleSpec], address: str) -> int:
     cluster = Detached(
         tuple(roles),
         plan.pool,
+        plan.engine.ttit_target,
         plan.logs.log_dir.absolute() if plan.logs.log_dir else None,
         front_node=ray.get_runtime_context().get_node_id(),
         drain_grace=plan.drain.drain_timeout + STOP_GRACE,

@@ -91,6 +91,15 @@ class EngineOptions:
         "latency (shorter gaps between tokens), balanced, or throughput (more tokens per second). It "
         "sets the defaults of --ttit-target and --max-num-seqs.",
     )
+    ttit_target: float | None = opt(
+        None,
+        "Target time between tokens. It limits prompt tokens in a decode step, and the decode pool grows to "
+        "meet it.",
+        "MS",
+        shown="3.5 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
+        "100 to grow the pool",
+        check=between(0.1),
+    )
     max_model_len: int | None = opt(
         None, "Most tokens of prompt and output.", "TOKENS", shown="the model's context", check=between(1)
     )
@@ -149,21 +158,3 @@ class EngineOptions:
     num_threads: int | None = opt(
         None, "CPU threads of one engine.", "N", shown="an equal share of the CPUs", check=between(1)
     )
-
-
-def ttit_target() -> Any:
-    return opt(
-        None,
-        "Target time between tokens. It limits prompt tokens in a decode step, and the decode pool grows to "
-        "meet it.",
-        "MS",
-        shown="3.5 times the fastest step without a prompt, with --optimize latency 1.5, with throughput 6; "
-        "100 to grow the pool",
-        check=between(0.1),
-    )
-
-
-@dataclass(frozen=True)
-class PaceOptions:
-    panel: ClassVar[str] = "Engine"
-    ttit_target: float | None = ttit_target()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions
+from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.parameters import NO_ARGV, OLD_FILE, PORT, between, directory, opt
 
 if TYPE_CHECKING:
@@ -315,7 +315,6 @@ class WorkerRole:
 
     model: ModelOptions
     engine: EngineOptions
-    pace: PaceOptions
     network: WorkerOptions = WorkerOptions()
     transfer: TransferOptions = TransferOptions()
     deadlines: DeadlineOptions = DeadlineOptions()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from baton.cluster import model
 from baton.cluster.gpus import default_device, visible_gpus
-from baton.cluster.options.engine import EngineOptions, ModelOptions, PaceOptions
+from baton.cluster.options.engine import EngineOptions, ModelOptions
 from baton.cluster.options.parameters import to_argv
 from baton.cluster.options.pools import PoolOptions, RayOptions, StartOptions
 from baton.cluster.options.roles import (
@@ -140,7 +140,6 @@ class Plan:
         """The options of the workers that start in a pool, less those that each has for itself."""
         own: dict[str, Any] = {
             "engine": self.engine_of(pool),
-            "pace": PaceOptions(self.pool.ttit_target),
             "files": replace(self.files, run_dir=None),  # the runner of a worker names its own
         }
         return WorkerRole(**self._shared(WorkerRole) | own)

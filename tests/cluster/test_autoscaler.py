@@ -16,6 +16,7 @@ import baton.cluster.autoscaling.balancer
 import baton.cluster.autoscaling.scaling
 from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.autoscaling.autoscaler import Autoscaler
+from baton.cluster.autoscaling.balancer import Balancer
 from baton.cluster.options.pools import PoolOptions, PoolSize
 from baton.cluster.supervision.calls import tokens_held
 from baton.cluster.supervision.plan import Pool, RoleSpec
@@ -82,7 +83,7 @@ class Pools:
         roles = [RoleSpec("prefill", 0, (), {}), RoleSpec("decode", 0, (), {}), RoleSpec("router", 0, (), {})]
         self.supervisor = Supervisor(roles, self.place)
         pools = PoolOptions(PoolSize(1, 3), PoolSize(1, 2), ttft_target=1000, shrink_after=1.0)
-        self.autoscaler = Autoscaler(self.supervisor, pools, SECRET)
+        self.autoscaler = Autoscaler(self.supervisor, Balancer(pools, None), SECRET)
         self.tasks = [asyncio.create_task(self.supervisor.run()), asyncio.create_task(self.autoscaler.run())]
 
     def place(self, spec: RoleSpec) -> Handle:
@@ -186,7 +187,7 @@ async def test_what_a_worker_did_before_its_first_answer_is_no_load(pools: Pools
     worker = pools.handles["prefill 0"].worker
     address = worker.address
     worker.status.prompt_tokens, worker.status.no_room = 10_000_000, 1000
-    later = Autoscaler(pools.supervisor, PoolOptions(), SECRET)
+    later = Autoscaler(pools.supervisor, Balancer(PoolOptions(), None), SECRET)
     sample = await later._ask(address)
     assert sample is not None
     assert (sample.done, sample.refused) == (0, 0)
