@@ -8,7 +8,7 @@ import pytest
 from baton.bench.fakes.worker import SECRET, FakeWorker
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.workers import attempts
+from baton.router.workers import breaker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
@@ -161,7 +161,7 @@ async def test_a_worker_keeps_its_known_cache_in_both_pools(
 async def test_a_worker_with_an_open_breaker_serves_when_the_others_leave_its_pool(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempts, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
     (p0, p1), pool = pair.prefills, pair.router.services.pool
 
     def chosen() -> set[str]:
