@@ -25,7 +25,6 @@ from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.router.policy.reports import (
     PrefillWindow,
-    apply_report,
     decode_offer,
     pace,
     prefill_offer,
@@ -103,7 +102,7 @@ class Router:
 
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
         self._status[row] = status
-        apply_report(self._loads, row, status, row in self._prefills, self._clock.now)
+        self._loads.reported(row, status, self._clock.now, alone=row in self._prefills)
         running = status.requests_running + status.reservations
         self._decodes[row].reported(blocks_free=status.blocks_free, running=running)
         if row == len(self._workers) - 1:

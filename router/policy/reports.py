@@ -8,7 +8,6 @@ from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.decode import DecodeLoad
 from baton.router.policy.placement import DecodeOffer, MixedPace, PrefillOffer
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot
-from baton.router.policy.prefill_loads import PrefillLoads
 from baton.rpc import bounded_report
 from baton.rpc import worker_pb2 as pb
 
@@ -31,22 +30,6 @@ def pace(status: pb.WorkerStatus) -> MixedPace:
         status.chunk_seconds,
         status.long_chunk_tokens,
         status.long_chunk_seconds,
-    )
-
-
-def apply_report(loads: PrefillLoads, row: int, status: pb.WorkerStatus, alone: bool, now: float) -> None:
-    """`alone`: the worker is in the prefill pool. Other workers compute prompts beside their decodes."""
-    speed = status.prefill_tokens_per_s
-    if not alone:
-        speed = status.long_chunk_tokens / status.long_chunk_seconds if status.long_chunk_seconds else 0.0
-    loads.reported(
-        row,
-        tokens_waiting=status.tokens_waiting,
-        tokens_per_s=speed,
-        now=now,
-        computed=status.prompt_tokens,
-        alone=alone,
-        load_speeds={Tier.HOST: status.host_tokens_per_s, Tier.DISK: status.disk_tokens_per_s},
     )
 
 

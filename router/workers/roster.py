@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from baton.content import CHUNK_TOKENS
 from baton.router.policy.decode import DecodeCaches, DecodeLoad
 from baton.router.policy.prefill_loads import PrefillLoads
-from baton.router.policy.reports import apply_cache_events, apply_report, report_seconds
+from baton.router.policy.reports import apply_cache_events, report_seconds
 from baton.router.workers.checks import RefusedWorker, RouterModel, check_fit
 from baton.router.workers.worker import POOL_NAMES, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
@@ -78,7 +78,7 @@ class Roster:
 
     def reported(self, worker: Worker) -> None:
         alone = worker.pool == pb.POOL_PREFILL
-        apply_report(self.loads, worker.row, worker.status, alone, time.monotonic())
+        self.loads.reported(worker.row, worker.status, time.monotonic(), alone=alone)
 
     def cache_changed(self, worker: Worker, events: pb.CacheEvents) -> None:
         """Gets events without gaps. Raises RefusedWorker if more chunks are cached than its blocks hold, on
