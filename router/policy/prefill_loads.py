@@ -135,7 +135,7 @@ class PrefillLoads:
     # ------------------------------------------------------------ changes
 
     def reported(self, row: int, status: pb.WorkerStatus, now: float, *, alone: bool = True) -> None:
-        """Applies a report of the worker. Its waiting tokens are those of all routers, those of a step included.
+        """Applies a report of the worker. It counts the tokens of all routers, also of a running step.
 
         `alone`: the worker is in the prefill pool. Others compute prompts beside decodes, which says nothing
         about the speed of another worker.

@@ -5,23 +5,19 @@ then the client's bytes. The line is [kind, model names, context length, salt in
 history]. A reply is MessagePack.
 """
 
-import ctypes
 import gc
 import json
 import logging
-import os
-import resource
-import signal
-import struct
 import sys
 from array import array
+from functools import partial
 
 import msgspec
-from setproctitle import setproctitle
 
 from baton.machine.logs import stack_without_text
 from baton.router.api.bodies import ChatOptions, CompletionOptions
 from baton.router.errors import ApiError, InvalidRequest, all_errors
+from baton.router.preparation import pipe
 from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.tools.reasoning import Beginning
@@ -31,10 +27,6 @@ log = logging.getLogger(__name__)
 CPU_SECONDS = 20
 """Of one body. A signal then ends the process, and the router starts another."""
 MEMORY_BYTES = 4 << 30
-_NICE = 5
-"""A lower priority than the event loop, for machines with few cores."""
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LENGTH = struct.Struct("<I")
 MAX_OPTIONS_BYTES = 512 << 10
 """Limit for the fields beside the prompt, because the router parses them on the event loop."""
 _PROMPT = {"messages", "prompt", "chat_template_kwargs"}
@@ -118,29 +110,16 @@ def read_reply(reply: bytes) -> Prepared | bytes:
 
 
 def main(name: str) -> None:
-    setproctitle(name)
-    # Without this, a busy child would notice the end of the router only after its body.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the router; this process ends with its stdin
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    state = _read()
+    pipe.limit(name, MEMORY_BYTES)
+    state = pipe.read()
     if state is None:
         return
     tokenizer = ModelTokenizer.restored(state)
     gc.freeze()
-    _write(b"")
-    while (request := _read()) is not None:
-        # The timer's signal ends the process even inside a library.
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        reply = reply_to(request, tokenizer)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(reply)
+    pipe.serve(partial(reply_to, tokenizer), CPU_SECONDS)
 
 
-def reply_to(request: bytes, tokenizer: ModelTokenizer) -> bytes:
+def reply_to(tokenizer: ModelTokenizer, request: bytes) -> bytes:
     kind, served, history, salt, raw = read_request(request)
     try:
         return encode_prepared(prepare(kind, raw, tokenizer, served, history, salt))
@@ -150,21 +129,6 @@ def reply_to(request: bytes, tokenizer: ModelTokenizer) -> bytes:
         sys.exit(1)  # the memory limit: the router refuses the body
     except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
         return _encode(_Crash("\n".join(stack_without_text(error))))
-
-
-def _read() -> bytes | None:
-    """Returns the next frame. None: the router has closed the pipe, or ended within a frame."""
-    head = sys.stdin.buffer.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    [size] = _LENGTH.unpack(head)
-    frame = sys.stdin.buffer.read(size)
-    return frame if len(frame) == size else None
-
-
-def _write(reply: bytes) -> None:
-    sys.stdout.buffer.write(_LENGTH.pack(len(reply)) + reply)
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
