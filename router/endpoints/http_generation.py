@@ -17,8 +17,9 @@ from baton.router.api.bodies import ChatOptions
 from baton.router.api.sampling import MAX_TIMEOUT
 from baton.router.config import RouterConfig
 from baton.router.endpoints.builders.anthropic import AnthropicBuilder
-from baton.router.endpoints.builders.base import ResponseBuilder, encode
-from baton.router.endpoints.builders.completions import ChatBuilder, CompletionBuilder
+from baton.router.endpoints.builders.base import encode
+from baton.router.endpoints.builders.completions import ChatBuilder, ChoicesBuilder, CompletionBuilder
+from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
 from baton.router.endpoints.http_runner import ENCODINGS, unsupported_encoding
 from baton.router.errors import ApiError
@@ -37,6 +38,9 @@ _KEEPALIVE = b": waiting\n\n"
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no",
 }  # fmt: skip
+ResponseBuilder = ChatBuilder | CompletionBuilder | AnthropicBuilder | OpenAIResponsesBuilder
+"""Makes the response to one request. In a stream: `events` of each delta, then `end` or `failed`.
+Else: `add` each delta, then `whole`."""
 _BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[AnthropicBuilder]] = {
     "chat": ChatBuilder,
     "completion": CompletionBuilder,
@@ -205,6 +209,7 @@ async def _deltas(active: ActiveRequest, builder: ResponseBuilder) -> list[tuple
     deltas = await active.take(KEEPALIVE_SECONDS)
     for index, delta in deltas:
         for part in delta.token.prompt:
+            assert isinstance(builder, ChoicesBuilder), "the other APIs show none"
             builder.add_prompt(index, part)
             await asyncio.sleep(0)  # other tasks run between the parts of a long prompt
     return deltas

@@ -1,5 +1,4 @@
-"""What builders of responses share: their interface, the parts and blocks of an output, and the entries of
-logprobs."""
+"""What builders of responses share: the parts and blocks of an output, and the entries of logprobs."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -11,7 +10,6 @@ import msgspec
 from baton.router.active_request import ActiveRequest
 from baton.router.api.bodies import ChatOptions
 from baton.router.api.messages import NamedTool
-from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.tools.parser import Part
@@ -20,34 +18,6 @@ from baton.rpc import worker_pb2 as pb
 
 Event = dict[str, Any]
 encode = msgspec.json.Encoder().encode
-
-
-class ResponseBuilder:
-    """Builds the response to one request. It is either whole or a stream of server-sent events."""
-
-    def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
-        """Adds log probabilities of the next tokens of the prompt, before the first delta of the choice."""
-        raise NotImplementedError
-
-    def add(self, index: int, delta: Delta) -> None:
-        """Adds the next delta of the choice `index` to the whole response."""
-        raise NotImplementedError
-
-    def whole(self) -> dict[str, Any]:
-        """Returns the whole response. Every choice must have its last delta."""
-        raise NotImplementedError
-
-    def events(self, index: int, delta: Delta) -> bytes:
-        """Returns the events of the next delta of the choice `index`."""
-        raise NotImplementedError
-
-    def end(self) -> bytes:
-        """Returns the events at the end of a stream."""
-        raise NotImplementedError
-
-    def failed(self, error: ApiError) -> bytes:
-        """Returns the events at the end of a stream that fails."""
-        raise NotImplementedError
 
 
 def event(payload: Any) -> bytes:
@@ -203,7 +173,7 @@ class Block:
         return "".join(self.texts)
 
 
-class BlocksBuilder(ResponseBuilder):
+class BlocksBuilder:
     """Follows the blocks of a request's one choice. A subclass turns each change into typed events.
 
     A block opens, grows, and closes before the next one opens.

@@ -10,7 +10,7 @@ import msgspec
 from baton.router import prompt_logprobs
 from baton.router.active_request import ActiveRequest
 from baton.router.api.bodies import CompletionOptions
-from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, ResponseBuilder, event
+from baton.router.endpoints.builders.base import LogprobEntries, OutputParser, event
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
@@ -31,7 +31,7 @@ class ChoicePart:
     last: Delta
 
 
-class ChoicesBuilder(ResponseBuilder):
+class ChoicesBuilder:
     """Builds completions. `id` and `created` are the same in all chunks of a stream."""
 
     kind: str  # "object" of a whole response
@@ -55,6 +55,7 @@ class ChoicesBuilder(ResponseBuilder):
         self._parts: dict[int, ChoicePart] = {}
 
     def add_prompt(self, index: int, part: pb.PromptLogprobs) -> None:
+        """Adds log probabilities of the next tokens of the prompt, before the first delta of the choice."""
         prompt = self._request.prompts[index // self._request.body.n]
         of_tokens = zip(prompt[part.position :], prompt_logprobs.read(part), strict=False)
         for token_id, logprob in of_tokens:
