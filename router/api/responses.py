@@ -4,13 +4,21 @@ The router itself builds responses as plain dicts (`router.endpoints.builders`),
 each token would cost more than the rest of its response.
 """
 
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 
 class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def one_of(models: dict[str, dict[str, Any]]) -> Any:
+    """Makes a model of each of these names with these members. Returns their union."""
+    made = [create_model(name, __base__=ResponseModel, **members) for name, members in models.items()]
+    return reduce(or_, made)
 
 
 class ErrorDetail(ResponseModel):
