@@ -143,7 +143,7 @@ class Frontend:
         self._refuse_while_draining()
         entry.receive(len(history))
         entry.expect(max(1, min((len(raw) + len(history)) // TOKEN_BYTES, self.capacity)))
-        with self._services.active.preparing():
+        with self._services.active.counting():
             limit = min(self._services.config.request_timeout, math.inf if timeout is None else timeout)
             async with _deadline(limit, began):
                 prepared = await self._preparer.prepare(kind, raw, self._served, entry.key, history)

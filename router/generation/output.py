@@ -6,9 +6,10 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.router.api.bodies import GenerationBody
 from baton.router.errors import ApiError
 from baton.router.text.detokenizer import Detokenizer, StopFinder, StopStrings
 from baton.router.text.tokenizer import ModelTokenizer
@@ -94,26 +95,16 @@ class Choice:
         finish_reason: None until the last delta.
     """
 
-    def __init__(
-        self,
-        tokenizer: ModelTokenizer,
-        *,
-        stops: StopStrings,
-        stop_token_ids: Set[int],
-        min_tokens: int,
-        skip_special_tokens: bool,
-        include_stop: bool,
-        generates: bool,
-    ) -> None:
-        """`generates`: False if the client wants no token. The only token then adds nothing."""
+    def __init__(self, tokenizer: ModelTokenizer, body: GenerationBody, stops: StopStrings) -> None:
+        """`stops`: those of the body."""
         self.num_tokens = 0
         self.finish_reason: str | None = None
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stops = StopFinder(stops, include=include_stop)
-        self._include_stop = include_stop
-        self._stop_token_ids = stop_token_ids
-        self._min_tokens = min_tokens
-        self._generates = generates
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=body.skip_special_tokens)
+        self._include_stop = body.include_stop_str_in_output
+        self._stops = StopFinder(stops, include=self._include_stop)
+        self._stop_token_ids = frozenset(body.stop_token_ids or ())
+        self._min_tokens = body.min_tokens
+        self._generates = body.max_tokens_wanted != 0  # else the only token adds nothing
 
     def push(self, token: Token) -> Delta:
         """Returns the delta of a token. The last delta has a finish reason.
