@@ -130,16 +130,10 @@ class HttpGeneration:
     async def prepare(
         self, request: web.Request, kind: Generated, raw: bytearray, entry: Entry, history: bytes = b""
     ) -> ActiveRequest:
-        """As `Frontend.prepare`, with what the headers say."""
+        """As `Frontend.prepare`."""
+        name, timeout = REQUEST_ID.get(), timeout_of(request)
         return await self._frontend.prepare(
-            kind,
-            raw,
-            entry,
-            history=history,
-            name=REQUEST_ID.get(),
-            session=request.headers.get("x-session-id"),
-            timeout=timeout_of(request),
-            traceparent=request.headers.get("traceparent"),
+            kind, raw, entry, request.headers, history=history, name=name, timeout=timeout
         )
 
     async def respond(

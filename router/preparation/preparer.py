@@ -3,14 +3,12 @@
 import logging
 import sys
 
-import msgspec
-
 from baton.router.admission.keys import ApiKey
 from baton.router.child_pool import ChildDied, ChildPool
 from baton.router.errors import ApiError, InvalidRequest
 from baton.router.preparation import child
 from baton.router.preparation.child import read_reply, request_head
-from baton.router.preparation.prepare import Kind, Peek, Prepared, Served, prepare
+from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -45,12 +43,6 @@ class Preparer:
                 raise ApiError(f"the router has no process to prepare this request: {died}") from died
             limits = f"{child.CPU_SECONDS} s or {child.MEMORY_BYTES >> 30} GiB"
             raise InvalidRequest(f"the preparation of this request takes more than {limits}") from died
-
-    async def peek(self, raw: bytes | bytearray, served: Served, key: ApiKey) -> Peek:
-        """Looks at a body of /v1/responses. Raises ApiError."""
-        found = await self.prepare("peek", raw, served, key)
-        assert isinstance(found, bytes)
-        return msgspec.msgpack.decode(found, type=Peek)
 
     async def start(self) -> None:
         """Starts the children, so that the first large body does not wait for it."""
