@@ -15,7 +15,6 @@ from baton.router.policy.decode import DecodeLoad
 from baton.router.workers.checks import (
     DRAINED,
     SEE_WORKER_LOG,
-    CacheAction,
     CacheSequence,
     RefusedWorker,
     explain,
@@ -58,7 +57,7 @@ class WorkerStream:
         self._on_offer = on_offer
         self._config = config
         self._may_offer = False  # the worker is retired, and its stream stays open for offers
-        self._cache = CacheSequence()
+        self._cache = CacheSequence(self._ask_for_snapshot)
         self._task = asyncio.create_task(self._run(), name=f"worker {worker.address}")
 
     def retire(self, on_closed: Callable[["WorkerStream"], None]) -> None:
@@ -137,7 +136,7 @@ class WorkerStream:
             worker.accepted = True
             worker.decode_load = _decode_load(worker)
             worker.report(await stub.GetStatus(pb.StatusRequest(), timeout=CALL_TIMEOUT))
-            messages, self._cache = SendQueue(self._unread), CacheSequence()
+            messages, self._cache = SendQueue(self._unread), CacheSequence(self._ask_for_snapshot)
             hello = pb.RouterHello(router_id=self._config.id, report_seconds=self._roster.report_seconds)
             messages.put(pb.RouterMessage(hello=hello))
             self._call = stub.Attach(messages.messages())
@@ -244,12 +243,12 @@ class WorkerStream:
         attempt.on_event(attempt, failure)
 
     def _receive_cache(self, events: pb.CacheEvents) -> None:
-        action = self._cache.follow(events)
-        if action is CacheAction.APPLY:
+        if self._cache.continues(events):
             self._roster.cache_changed(self.worker, events)
-        elif action is CacheAction.RESYNC:
-            log.info("%s: cache reports are missing; the router asks for a snapshot", self.worker)
-            self.worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
+
+    def _ask_for_snapshot(self) -> None:
+        log.info("%s: cache reports are missing; the router asks for a snapshot", self.worker)
+        self.worker.send(pb.RouterMessage(cache_resync=pb.CacheResync()))
 
 
 def _decode_load(worker: Worker) -> DecodeLoad:

@@ -18,7 +18,7 @@ from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.reports import apply_cache_events
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import roster, stream
-from baton.router.workers.checks import CacheAction, CacheSequence
+from baton.router.workers.checks import CacheSequence
 from baton.router.workers.pool import PrefixSource
 from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
@@ -47,7 +47,8 @@ CHUNKS = list(range(9))
 def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(changes):
     """Each report is queued or dropped. The router asks for a snapshot when it misses one. It reads a few
     messages after each report, parts of the snapshot among them."""
-    feed, sequence, index, stream = CacheFeed(), CacheSequence(), ChunkIndex(), RouterStream(1)
+    feed, index, stream = CacheFeed(), ChunkIndex(), RouterStream(1)
+    sequence = CacheSequence(lambda: stream.put_snapshot(feed.snapshot))
     index.grow(1)
     has: dict[int, Tier] = {}
 
@@ -63,11 +64,8 @@ def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(chan
     def read(count: float) -> None:
         while count and (message := stream.next_message()):
             count -= 1
-            match sequence.follow(message.cache):
-                case CacheAction.APPLY:
-                    apply_cache_events(index, 0, message.cache)
-                case CacheAction.RESYNC:
-                    stream.put_snapshot(feed.snapshot)
+            if sequence.continues(message.cache):
+                apply_cache_events(index, 0, message.cache)
 
     changed({1: Tier.DEVICE, 2: Tier.HOST}, [])
     read(math.inf)
@@ -84,10 +82,10 @@ def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(chan
 
 
 def test_large_changes_and_snapshots_travel_in_bounded_parts():
-    feed, sequence = CacheFeed(), CacheSequence()
+    feed, sequence = CacheFeed(), CacheSequence(lambda: pytest.fail("there is no gap"))
     added = list(range(2 * MAX_CHUNKS + 1))
     for messages in ([*feed.snapshot()], feed.changed([added, [], []], []), [*feed.snapshot()]):
-        assert all(sequence.follow(message.cache) is CacheAction.APPLY for message in messages)
+        assert all(sequence.continues(message.cache) for message in messages)
         assert all(len(message.cache.added) <= MAX_CHUNKS for message in messages)
     assert sorted(chunk for message in messages for chunk in message.cache.added) == added
     assert [message.cache.reset for message in messages] == [True, False, False]
