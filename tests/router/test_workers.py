@@ -287,10 +287,10 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Makes the next call of this method of any generation raise."""
     method, failures = getattr(Generation, name), [RuntimeError("the test wants it")]
 
-    def fails(generation: Generation, argument: object) -> None:
+    def fails(generation: Generation, *arguments: object) -> None:
         if failures:
             raise failures.pop()
-        method(generation, argument)
+        method(generation, *arguments)
 
     monkeypatch.setattr(Generation, name, fails)
 
