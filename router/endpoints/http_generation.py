@@ -21,7 +21,6 @@ from baton.router.endpoints.builders.base import encode
 from baton.router.endpoints.builders.completions import ChatBuilder, ChoicesBuilder, CompletionBuilder
 from baton.router.endpoints.builders.openai_responses import OpenAIResponsesBuilder
 from baton.router.endpoints.frontend import Frontend
-from baton.router.endpoints.http_runner import ENCODINGS, unsupported_encoding
 from baton.router.errors import ApiError
 from baton.router.generation.output import Delta
 from baton.router.preparation.prepare import Generated
@@ -46,6 +45,16 @@ _BUILDERS: dict[Generated, type[ChatBuilder] | type[CompletionBuilder] | type[An
     "completion": CompletionBuilder,
     "messages": AnthropicBuilder,
 }
+
+
+ENCODINGS = ("identity", "gzip", "deflate")
+"""Accepted encodings of a body. aiohttp ignores unknown ones, and reads more if optional libraries are
+installed."""
+
+
+def unsupported_encoding() -> errors.UnsupportedMediaType:
+    text = "the Content-Encoding of a body must be gzip or deflate, if there is one"
+    return errors.UnsupportedMediaType(text)
 
 
 def authorization(request: web.Request) -> str:

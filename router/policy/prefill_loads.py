@@ -19,6 +19,7 @@ from baton.content import CHUNK_TOKENS, Tier
 from baton.machine import Average
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, Ring
+from baton.rpc import bounded_report
 from baton.rpc import worker_pb2 as pb
 
 UNKNOWN_SPEED = 1_000.0
@@ -28,6 +29,16 @@ UTILISATION_SECONDS = 5.0
 _UTILISATION_DECAY = math.exp(-1 / UTILISATION_SECONDS)  # for each second
 FIRST_SHARE = 0.9
 """The most that counts as computed of a prompt without a first token."""
+
+
+REPORTS_PER_SECOND = 500
+"""From all workers together. A report takes a router up to 0.1 ms."""
+
+
+def report_seconds(workers: int) -> float:
+    """The least seconds between two reports of each of so many workers that a router can take. Workers with
+    several routers report as often as that."""
+    return bounded_report(workers / REPORTS_PER_SECOND)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from baton.bench.fakes.worker import FakeWorker
 from baton.content import Tier, prompt_hints
 from baton.router.policy.chunk_index import ChunkIndex
-from baton.router.policy.reports import apply_cache_events
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import roster, stream
 from baton.router.workers.checks import CacheSequence
@@ -65,7 +64,7 @@ def test_the_router_has_the_same_chunks_as_the_worker_after_dropped_reports(chan
         while count and (message := stream.next_message()):
             count -= 1
             if sequence.continues(message.cache):
-                apply_cache_events(index, 0, message.cache)
+                index.apply(0, message.cache)
 
     changed({1: Tier.DEVICE, 2: Tier.HOST}, [])
     read(math.inf)
