@@ -185,6 +185,7 @@ class AttemptPair:
         prefill = self.prefill
         assert prefill is not None
         prefill.sent = True
+        self._waits.worker_found()
         submit = pb.SubmitPrefill(
             prefill_id=prefill.id,
             request=self._request(self.output_ids, prefill.within, last=not prefill.handover),
@@ -198,6 +199,7 @@ class AttemptPair:
         """The worker fetches the KV of the current prefill, or computes the prompt itself, as `place` says.
 
         `output_ids` were emitted before."""
+        self._waits.worker_found()
         work, within = (None, 0.0) if place is None else (place.work, place.within)
         length = len(self._job.prompt_ids) + len(output_ids)
         decode = self.decode = DecodeAttempt(

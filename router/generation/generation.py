@@ -146,14 +146,14 @@ class Generation:
             self._send_prefill()  # first: the client waits for its token
             if self._pair.prefill.queued:
                 return TurnResult.QUEUED
-        self._submit_decode(worker, self.output_ids)
+        self._pair.submit_decode(worker, self.output_ids)
         return TurnResult.SENT
 
     def _fetch(self, prefill: PrefillAttempt, worker: Worker, output_ids: list[int]) -> TurnResult:
         """Submits a decode for a prefill that was planned before."""
         if prefill.worker is not worker or prefill.answered:
             prefill.refetched = prefill.sent and not prefill.queued
-            self._submit_decode(worker, output_ids)
+            self._pair.submit_decode(worker, output_ids)
         elif self._waits.may_prefill():
             self._prefill_here(worker)
         else:
@@ -168,7 +168,6 @@ class Generation:
         self._prompt_sent(place.work)
         if place.why.reason is not None:
             self._metrics.overflow[place.why.reason].inc()
-        self._waits.worker_found()
         self._pair.submit_decode(place.worker, self.output_ids, place)
         return TurnResult.SENT
 
@@ -185,7 +184,6 @@ class Generation:
         if target is None:
             self._waits.wait_for_worker("prefill")
             return False
-        self._waits.worker_found()
         self._pair.plan_prefill(target, handover=handover)
         return True
 
@@ -202,11 +200,6 @@ class Generation:
         self._waits.prefill_sent()
         if not self.output_ids:  # a prompt that is computed again after that costs its key nothing
             self._turn.computes(work.tokens)
-
-    def _submit_decode(self, worker: Worker, output_ids: list[int]) -> None:
-        """The worker fetches the KV of the current prefill."""
-        self._waits.worker_found()
-        self._pair.submit_decode(worker, output_ids)
 
     def _retarget(self, decode: DecodeAttempt) -> None:
         """Keeps the reservation. The decode worker fetches the KV of a new prefill of prompt + output."""

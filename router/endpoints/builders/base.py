@@ -13,7 +13,7 @@ from baton.router.api.messages import NamedTool
 from baton.router.generation.output import Delta
 from baton.router.prompt_logprobs import PromptLogprob
 from baton.router.tools.parser import Part
-from baton.router.tools.reasoning import ReasoningParser, Text
+from baton.router.tools.reasoning import ReasoningParser
 from baton.rpc import worker_pb2 as pb
 
 Event = dict[str, Any]
@@ -129,10 +129,11 @@ class OutputParser:
         """Takes the text of the next token. Returns the parts that are certain. `last`: none follows."""
         parts: list[Part] = []
         if self._reasoning is not None:
-            pushed = self._reasoning.push(text)
-            self.reasoning_tokens += bool(pushed.reasoning)
-            held = self._reasoning.finish() if last else Text()
-            reasoning, text = pushed.reasoning + held.reasoning, pushed.content + held.content
+            reasoning, text = self._reasoning.push(text)
+            self.reasoning_tokens += bool(reasoning)
+            if last:
+                held_reasoning, held_text = self._reasoning.finish()
+                reasoning, text = reasoning + held_reasoning, text + held_text
             if self._withheld is not None:
                 self._withheld.append(reasoning)
                 reasoning = ""
