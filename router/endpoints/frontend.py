@@ -19,9 +19,9 @@ from baton.router.api.jobs import make_jobs
 from baton.router.api.structured import Structure, calls_or_answer
 from baton.router.api.validation import named_as_in
 from baton.router.errors import InvalidRequest, ShuttingDown, TimedOut, Unsupported
+from baton.router.preparation.child import Preparer
 from baton.router.preparation.grammar_checker import MAX_LENGTH, GrammarChecker
 from baton.router.preparation.prepare import Converted, Generated, Prepared, Served
-from baton.router.preparation.preparer import Preparer
 from baton.router.tools.reasoning import END, START
 from baton.rpc import worker_pb2 as pb
 

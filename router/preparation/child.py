@@ -1,6 +1,6 @@
-"""The child process that prepares bodies, and the messages between it and the router.
+"""Prepares bodies, large ones in a child process, which this module is too.
 
-Its first frame is the tokenizer, and each later frame is a body to prepare: a line of JSON, then the history,
+The first frame is the tokenizer, and each later frame is a body to prepare: a line of JSON, then the history,
 then the client's bytes. The line is [kind, model names, context length, salt in hexadecimal, bytes of the
 history]. A reply is MessagePack.
 """
@@ -15,7 +15,9 @@ from functools import partial
 import msgspec
 
 from baton.machine.logs import stack_without_text
+from baton.router.admission.keys import ApiKey
 from baton.router.api.bodies import ChatOptions, CompletionOptions
+from baton.router.child_pool import ChildDied, ChildPool
 from baton.router.errors import ApiError, InvalidRequest, all_errors
 from baton.router.preparation import pipe
 from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
@@ -24,6 +26,12 @@ from baton.router.tools.reasoning import Beginning
 
 log = logging.getLogger(__name__)
 
+SMALL_BYTES = 16 << 10
+"""A body up to this size takes 10 ms at most. The event loop prepares it, which saves the way to a child."""
+LONG_BYTES = 256 << 10
+"""A body above this size may take half a second or more."""
+CHILDREN = 2
+"""At most one of them works on a body above `LONG_BYTES`, so the other stays free for smaller bodies."""
 CPU_SECONDS = 20
 """Of one body. A signal then ends the process, and the router starts another."""
 MEMORY_BYTES = 4 << 30
@@ -32,6 +40,40 @@ MAX_OPTIONS_BYTES = 512 << 10
 _PROMPT = {"messages", "prompt", "chat_template_kwargs"}
 _ERRORS = {kind.__name__: kind for kind in all_errors()}
 assert array("I").itemsize == 4
+
+
+class Preparer:
+    """Prepares small bodies on the event loop, and larger ones in child processes, which it owns."""
+
+    def __init__(self, tokenizer: ModelTokenizer, name: str) -> None:
+        self._tokenizer = tokenizer
+        command = [sys.executable, "-m", __name__, name]
+        self._children = ChildPool(command, CHILDREN, tokenizer.state, long_bytes=LONG_BYTES)
+
+    async def prepare(
+        self, kind: Kind, raw: bytes | bytearray, served: Served, key: ApiKey, history: bytes = b""
+    ) -> Prepared | bytes:
+        """Does the same as `prepare.prepare`. `key` is the client's. Raises ApiError."""
+        if len(raw) + len(history) <= SMALL_BYTES:
+            return prepare(kind, raw, self._tokenizer, served, history, key.cache_salt)
+        head = request_head(kind, served, history, key.cache_salt)
+        try:
+            return read_reply(await self._children.call(key.name, head, raw))
+        except ChildDied as died:
+            if not died.caused_by_request:
+                raise ApiError(f"the router has no process to prepare this request: {died}") from died
+            limits = f"{CPU_SECONDS} s or {MEMORY_BYTES >> 30} GiB"
+            raise InvalidRequest(f"the preparation of this request takes more than {limits}") from died
+
+    async def start(self) -> None:
+        """Starts the children, so that the first large body does not wait for it."""
+        try:
+            await self._children.start()
+        except ChildDied as died:
+            log.warning("a process that prepares large requests did not start: %s", died)
+
+    async def close(self) -> None:
+        await self._children.close()
 
 
 class _Prepared(msgspec.Struct, tag=True, array_like=True):

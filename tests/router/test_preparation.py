@@ -28,9 +28,15 @@ from baton.router.api.sampling import Body
 from baton.router.endpoints.grpc_server import SERVICE
 from baton.router.errors import ApiError, ContextLengthExceeded, InvalidRequest
 from baton.router.preparation import pipe
-from baton.router.preparation.child import MAX_OPTIONS_BYTES, read_reply, reply_to, request_head
+from baton.router.preparation.child import (
+    MAX_OPTIONS_BYTES,
+    SMALL_BYTES,
+    Preparer,
+    read_reply,
+    reply_to,
+    request_head,
+)
 from baton.router.preparation.prepare import _BODIES, Kind, Prepared, Served, prepare
-from baton.router.preparation.preparer import SMALL_BYTES, Preparer
 from baton.router.text.chat import ChatTemplate
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import inference_pb2 as ipb
