@@ -53,16 +53,10 @@ class LogprobEntries:
         }
         return msgspec.Raw(encode(entry))
 
-    def of_completion(self, delta: Delta) -> tuple[str, float, msgspec.Raw]:
-        """Returns the token's name, its logprob, and the alternatives by name."""
-        logprobs = delta.token.logprobs or pb.TokenLogprobs()
-        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        return self.of_echo(delta.token.token_id, logprobs.logprob, top)
-
-    def of_echo(
+    def of_completion(
         self, token_id: int, logprob: float, top: Iterable[tuple[int, float]]
     ) -> tuple[str, float, msgspec.Raw]:
-        """As `of_completion`, for any token and its alternatives."""
+        """Returns the token's name, its logprob, and the alternatives by name."""
         names = {self.name(i): max(other, LOWEST_LOGPROB) for i, other in top}
         name, logprob = self.name(token_id), max(logprob, LOWEST_LOGPROB)
         # As in OpenAI's API, the token itself is always among them. As in vLLM, it is the first one.
