@@ -85,7 +85,7 @@ async def test_a_prompt_is_scored_again_when_its_worker_dies(pair: Cluster):
     for worker in pair.prefills:
         worker.steps = asyncio.Semaphore(0)
     answer = asyncio.create_task(pair.complete(prompt=PROMPT, max_tokens=2, prompt_logprobs=1))
-    connections = pair.router.services.pool.connections
+    connections = pair.pool.connections
     await pair.until(lambda: any(len(a.scores) == 3 for c in connections for a in c.attempts.values()))
     [first] = [worker for worker in pair.prefills if worker.submitted]
     [second] = [worker for worker in pair.prefills if worker is not first]

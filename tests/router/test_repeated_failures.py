@@ -40,7 +40,7 @@ async def test_a_worker_that_fails_repeatedly_gets_no_requests_and_then_a_probe(
         """Ends the time without requests. Returns how many of six requests the worker then gets."""
         before = len(decodes(bad))
         connection.breaker._open_until = 0.0
-        pair.router.services.pool.apply_breakers()
+        pair.pool.apply_breakers()
         for _ in range(6):
             await answered_whole(pair)
         return len(decodes(bad)) - before
@@ -55,7 +55,7 @@ async def test_if_all_breakers_are_open_all_workers_get_requests(
     monkeypatch.setattr(breaker, "TOGETHER_S", 0.0)
     cluster.decodes[0].fail_after = 2
     await answered_whole(cluster)
-    [connection] = cluster.router.services.pool.ready(pb.POOL_DECODE)
+    [connection] = cluster.pool.ready(pb.POOL_DECODE)
     assert connection.breaker.open_for(0.0) > 0
 
 
@@ -70,7 +70,7 @@ async def test_a_worker_serves_again_although_the_timer_of_its_breaker_fires_ear
     monkeypatch.setattr(
         loop, "call_later", lambda delay, *call, **context: call_later(delay / 2, *call, **context)
     )
-    pool, [failing, other] = pair.router.services.pool, pair.decodes
+    pool, [failing, other] = pair.pool, pair.decodes
     connection = pair.connection(failing)
 
     def serves() -> bool:
@@ -87,7 +87,7 @@ async def test_a_lost_stream_that_opens_the_breaker_starts_nothing_there(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "FAILURES", 1)
-    pool, [lost, _] = pair.router.services.pool, pair.decodes
+    pool, [lost, _] = pair.pool, pair.decodes
     connection = pair.connection(lost)
     dispatched: list[bool] = []
     monkeypatch.setattr(pool, "on_capacity", lambda: dispatched.append(connection.ready))
