@@ -2,7 +2,7 @@
 
 The first frame is the tokenizer, and each later frame is a body to prepare: a line of JSON, then the history,
 then the client's bytes. The line is [kind, model names, context length, salt in hexadecimal, bytes of the
-history]. A reply is MessagePack.
+history]. A reply is an array in MessagePack, of which the first entry says what it is.
 """
 
 import gc
@@ -11,6 +11,7 @@ import logging
 import sys
 from array import array
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -22,7 +23,6 @@ from baton.router.errors import ApiError, InvalidRequest, all_errors
 from baton.router.preparation import pipe
 from baton.router.preparation.prepare import Kind, Prepared, Served, prepare
 from baton.router.text.tokenizer import ModelTokenizer
-from baton.router.tools.reasoning import Beginning
 
 log = logging.getLogger(__name__)
 
@@ -76,79 +76,28 @@ class Preparer:
         await self._children.close()
 
 
-class _Prepared(msgspec.Struct, tag=True, array_like=True):
-    chat: bool
-    options: bytes
-    prompts: list[bytes]
-    echoes: list[str]
-    beginning: Beginning
-    repeated: bytes
-
-
-class _Response(msgspec.Struct, tag=True, array_like=True):
-    body: bytes
-
-
-class _Error(msgspec.Struct, tag=True, array_like=True):
-    error: str
-    message: str
-    param: str | None
-
-
-class _Crash(msgspec.Struct, tag=True, array_like=True):
-    stack: str
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Prepared | _Response | _Error | _Crash).decode
-
-
 def request_head(kind: Kind, served: Served, history: bytes = b"", salt: bytes = b"") -> bytes:
     """Returns what precedes the client's bytes."""
     head = [kind, served.model_names, served.context, salt.hex(), len(history)]
     return json.dumps(head).encode() + b"\n" + history
 
 
-def read_request(request: bytes) -> tuple[Kind, Served, bytes, bytes, bytes]:
-    """Returns the kind, the model, the history, the salt and the client's bytes."""
-    head, _, rest = request.partition(b"\n")
-    kind, model_names, context, salt, length = json.loads(head)
-    return kind, Served(tuple(model_names), context), rest[:length], bytes.fromhex(salt), rest[length:]
-
-
-def encode_prepared(prepared: Prepared | bytes) -> bytes:
-    """Raises InvalidRequest when the fields beside the prompt are too large."""
-    if isinstance(prepared, bytes):
-        return _encode(_Response(prepared))
-    chosen = prepared.options
-    options = chosen.model_dump_json(
-        by_alias=True,
-        exclude_unset=True,
-        exclude=_PROMPT,
-        warnings=False,  # about values of a PlainValidator, which pydantic writes nevertheless
-    ).encode()
-    if len(options) > MAX_OPTIONS_BYTES:
-        text = f"the fields beside the prompt take {len(options)} bytes, more than {MAX_OPTIONS_BYTES}"
-        raise InvalidRequest(text)
-    prompts = [array("I", prompt).tobytes() for prompt in prepared.prompts]
-    chat = isinstance(chosen, ChatOptions)
-    return _encode(_Prepared(chat, options, prompts, prepared.echoes, prepared.beginning, prepared.repeated))
-
-
 def read_reply(reply: bytes) -> Prepared | bytes:
     """Raises the ApiError that the child raised, or one without details if the child had a defect."""
-    match _decode(reply):
-        case _Prepared(chat, options, prompts, echoes, beginning, repeated):
-            kind = ChatOptions if chat else CompletionOptions
+    match msgspec.msgpack.decode(reply):
+        case ["prepared", is_chat, options, prompts, echoes, beginning, repeated]:
+            kind = ChatOptions if is_chat else CompletionOptions
             token_ids = [array("I", prompt).tolist() for prompt in prompts]
             return Prepared(kind.model_validate_json(options), token_ids, echoes, beginning, repeated)
-        case _Response(body):
+        case ["response", body]:
             return body
-        case _Error(error, message, param):
+        case ["error", error, message, param]:
             raise _ERRORS[error](message, param=param)
-        case _Crash(stack):
+        case ["crash", stack]:
             log.error("preparing a request failed\n%s", stack)
             raise ApiError("the request failed inside the router")
+        case other:
+            raise AssertionError(other)
 
 
 def main(name: str) -> None:
@@ -162,15 +111,39 @@ def main(name: str) -> None:
 
 
 def reply_to(tokenizer: ModelTokenizer, request: bytes) -> bytes:
-    kind, served, history, salt, raw = read_request(request)
+    head, _, rest = request.partition(b"\n")
+    kind, model_names, context, salt, length = json.loads(head)
+    served, history, raw = Served(tuple(model_names), context), rest[:length], rest[length:]
     try:
-        return encode_prepared(prepare(kind, raw, tokenizer, served, history, salt))
+        reply = _reply(prepare(kind, raw, tokenizer, served, history, bytes.fromhex(salt)))
     except ApiError as error:
-        return _encode(_Error(type(error).__name__, error.message, error.param))
+        reply = ["error", type(error).__name__, error.message, error.param]
     except MemoryError:
         sys.exit(1)  # the memory limit: the router refuses the body
     except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
-        return _encode(_Crash("\n".join(stack_without_text(error))))
+        reply = ["crash", "\n".join(stack_without_text(error))]
+    return msgspec.msgpack.encode(reply)
+
+
+def _reply(prepared: Prepared | bytes) -> list[Any]:
+    """Raises InvalidRequest when the fields beside the prompt are too large."""
+    if isinstance(prepared, bytes):
+        return ["response", prepared]
+    chosen = prepared.options
+    options = chosen.model_dump_json(
+        by_alias=True,
+        exclude_unset=True,
+        exclude=_PROMPT,
+        warnings=False,  # about values of a PlainValidator, which pydantic writes nevertheless
+    ).encode()
+    if len(options) > MAX_OPTIONS_BYTES:
+        text = f"the fields beside the prompt take {len(options)} bytes, more than {MAX_OPTIONS_BYTES}"
+        raise InvalidRequest(text)
+    prompts, is_chat = (
+        [array("I", ids).tobytes() for ids in prepared.prompts],
+        isinstance(chosen, ChatOptions),
+    )
+    return ["prepared", is_chat, options, prompts, prepared.echoes, prepared.beginning, prepared.repeated]
 
 
 if __name__ == "__main__":
