@@ -40,6 +40,7 @@ MAX_OPTIONS_BYTES = 512 << 10
 _PROMPT = {"messages", "prompt", "chat_template_kwargs"}
 _ERRORS = {kind.__name__: kind for kind in all_errors()}
 assert array("I").itemsize == 4
+_encode = msgspec.msgpack.encode
 
 
 class Preparer:
@@ -115,14 +116,13 @@ def reply_to(tokenizer: ModelTokenizer, request: bytes) -> bytes:
     kind, model_names, context, salt, length = json.loads(head)
     served, history, raw = Served(tuple(model_names), context), rest[:length], rest[length:]
     try:
-        reply = _reply(prepare(kind, raw, tokenizer, served, history, bytes.fromhex(salt)))
+        return _encode(_reply(prepare(kind, raw, tokenizer, served, history, bytes.fromhex(salt))))
     except ApiError as error:
-        reply = ["error", type(error).__name__, error.message, error.param]
+        return _encode(["error", type(error).__name__, error.message, error.param])
     except MemoryError:
         sys.exit(1)  # the memory limit: the router refuses the body
     except Exception as error:  # noqa: BLE001  (a defect: the router logs it)
-        reply = ["crash", "\n".join(stack_without_text(error))]
-    return msgspec.msgpack.encode(reply)
+        return _encode(["crash", "\n".join(stack_without_text(error))])
 
 
 def _reply(prepared: Prepared | bytes) -> list[Any]:
@@ -139,10 +139,8 @@ def _reply(prepared: Prepared | bytes) -> list[Any]:
     if len(options) > MAX_OPTIONS_BYTES:
         text = f"the fields beside the prompt take {len(options)} bytes, more than {MAX_OPTIONS_BYTES}"
         raise InvalidRequest(text)
-    prompts, is_chat = (
-        [array("I", ids).tobytes() for ids in prepared.prompts],
-        isinstance(chosen, ChatOptions),
-    )
+    prompts = [array("I", prompt).tobytes() for prompt in prepared.prompts]
+    is_chat = isinstance(chosen, ChatOptions)
     return ["prepared", is_chat, options, prompts, prepared.echoes, prepared.beginning, prepared.repeated]
 
 
