@@ -335,9 +335,9 @@ def leaks(url: str, key: str = "") -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def leaks_when_idle(url: str, key: str = "") -> dict[str, int]:
-    """As `leaks`, but waits up to `WHOLE_S` seconds, since releases follow the last token."""
-    deadline = time.monotonic() + WHOLE_S
+def leaks_when_idle(url: str, key: str = "", within: float = WHOLE_S) -> dict[str, int]:
+    """As `leaks`, but waits up to `within` seconds, since releases follow the last token."""
+    deadline = time.monotonic() + within
     while (found := leaks(url, key)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found

@@ -10,7 +10,7 @@ from baton.engine import EngineRequest
 from baton.kv_transfer import Closed, FetchFailed, FirstToken, Injected, InjectStats, TraceWriter
 from baton.worker.engine_process import prefix_fetches, prefix_links
 from baton.worker.engine_process.prefix_fetches import PrefixFetches
-from baton.worker.engine_process.prefix_links import PrefixLinks
+from baton.worker.engine_process.prefix_links import Link, PrefixLinks
 from baton.worker.messages import ContentSource, RequestCounts
 
 TOKEN_BYTES = 100
@@ -191,6 +191,16 @@ def test_a_worker_is_asked_again_after_a_stale_hint(world: World, reason: str, a
     world.start()
     world.fetches.handle(FetchFailed(world.asked[0], reason))
     assert world.start() is again
+
+
+def test_a_slow_fetch_is_forgotten_after_two_fast_ones() -> None:
+    link = Link()
+    for seconds in (1.0, 1.0, 1.0, 1.0, 10.0):
+        link.measured(64, 0.0, seconds, now=0.0)
+    assert not link.pays(64, 2.0, now=0.0)
+    for _ in range(2):
+        link.measured(64, 0.0, 1.0, now=0.0)
+    assert link.pays(64, 2.0, now=0.0)
 
 
 def test_a_slow_fetch_is_not_the_last_one(world: World) -> None:

@@ -11,6 +11,8 @@ from baton.worker.messages import ContentSource, PrefixLink
 
 MEMORY = 0.7
 """Factor on the weight of the fetches before, in averages."""
+MEMORY_OF_SIZE = 0.4
+"""The same for the fetches of one size. There are few of these, so one slow fetch must soon be forgotten."""
 FORGET = 0.97
 """Factor on the measured seconds with each prompt that is computed because of them. Otherwise one slow fetch
 would be the last one."""
@@ -28,7 +30,9 @@ class Link:
     """What recent fetches from one tier of one worker took."""
 
     waited: Average = field(default_factory=lambda: Average(MEMORY))  # seconds until the first frame
-    transfers: dict[int, Average] = field(default_factory=lambda: defaultdict(lambda: Average(MEMORY)))
+    transfers: dict[int, Average] = field(
+        default_factory=lambda: defaultdict(lambda: Average(MEMORY_OF_SIZE))
+    )
     """Seconds from then on, by size. Sizes differ by a factor of two."""
     tokens_per_s: Average = field(default_factory=lambda: Average(MEMORY))  # from the first frame on
     paused_until: float = 0.0  # time.monotonic()
