@@ -39,16 +39,11 @@ def request_name(sent: str | None) -> str:
 
 
 class Frontend:
-    """Turns the bytes of a client into an `ActiveRequest`. Owns the child processes that help with it.
-
-    Attributes:
-        draining: new requests are refused.
-        metrics: those of the router.
-    """
+    """Turns the bytes of a client into an `ActiveRequest`. Owns the child processes that help with it."""
 
     def __init__(self, services: Services) -> None:
         config = services.config
-        self.draining = False
+        self.draining = False  # new requests are refused
         self.metrics = services.metrics
         self._model_names = config.model_names
         self._services = services
