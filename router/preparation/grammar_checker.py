@@ -24,7 +24,7 @@ class GrammarChecker:
     def __init__(self, name: str) -> None:
         self._valid: OrderedDict[Structure, Structure] = OrderedDict()
         # Not imported: the compiler takes memory that only the child needs.
-        self._children = ChildPool([sys.executable, "-m", f"{__package__}.grammar_child", name], 1)
+        self._children = ChildPool([sys.executable, "-I", "-m", f"{__package__}.grammar_child", name], 1)
 
     async def check(self, given: Structure, key: str) -> Structure:
         """Returns the structure with its text as workers read it. `key` names the client's API key.

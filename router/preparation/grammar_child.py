@@ -2,7 +2,7 @@
 
 A grammar may take minutes to compile, or overflow the compiler's stack. Then this process dies, and
 `router.child_pool` starts another. A request is JSON, [kind, text]. The reply is JSON too: [error or null,
-text for workers]. The process imports little of the router, so it starts in a tenth of a second.
+text for workers]. The process imports little of the router, so it starts fast.
 """
 
 import json
