@@ -1,6 +1,6 @@
 """What a router adds to a request, what a token costs it, and how long it takes to choose workers.
 
-Three processes run: fake workers behind their real gRPC service (`bench.fakes.worker`), a router, started as
+Three processes run: fake workers behind their real gRPC service (`stand_in`), a router, started as
 a user starts it, and this client. Prompts are token ids, so the router tokenizes nothing. Two kinds of
 request alternate:
 

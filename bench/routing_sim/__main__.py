@@ -27,9 +27,8 @@ from dataclasses import replace
 
 import baton.bench.contract as contract
 from baton.bench.contract import Report, Row
-from baton.bench.load.traffic.datasets import SAMPLE_TRACE
 from baton.bench.routing_sim.baselines import POLICIES, Flips, emptiest
-from baton.bench.routing_sim.traces import mooncake, multi_turn, shared_prefix, size
+from baton.bench.routing_sim.traces import multi_turn, shared_prefix, size
 from baton.cluster.options.optimize import PROFILES
 from baton.router.policy.decode import two_choices
 from baton.simulator import decode, placement
@@ -91,8 +90,6 @@ def cases(short: bool) -> Iterator[tuple[str, Trace, Setting, list[str]]]:
         if workers != max(SCALES):
             trace = shared_prefix(requests // 4, SEED)
             yield f"shared_prefix.w{workers}", trace, sized(trace, workers), names
-    trace = mooncake(SAMPLE_TRACE)
-    yield "mooncake.w4", trace, sized(trace, 4), list(POLICIES)
 
 
 def add_rows(report: Report, case: str, policy: str, outcome: Outcome) -> None:
@@ -230,7 +227,7 @@ def main() -> int:
     p = contract.parser(__doc__ or "", devices=("cpu",))
     p.add_argument("--only", choices=PARTS, help="simulate this part")
     args = p.parse_args()
-    report = Report("routing_sim", {"short": args.short, "seed": SEED}, args.json)
+    report = Report.of("routing_sim", args, seed=SEED)
     adds = {
         "prefill": add_prefill, "decode": add_decode, "placement": add_placement, "swing": add_swing,
         "profiles": add_profiles,

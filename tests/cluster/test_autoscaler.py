@@ -14,7 +14,6 @@ from aiohttp.test_utils import TestServer
 import baton.cluster.autoscaling.autoscaler
 import baton.cluster.autoscaling.balancer
 import baton.cluster.autoscaling.scaling
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.cluster.autoscaling.autoscaler import Autoscaler
 from baton.cluster.autoscaling.balancer import Sample, decode_load, prefill_load
 from baton.cluster.options.pools import PoolOptions, PoolSize
@@ -23,6 +22,7 @@ from baton.cluster.supervision.plan import Pool, RoleSpec
 from baton.cluster.supervision.role_process import RoleState
 from baton.cluster.supervision.supervisor import Supervisor
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 from .conftest import eventually
 

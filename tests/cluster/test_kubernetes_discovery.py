@@ -18,13 +18,13 @@ import aiohttp
 import pytest
 import trustme
 
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.bench.roles import spawn
 from baton.cluster.discovery import kubernetes_discovery
 from baton.cluster.discovery.kubernetes_discovery import KubernetesDiscovery
 from baton.cluster.model import EMBEDDED_NAME
 from baton.rpc import worker_pb2 as pb
 from tests.fake_kubernetes import NAMESPACE, FakeKubernetes, endpoint
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 from .followed import Follower
 

@@ -14,7 +14,6 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from baton.bench.fakes.worker import SECRET, FakeWorker, Lanes
 from baton.router.api.jobs import SamplingDefaults
 from baton.router.config import RouterConfig
 from baton.router.server import RunningRouter, running
@@ -24,6 +23,7 @@ from baton.router.workers.pool import WorkerPool
 from baton.router.workers.worker import Worker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.tls import TlsFiles
+from tests.fake_worker import SECRET, FakeWorker, Lanes
 
 NO_DEFAULTS = SamplingDefaults()
 TEXT = "The capital of France is Paris. Größe: 🙂🚀 and that is all I know about it."

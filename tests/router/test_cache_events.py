@@ -12,7 +12,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.content import Tier, prompt_hints
 from baton.router.policy.chunk_index import ChunkIndex
 from baton.router.text.tokenizer import ModelTokenizer
@@ -23,6 +22,7 @@ from baton.rpc import worker_pb2 as pb
 from baton.worker.service_process import cache_feed
 from baton.worker.service_process.cache_feed import MAX_CHUNKS, CacheFeed
 from baton.worker.service_process.streams import MAX_UNREAD_CACHE_BYTES, RouterStream
+from tests.fake_worker import FakeWorker
 from tests.router.conftest import Cluster, make_cluster
 from tests.router.test_overflow import offering
 from tests.router.test_recovery import decodes

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.fakes.worker import SECRET, FakeWorker
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.router.workers import breaker
 from baton.rpc import worker_pb2 as pb
 from baton.rpc.channel import connect
 from baton.rpc.worker_pb2_grpc import WorkerStub
+from tests.fake_worker import SECRET, FakeWorker
 
 from .conftest import Cluster, make_cluster
 from .test_recovery import answered_whole, decodes, prefills, retargets

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.router.policy.prefill import PrefillRequest
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import FakeWorker
 
 from .conftest import Cluster, make_cluster
 from .test_flips import flipped, hold, no_attempt_was_replaced, release

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import FakeWorker
 
 from .conftest import TEXT, Cluster, make_cluster
 

@@ -8,13 +8,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.bench.fakes.worker import FakeWorker, Lanes
 from baton.router.text.tokenizer import ModelTokenizer
 from baton.rpc import inference_pb2 as pb
 from baton.rpc import worker_pb2
 from baton.rpc.inference_pb2_grpc import InferenceStub
 from baton.rpc.tls import TlsFiles
 from tests.conftest import Certificates
+from tests.fake_worker import FakeWorker, Lanes
 
 from .conftest import TEXT, Cluster, make_cluster
 

@@ -10,7 +10,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.bench.fakes.worker import FakeWorker
 from baton.router.config import RouterConfig
 from baton.router.generation.generation import Generation
 from baton.router.text.tokenizer import ModelTokenizer
@@ -19,6 +18,7 @@ from baton.router.workers.pool import WorkerPool
 from baton.router.workers.stream import WorkerStream
 from baton.router.workers.worker import SendQueue, Worker, WorkerState
 from baton.rpc import worker_pb2 as pb
+from tests.fake_worker import FakeWorker
 
 from .conftest import TEXT, Cluster, make_cluster
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 import baton.bench.routing_sim.__main__ as routing_sim
-from baton.bench.load.traffic.datasets import SAMPLE_TRACE
 from baton.bench.routing_sim.baselines import POLICIES, emptiest
-from baton.bench.routing_sim.traces import h200, mooncake, multi_turn, shared_prefix, size
+from baton.bench.routing_sim.traces import h200, multi_turn, shared_prefix, size
 from baton.router.policy.decode import two_choices
 from baton.simulator import decode
 from baton.simulator.prefill import Outcome, Queued, Simulation, SimWorker
@@ -82,8 +81,8 @@ def test_a_seed_gives_the_same_trace_and_prompts_share_prefixes():
     chat = max(multi_turn(200, 3).sessions, key=lambda s: len(s.turns))
     for before, after in zip(chat.turns, chat.turns[1:], strict=False):
         assert after.chunks[: len(before.chunks)] == before.chunks
-    for trace in (shared_prefix(500, 3), mooncake(SAMPLE_TRACE)):
-        assert len({turn.chunks[0] for s in trace.sessions for turn in s.turns}) < len(trace.sessions)
+    documents = shared_prefix(500, 3).sessions
+    assert len({turn.chunks[0] for s in documents for turn in s.turns}) < len(documents)
 
 
 def test_every_request_is_answered_while_workers_join_and_leave():
