@@ -25,9 +25,8 @@ from typer.testing import CliRunner
 from baton.cluster.cli import app
 from baton.cluster.options.clients import EndpointOptions
 from baton.cluster.supervision.processes import PACKAGES
-from baton.cluster.tools.histograms import page_text
 from baton.cluster.tools.status import merged
-from baton.cluster.tools.top import Page, Scrape, headline, parse, row, scrape
+from baton.cluster.tools.top import Page, Scrape, headline, page_text, parse, row, scrape
 from baton.kv_transfer import TransferStats
 from baton.router.text.tokenizer import ModelTokenizer, load_tokenizer
 from baton.rpc import worker_pb2 as pb
