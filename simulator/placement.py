@@ -21,17 +21,20 @@ from typing import Literal
 
 from baton.engine.core.chunk_limit import LONG
 from baton.router.policy.decode import DecodeLoad, two_choices
-from baton.router.policy.placement import Placement, PrefillOffer, patience, place, place_without_room
-from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
-from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
-from baton.router.policy.reports import (
+from baton.router.policy.placement import (
+    Placement,
+    PrefillOffer,
     PrefillWindow,
-    apply_report,
     decode_offer,
     pace,
+    patience,
+    place,
+    place_without_room,
     prefill_offer,
     prefill_window,
 )
+from baton.router.policy.prefill import PrefillRequest, PrefillSnapshot, sticky
+from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.step_worker import BLOCK, BLOCKS, BUDGET, PlacementOutcome, Request, Worker
@@ -103,7 +106,7 @@ class Router:
 
     def reported(self, row: int, status: pb.WorkerStatus) -> None:
         self._status[row] = status
-        apply_report(self._loads, row, status, row in self._prefills, self.clock.now)
+        self._loads.reported(row, status, self.clock.now, alone=row in self._prefills)
         running = status.requests_running + status.reservations
         self._decodes[row].reported(blocks_free=status.blocks_free, running=running)
         if row == len(self.workers) - 1:

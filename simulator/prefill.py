@@ -18,6 +18,7 @@ from baton.machine import Average
 from baton.router.policy.prefill import PrefillPolicy, PrefillRequest, PrefillSnapshot
 from baton.router.policy.prefill_loads import PrefillLoads, PrefillWork
 from baton.rpc import LONGEST_REPORT
+from baton.rpc import worker_pb2 as pb
 from baton.simulator.clock import Clock, report_interval
 from baton.simulator.trace import Session, Trace, Turn, hit_tokens
 
@@ -257,9 +258,9 @@ class Simulation:
         if not self._left or worker not in self._routers[0].rows:
             return
         waiting, speed = worker.tokens_waiting(), worker.tokens_per_s.value
+        status = pb.WorkerStatus(tokens_waiting=waiting, prefill_tokens_per_s=speed)
         for router in self._routers:
-            row = router.rows[worker]
-            router.loads.reported(row, tokens_waiting=waiting, tokens_per_s=speed, now=self._clock.now)
+            router.loads.reported(router.rows[worker], status, self._clock.now)
         interval = report_interval(len(self._workers), len(self._routers))
         self._clock.after(interval, lambda: self._report(worker))
 
